@@ -19,7 +19,8 @@ LAYERS = [
     ["torchq.utils"],
     ["torchq.formats", "torchq.graph.core"],  # 1
     ["torchq.descriptor", "torchq.functional", "torchq.fuse"],  # 2
-    ["torchq.config", "torchq.recipes"],
+    ["torchq.config"],
+    ["torchq.recipes"],
     ["torchq.calib"],  # 3
     ["torchq.nn"],  # 4
     ["torchq.swap"],  # 5

@@ -1,0 +1,242 @@
+"""What every benchmark shares: interleaved timing, the description of the machine, and JSON lines.
+
+A benchmark is a program ``benchmarks/bench_<what>.py`` with a function ``main(argv=None)`` that looks like this::
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        options = parse(parser(__doc__), argv)
+        with Reporter("fake_quantize", options.out) as report:
+            candidates = {"torch": lambda: ..., "torchq": lambda: ...}
+            for row in compare(candidates, baseline="torch", **timing(options)):
+                report.timing(row, elements=2**20)
+
+Timings on a shared machine drift, so candidates are never timed one after the other: each round times all of them, in rotating order,
+and a ratio is taken inside each round before the median over rounds is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+__all__ = ["Reporter", "Timing", "compare", "environment", "parse", "parser", "timing"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call of one candidate takes.
+
+    Attributes:
+        candidate: its name.
+        median_s: seconds per call, median over rounds.
+        spread: interquartile range of the seconds divided by their median: 0.02 is quiet, 0.3 is a machine in use.
+        ratio: this candidate's time divided by the baseline's, median of the ratios taken inside each round; below 1 is faster.
+        ratio_low, ratio_high: quartiles of that ratio.
+        baseline: name of the candidate that ``ratio`` refers to.
+        rounds, calls: samples taken, and calls in each sample.
+    """
+
+    candidate: str
+    median_s: float
+    spread: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    baseline: str
+    rounds: int
+    calls: int
+
+
+def compare(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    baseline: str,
+    rounds: int = 15,
+    warmup: int = 3,
+    min_time: float = 0.02,
+    synchronize: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Timing]:
+    """Time ``candidates`` against each other.
+
+    Args:
+        candidates: name -> a call to time. They should do the same work; checking that they do is the benchmark's business.
+        baseline: the candidate that ratios refer to.
+        rounds: samples of each candidate.
+        warmup: untimed calls of each candidate before the first sample (caches, lazy initialisation, compilation).
+        min_time: seconds that a sample should last at least; short calls are repeated within a sample until it does.
+        synchronize: waits for queued work, called before each reading of the clock; by default ``torch.cuda.synchronize`` once CUDA
+            is in use, else nothing.
+        clock: seconds, for tests.
+
+    Returns:
+        One :class:`Timing` per candidate, in the order given.
+
+    Raises:
+        ValueError: if ``baseline`` is none of the candidates or a count is not positive.
+    """
+    if baseline not in candidates:
+        raise ValueError(f"baseline: got {baseline!r}; expected one of {', '.join(candidates)}")
+    if rounds < 1 or warmup < 0:
+        raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
+
+    def sample(call: Callable[[], object], calls: int) -> float:
+        wait = synchronize or (torch.cuda.synchronize if torch.cuda.is_initialized() else None)
+        if wait:
+            wait()
+        start = clock()
+        for _ in range(calls):
+            call()
+        if wait:
+            wait()
+        return (clock() - start) / calls
+
+    names = list(candidates)
+    calls = {}
+    for name in names:
+        for _ in range(warmup):
+            candidates[name]()
+        calls[name] = max(1, round(min_time / max(sample(candidates[name], 1), 1e-9)))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        gc.collect()
+        for name in names[turn:] + names[:turn]:
+            seconds[name].append(sample(candidates[name], calls[name]))
+    return [_summarize(name, seconds, baseline, calls[name]) for name in names]
+
+
+def _summarize(name: str, seconds: Mapping[str, Sequence[float]], baseline: str, calls: int) -> Timing:
+    own = seconds[name]
+    low, middle, high = _quartiles(own)
+    ratio_low, ratio, ratio_high = _quartiles([a / b for a, b in zip(own, seconds[baseline], strict=True)])
+    return Timing(name, middle, (high - low) / middle, ratio, ratio_low, ratio_high, baseline, len(own), calls)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """What a figure depends on: hardware, threads, versions (of ``packages`` too, where installed), commit. No names of hosts or users."""
+    versions = {}
+    for package in ("torch", "torchvision", *packages):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _commit() -> str | None:
+    """Short hash of the checked-out commit, with ``+`` where tracked files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=here, capture_output=True).returncode != 0
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + "+" * dirty
+
+
+class Reporter:
+    """Prints one JSON object per line, first the environment; a context manager.
+
+    Args:
+        bench: name of the benchmark, on every line.
+        out: file to append the lines to as well.
+        packages: peers whose versions matter.
+    """
+
+    def __init__(self, bench: str, out: Path | None = None, packages: Iterable[str] = ()) -> None:
+        self._bench = bench
+        self._out = out
+        self._packages = tuple(packages)
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Reporter:
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._out.open("a", encoding="utf-8")
+        self._write("environment", environment(self._packages))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def timing(self, row: Timing, **case: object) -> None:
+        """Report one timing; ``case`` says what was timed (sizes, dtype, ...)."""
+        figures: dict[str, object] = {"median_s": row.median_s, "spread": row.spread, "ratio": row.ratio, "ratio_low": row.ratio_low}
+        figures |= {"ratio_high": row.ratio_high, "baseline": row.baseline, "rounds": row.rounds, "calls": row.calls}
+        self._write("result", {**case, "candidate": row.candidate, **figures})
+
+    def value(self, **fields: object) -> None:
+        """Report anything that is not a time: accuracy, size, agreement."""
+        self._write("result", fields)
+
+    def _write(self, kind: str, fields: Mapping[str, object]) -> None:
+        line = json.dumps({"kind": kind, "bench": self._bench, **fields})
+        print(line, flush=True)
+        if self._file is not None:
+            self._file.write(line + "\n")
+            self._file.flush()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; add the benchmark's own."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--rounds", type=int, default=15, help="samples of each candidate (default: %(default)s)")
+    result.add_argument("--warmup", type=int, default=3, help="untimed calls of each candidate (default: %(default)s)")
+    result.add_argument("--min-time", type=float, default=0.02, help="seconds that a sample lasts at least (default: %(default)s)")
+    result.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    result.add_argument("--quick", action="store_true", help="one round without repeats: shows that the program runs, measures nothing")
+    result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
+    return result
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse, then apply ``--threads`` and ``--quick``."""
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    if options.quick:
+        options.rounds, options.warmup, options.min_time = 1, 1, 0.0
+    return options
+
+
+def timing(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :func:`compare` that come from the command line."""
+    return {"rounds": options.rounds, "warmup": options.warmup, "min_time": options.min_time}

@@ -1,0 +1,136 @@
+"""The harness with a clock that the test moves: nothing here measures real time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import harness, table
+
+SECONDS = {"slow": 4.0, "fast": 1.0}
+
+
+class Workload:
+    """Candidates that move a clock by their cost, which ``drift`` multiplies after every round of the two."""
+
+    def __init__(self, drift: float = 1.0) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+        self.drift = drift
+
+    def clock(self) -> float:
+        return self.now
+
+    def candidates(self) -> dict[str, Callable[[], None]]:
+        def run(name: str) -> None:
+            self.order.append(name)
+            self.now += SECONDS[name] * self.drift ** ((len(self.order) - 1) // 2)
+
+        return {name: lambda name=name: run(name) for name in SECONDS}  # type: ignore[misc]
+
+
+def test_medians_and_ratios() -> None:
+    work = Workload()
+    slow, fast = harness.compare(work.candidates(), baseline="slow", rounds=5, min_time=0.0, clock=work.clock)
+    assert (slow.candidate, slow.median_s, slow.ratio, slow.spread) == ("slow", 4.0, 1.0, 0.0)
+    assert (fast.candidate, fast.median_s, fast.ratio, fast.baseline, fast.rounds, fast.calls) == ("fast", 1.0, 0.25, "slow", 5, 1)
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio() -> None:
+    work = Workload(drift=1.5)
+    _, fast = harness.compare(work.candidates(), baseline="slow", rounds=6, warmup=0, min_time=0.0, clock=work.clock)
+    assert fast.ratio == pytest.approx(0.25)
+    assert fast.spread > 1.0
+
+
+def test_candidates_are_interleaved_and_take_turns_to_be_first() -> None:
+    work = Workload()
+    harness.compare(work.candidates(), baseline="fast", rounds=3, warmup=2, min_time=0.0, clock=work.clock)
+    assert work.order[:6] == ["slow"] * 3 + ["fast"] * 3  # two warm-up calls each, and one to learn how long a call takes
+    assert work.order[6:] == ["slow", "fast", "fast", "slow", "slow", "fast"]
+
+
+def test_short_calls_are_repeated_within_a_sample() -> None:
+    work = Workload()
+    slow, fast = harness.compare(work.candidates(), baseline="fast", rounds=2, warmup=0, min_time=8.0, clock=work.clock)
+    assert (slow.calls, fast.calls) == (2, 8)
+    assert (slow.median_s, fast.median_s) == (4.0, 1.0)
+
+
+def test_queued_work_is_waited_for() -> None:
+    work = Workload()
+    waits: list[float] = []
+    harness.compare(work.candidates(), baseline="fast", rounds=1, warmup=0, clock=work.clock, synchronize=lambda: waits.append(work.now))
+    assert len(waits) == 2 * 4  # before and after each of four samples
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"baseline": "other"}, "'other'; expected one of slow, fast"), ({"baseline": "slow", "rounds": 0}, "expected at least 1 and 0")],
+)
+def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        harness.compare(Workload().candidates(), **arguments)  # type: ignore[arg-type]
+
+
+def test_environment_names_hardware_and_versions_only() -> None:
+    found = harness.environment(["tqdm", "a-package-that-is-not-there"])
+    assert found["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__ in found["versions"]["torch"]
+    assert "tqdm" in found["versions"]
+    assert "a-package-that-is-not-there" not in found["versions"]
+    assert found["threads"] == torch.get_num_threads()
+    assert not any(part in json.dumps(found) for part in (str(Path.home()) + "/", str(Path.cwd())))
+
+
+def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "lines.jsonl"
+    row = harness.Timing("fast", 2.5e-3, 0.04, 0.25, 0.2, 0.3, "slow", 5, 1)
+    with harness.Reporter("demo", out) as report:
+        report.timing(row, elements=1024)
+        report.value(candidate="accuracy", top1=0.98765, note="a|b")
+    printed = capsys.readouterr().out
+    assert out.read_text() == printed
+    assert [json.loads(line)["kind"] for line in printed.splitlines()] == ["environment", "result", "result"]
+    with harness.Reporter("again", out):
+        pass
+    capsys.readouterr()
+    table.main([str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "### demo" in lines
+    assert "| elements | candidate | median_s | spread | ratio | baseline | top1 | note |" in lines
+    assert "| 1024 | fast | 2.5 ms | 4% | 0.25x | slow |  |  |" in lines
+    assert "|  | accuracy |  |  |  |  | 0.9877 | a\\|b |" in lines
+    assert "### again" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ('\n{"a": 1}', r"line 2: got '\{\"a\": 1\}'; expected an object with kind"),
+        ('{"kind": "result"}', "line 1: a result before any environment"),
+    ],
+)
+def test_lines_of_something_else_are_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(table.runs(text.splitlines()))
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        table.main([str(path)])
+    assert "wrong.jsonl: line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "cell"), [(3.0, "3 s"), (0.25, "250 ms"), (4.2e-5, "42 µs"), (0.0, "0 ns")])
+def test_seconds_have_a_unit(value: float, cell: str) -> None:
+    assert cell in table.markdown({"bench": "b"}, [{"median_s": value}])
+
+
+def test_options() -> None:
+    options = harness.parse(harness.parser("What it measures."), ["--quick", "--threads", "1"])
+    assert harness.timing(options) == {"rounds": 1, "warmup": 1, "min_time": 0.0}
+    assert harness.timing(harness.parse(harness.parser(None), ["--rounds", "4"])) == {"rounds": 4, "warmup": 3, "min_time": 0.02}
