@@ -6,6 +6,7 @@ function added to ``ESTIMATORS``, or a :class:`Calibrator` added to ``CALIBRATOR
 """
 
 from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator
+from torchq.calib.distributed import sync
 from torchq.calib.histogram import Histogram
 from torchq.calib.registry import CALIBRATORS, make_calibrator, methods
 
@@ -18,4 +19,5 @@ __all__ = [
     "MaxCalibrator",
     "make_calibrator",
     "methods",
+    "sync",
 ]
