@@ -71,7 +71,9 @@ def test_no_torchq_import_inside_a_function(package: dict[str, Source]) -> None:
 
 @pytest.mark.parametrize("name", ONNX_PACKAGES)
 def test_onnx_is_known_to_few(package: dict[str, Source], name: str) -> None:
-    assert rules.third_party_imports(package, name, ONNX_UNITS) == []
+    """Anybody may ask torch whether an export is running; what an export looks like is known to ONNX_UNITS."""
+    uses = rules.third_party_imports(package, name, ONNX_UNITS)
+    assert [use for use in uses if not use.endswith(" torch.onnx.is_in_onnx_export")] == []
 
 
 def test_tqdm_has_one_importer(package: dict[str, Source]) -> None:

@@ -1,0 +1,46 @@
+"""What holds for every test and doctest. Nothing here changes a global default: seeds and threads are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One torch thread per test process: the tensors are small, and pytest-xdist already keeps every core busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> Iterator[None]:
+    """Seed torch's default generator (initial weights come from it) and give its state back, so that test order cannot matter."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves global state behind: default dtype, grad mode, or a patch that still swaps new modules."""
+    yield
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    probe = nn.Sequential(nn.Linear(1, 1, device="meta"))
+    assert type(probe[0]) is nn.Linear
+
+
+@pytest.fixture(autouse=True)
+def names_for_doctests(doctest_namespace: dict[str, Any]) -> None:
+    """Examples may use ``torch`` and ``torchq`` without importing them."""
+    doctest_namespace.update(torch=torch, torchq=torchq)
