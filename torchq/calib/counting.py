@@ -53,7 +53,6 @@ def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
     groups, bins = counts.shape
     index = torch.arange(bins, device=counts.device) >> doublings.clamp(max=62).to(torch.int64).unsqueeze(1)
     index = index + torch.arange(groups, device=counts.device).unsqueeze(1) * bins
-    # Flat, because only the one-dimensional form is allowed under torch.use_deterministic_algorithms on CUDA.
     return torch.zeros_like(counts).view(-1).scatter_add_(0, index.view(-1), counts.reshape(-1)).view(groups, bins)
 
 
@@ -76,29 +75,18 @@ def count_bins_(counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, 
         _count_on_device(counts, x, scale, finite, signed, skip_zeros)
 
 
-def _magnitudes(part: Tensor, signed: bool) -> Tensor:
-    part = part.to(torch.float32)
-    return part.abs() if signed else part.clamp(min=0)
-
-
-def _zeros(values: Tensor) -> Tensor:
-    return values.shape[0] * values.shape[2] - torch.count_nonzero(values, dim=(0, 2))
-
-
 def _count_on_cpu(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
     bins = counts.shape[1]
-    small = torch.int16 if bins <= 2**15 else torch.int32
     for part, where in pieces(x, size=max(_CPU_PIECE, bins), groups=max(1, _CPU_PIECE // bins)):
-        values = _magnitudes(part, signed)
-        if skip_zeros:
-            counts[where, 0] -= _zeros(values)
-        groups = values.shape[1]
-        if groups == 1:
-            index = values.mul_(scale[where].view(())).to(small)
-        else:
-            offset = torch.arange(0, groups * bins, bins, dtype=torch.int32).view(-1, 1)
-            index = values.mul_(scale[where].view(-1, 1)).to(torch.int32).add_(offset)
+        groups = part.shape[1]
+        # int16 where it fits: the narrower the index, the faster it is made and counted.
+        dtype = torch.int16 if groups * bins <= 2**15 else torch.int32
+        index = _bins(part, scale[where], signed, dtype)
+        if groups > 1:
+            index.add_(torch.arange(0, groups * bins, bins, dtype=dtype).view(-1, 1))
         counts[where] += torch.bincount(index.flatten(), minlength=groups * bins).view(groups, bins)
+        if skip_zeros:
+            counts[where, 0] -= _zeros(part, signed)
 
 
 def _count_on_device(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, signed: bool, skip_zeros: bool) -> None:
@@ -106,10 +94,22 @@ def _count_on_device(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, s
     offset = torch.arange(0, groups * bins, bins, device=x.device)
     one = finite.to(torch.int64)
     for part, where in pieces(x, size=_DEVICE_PIECE, groups=groups):
-        values = _magnitudes(part, signed)
-        if skip_zeros:
-            counts[where, 0] -= _zeros(values) * one
-        index = (values * scale[where].view(-1, 1)).to(torch.int64)
         # A NaN converts to anything; the index must stay in range although nothing is added.
-        index = index.clamp_(0, bins - 1).add_(offset[where].view(-1, 1)).flatten()
-        counts.view(-1).scatter_add_(0, index, one.expand_as(index))
+        index = _bins(part, scale[where], signed, torch.int64).clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
+        # Flat, because only the one-dimensional form is allowed under torch.use_deterministic_algorithms on CUDA.
+        counts.view(-1).scatter_add_(0, index.flatten(), one.expand(index.numel()))
+        if skip_zeros:
+            counts[where, 0] -= _zeros(part, signed) * one
+
+
+def _bins(part: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    """The bin of each element: conversion truncates towards zero, so the sign may go afterwards, where elements are small."""
+    scaled = part.to(torch.float32) * (scale.view(()) if scale.numel() == 1 else scale.view(-1, 1))
+    index = scaled.to(dtype)
+    return index.abs_() if signed else index.clamp_(min=0)
+
+
+def _zeros(part: Tensor, signed: bool) -> Tensor:
+    """(groups,): the elements that count as zero."""
+    other = torch.count_nonzero(part, dim=(0, 2)) if signed else (part > 0).sum((0, 2))
+    return part.shape[0] * part.shape[2] - other

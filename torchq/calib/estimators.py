@@ -53,14 +53,19 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
     With grid values ``g_0 < g_1 < ..``, ``s = amax / qmax`` and ``x`` running over bin centers, the error is
     ``sum x^2 - 2 s sum g(x) x + s^2 sum g(x)^2``. Writing ``g`` as a sum of its increments turns the last two into running
     totals of ``count * x`` and ``count`` read where one code changes to the next.
+
+    Args:
+        histogram: the statistics.
+        format: the grid.
     """
     grid = _grid(format, histogram)
     if grid is None:
         return largest(histogram, format)
     bins = histogram.counts.shape[1]
     candidates = torch.arange(1, bins + 1, device=grid.device)
-    border = _borders(grid, candidates, format)
     step = candidates.double() / format.qmax
+    # How many centers round to a code below the next one.
+    border = torch.outer(step, (grid[1:] + grid[:-1]) / 2).add_(0.5).floor_().long()
     centers = torch.arange(bins, device=grid.device, dtype=torch.float64) + 0.5
     errors = (_squared_error(row, centers, border, grid, step) for row in histogram.counts.double())
     return _bounded(_least(errors, candidates, histogram), histogram)
@@ -79,20 +84,21 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
     """The bin edge where quantizing loses least information: the least Kullback-Leibler divergence, the largest such edge.
 
     For each edge the reference distribution is the histogram up to it, with everything beyond added to its last bin. The
-    quantized one gives every bin the mean count of the occupied bins that share its code. Edges whose last bin is empty while
-    counts lie beyond are impossible (infinite divergence). The first bin, which holds the exact zeros of ReLU and padding,
-    takes the count of its neighbour: zero is on every grid, so it tells nothing about the range.
+    quantized one cuts the bins into runs, one per grid value up to the next (the last as long as the one before), and gives
+    every occupied bin the mean count of the occupied bins of its run. Edges whose last bin is empty while counts lie beyond
+    are impossible (infinite divergence). The first bin, which holds the exact zeros of ReLU and padding, takes the count of its
+    neighbour: zero is on every grid, so it tells nothing about the range.
 
-    Reference: Migacz, 8-bit inference with TensorRT (GTC 2017), with the bins shared as the format rounds, to the nearest
-    value, instead of in equal runs.
+    Reference: Migacz, 8-bit inference with TensorRT (GTC 2017); the runs are its equal ones for integer formats, and the first
+    bin is treated as in NVIDIA pytorch-quantization.
     """
     grid = _grid(format, histogram)
     if grid is None:
         return largest(histogram, format)
     bins = histogram.counts.shape[1]
     candidates = torch.arange(grid.numel(), bins + 1, device=grid.device)
-    border = _borders(grid, candidates, format)
-    border = torch.cat([torch.zeros_like(candidates)[:, None], border, candidates[:, None]], dim=1)
+    starts = torch.cat([grid, 2 * grid[-1:] - grid[-2:-1]])
+    border = torch.outer(candidates.double(), starts).div_(starts[-1]).ceil_().long()
     divergences = (_divergence(row, border, candidates) for row in histogram.counts.double())
     return _bounded(_least(divergences, candidates, histogram), histogram)
 
@@ -117,12 +123,6 @@ def _grid(format: Format, histogram: Histogram) -> Tensor | None:
     if len(values) >= histogram.counts.shape[1]:
         return None
     return torch.tensor(values, dtype=torch.float64, device=histogram.counts.device)
-
-
-def _borders(grid: Tensor, candidates: Tensor, format: Format) -> Tensor:
-    """(candidates, codes - 1) int64: how many bin centers round to a code below the next one, when amax is ``candidate`` bins."""
-    middle = (grid[1:] + grid[:-1]) / (2 * format.qmax)
-    return torch.outer(candidates.double(), middle).add_(0.5).floor_().long()
 
 
 def _least(scores: Iterable[Tensor], candidates: Tensor, histogram: Histogram) -> Tensor:
