@@ -1,0 +1,42 @@
+"""torchq: quantize PyTorch models by swapping modules.
+
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+>>> report = torchq.quantize_(model, torchq.recipes.int8())
+>>> torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
+>>> model(torch.randn(1, 4)).shape
+torch.Size([1, 2])
+"""
+
+from torchq import calib, errors, formats, functional, nn, recipes
+from torchq.config import QuantConfig, Rule
+from torchq.descriptor import QuantDescriptor
+from torchq.nn import TensorQuantizer, register
+from torchq.swap import SwapReport, patch, plan, quantize_, restore_
+from torchq.version import __version__
+from torchq.workflow import calibrate, disabled, freeze_, load, save, summary
+
+__all__ = [
+    "QuantConfig",
+    "QuantDescriptor",
+    "Rule",
+    "SwapReport",
+    "TensorQuantizer",
+    "__version__",
+    "calib",
+    "calibrate",
+    "disabled",
+    "errors",
+    "formats",
+    "freeze_",
+    "functional",
+    "load",
+    "nn",
+    "patch",
+    "plan",
+    "quantize_",
+    "recipes",
+    "register",
+    "restore_",
+    "save",
+    "summary",
+]

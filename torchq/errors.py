@@ -1,0 +1,36 @@
+"""The exceptions of torchq. Every message reads ``where: got; expected. fix``.
+
+Each class also derives from the builtin that Python users expect, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+__all__ = ["TorchqError", "ConfigError", "CalibrationError", "QuantizationError", "FuseError", "ExportError", "MissingExtraError"]
+
+
+class TorchqError(Exception):
+    """Base of every error that torchq raises on purpose."""
+
+
+class ConfigError(TorchqError, ValueError):
+    """A descriptor, rule, recipe or pattern is invalid, or matches nothing."""
+
+
+class CalibrationError(TorchqError, RuntimeError):
+    """A range could not be determined: no data, non-finite data, or statistics of the wrong shape."""
+
+
+class QuantizationError(TorchqError, RuntimeError):
+    """A model or tensor cannot be quantized or restored as asked."""
+
+
+class FuseError(TorchqError, RuntimeError):
+    """A BatchNorm or branch merge was asked for where it would not be exact."""
+
+
+class ExportError(TorchqError, RuntimeError):
+    """A model cannot be exported or deployed as it is."""
+
+
+class MissingExtraError(TorchqError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

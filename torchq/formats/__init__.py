@@ -1,0 +1,35 @@
+"""Number formats and granularities as data.
+
+A :class:`Format` is the only thing that :func:`torchq.functional.fake_quantize` asks for bounds and grid; add one with a
+line in ``catalog.py``. May import only errors and utils.
+"""
+
+from torchq.formats.catalog import CATALOG, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, INT16, UINT4, UINT8, by_bits, by_name, integer
+from torchq.formats.format import FloatFormat, Format, IntFormat, power_of_two_below
+from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
+
+__all__ = [
+    "CATALOG",
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "INT4",
+    "INT8",
+    "INT16",
+    "UINT4",
+    "UINT8",
+    "FloatFormat",
+    "Format",
+    "Granularity",
+    "IntFormat",
+    "PerAxis",
+    "PerBlock",
+    "PerTensor",
+    "by_bits",
+    "by_name",
+    "integer",
+    "power_of_two_below",
+]

@@ -1,0 +1,157 @@
+"""Which elements share one amax, as frozen values, and the shapes and reductions that follow.
+
+An amax always has as many dimensions as its tensor (or none, per tensor), so that it broadcasts:
+
+=====================  ==================  =====================
+granularity            tensor shape        amax shape
+=====================  ==================  =====================
+``PerTensor()``        (N, C, H, W)        ()
+``PerAxis((0,))``      (O, I, kH, kW)      (O, 1, 1, 1)
+``PerAxis((0, 1))``    (O, I, kH, kW)      (O, I, 1, 1)
+``PerBlock(32, -1)``   (O, I)              (O, ceil(I / 32))
+=====================  ==================  =====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchq.errors import ConfigError
+
+__all__ = ["Granularity", "PerTensor", "PerAxis", "PerBlock"]
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Base: how a tensor is divided into groups that share an amax."""
+
+    def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the amax for a tensor of ``shape``."""
+        raise NotImplementedError
+
+    def split(self, x: Tensor) -> Tensor:
+        """``x`` as seen by :meth:`align`: itself, or with a block axis unfolded (zero padded to whole blocks)."""
+        return x
+
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """Inverse of :meth:`split` for a result of the same shape; ``shape`` is the original one."""
+        return x
+
+    def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        """``amax`` viewed so that it broadcasts against ``split`` of a tensor of ``shape``.
+
+        Accepts the legacy shapes ``[]``, ``[1]`` and ``[C]`` beside the one of :meth:`amax_shape`.
+
+        Raises:
+            ConfigError: a shape that fits none of these.
+        """
+        raise NotImplementedError
+
+    def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        """The dimensions of ``split(x)`` that one amax covers, for ``split(x).dim() == ndim``."""
+        raise NotImplementedError
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Largest magnitude of each group, in x's dtype and :meth:`amax_shape`; 0 for an empty group. NaN propagates."""
+        parts = self.split(x.detach())
+        dims = self.reduce_dims(parts.dim())
+        if x.numel() == 0:
+            return x.new_zeros(self.amax_shape(x.shape))
+        if not dims:
+            return parts.abs()
+        return torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True).view(self.amax_shape(x.shape))
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One amax for the whole tensor, 0-d."""
+
+    def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        return ()
+
+    def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        return tuple(range(ndim))
+
+    def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        if amax.numel() != 1:
+            raise ConfigError(f"amax has shape {tuple(amax.shape)}; expected one value, per tensor")
+        return amax.view(())
+
+
+@dataclass(frozen=True)
+class PerAxis(Granularity):
+    """One amax for each index of ``axes``; negative axes count from the end."""
+
+    axes: tuple[int, ...]
+
+    def _kept(self, ndim: int) -> tuple[int, ...]:
+        for axis in self.axes:
+            if not -ndim <= axis < ndim:
+                raise ConfigError(f"axis {axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}")
+        return tuple(axis % ndim for axis in self.axes)
+
+    def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        kept = self._kept(len(shape))
+        return tuple(size if d in kept else 1 for d, size in enumerate(shape))
+
+    def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        kept = self._kept(ndim)
+        return tuple(d for d in range(ndim) if d not in kept)
+
+    def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        expected = self.amax_shape(shape)
+        if amax.shape == expected:
+            return amax
+        if amax.numel() == 1:
+            return amax.view(())
+        if amax.dim() == 1 and len(self.axes) == 1 and amax.numel() == max(expected, default=1):
+            return amax.view(expected)
+        raise ConfigError(
+            f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} of a tensor of shape {tuple(shape)}"
+        )
+
+
+@dataclass(frozen=True)
+class PerBlock(Granularity):
+    """One amax for each run of ``size`` elements along ``axis``; the last block may be shorter."""
+
+    size: int
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"block_size: got {self.size}; expected at least 1")
+
+    def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        axis = self._axis(len(shape))
+        return (*shape[:axis], -(-shape[axis] // self.size), *shape[axis + 1 :])
+
+    def _axis(self, ndim: int) -> int:
+        if not -ndim <= self.axis < ndim:
+            raise ConfigError(f"block axis {self.axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}")
+        return self.axis % ndim
+
+    def split(self, x: Tensor) -> Tensor:
+        axis = self._axis(x.dim())
+        missing = -x.shape[axis] % self.size
+        if missing:
+            x = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - axis) + [0, missing])
+        return x.unflatten(axis, (x.shape[axis] // self.size, self.size))
+
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        axis = self._axis(len(shape))
+        return x.flatten(axis, axis + 1).narrow(axis, 0, shape[axis])
+
+    def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        return (self._axis(ndim - 1) + 1,)
+
+    def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        expected = self.amax_shape(shape)
+        if amax.numel() == 1 and amax.dim() <= 1:
+            return amax.view(())
+        if amax.shape != expected:
+            raise ConfigError(f"amax has shape {tuple(amax.shape)}; expected {expected}: blocks of {self.size} on axis {self.axis}")
+        return amax.unsqueeze(self._axis(len(shape)) + 1)

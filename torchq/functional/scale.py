@@ -1,0 +1,85 @@
+"""amax <-> step: the one place with this arithmetic, and with the rule for dead ranges.
+
+``step = amax / format.qmax`` (what ONNX and PyTorch call *scale*), in fp32, in fp64 for fp64 data. A range of at most
+:data:`TINY` quantizes everything to exactly 0, and its step is 1, so that every step is a positive number. An infinite or
+NaN amax gives NaN: a poisoned range must be seen, not hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq.formats import FloatFormat, Format, PerTensor, power_of_two_below
+from torchq.formats.granularity import Granularity
+
+__all__ = ["TINY", "compute_dtype", "step_from_amax", "amax_from_step", "divisor", "reduce_amax"]
+
+#: Ranges up to here (inclusive) are dead. 2**-24 is the smallest fp16 subnormal.
+TINY = 2.0**-24
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that quantization computes in: fp64 for fp64 tensors, else fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def step_from_amax(amax: Tensor, format: Format, scale_format: Format | None = None) -> Tensor:
+    """The step for each amax.
+
+    Args:
+        amax: float32 or float64, any shape, >= 0. With ``scale_format``, all blocks of one tensor.
+        format: the grid; amax maps to its ``qmax``.
+        scale_format: round the steps onto this grid. A format without mantissa bits (E8M0) takes
+            ``2**(floor(log2(amax)) - floor(log2(qmax)))`` (OCP Microscaling Formats 1.0, section 6.3); any other gets a
+            second, per-tensor scale that brings the largest step to its maximum (NVFP4).
+
+    Returns:
+        amax's shape and dtype, > 0 for a finite amax; 1 where amax <= :data:`TINY`.
+
+    Example:
+        >>> from torchq.formats import INT8
+        >>> step_from_amax(torch.tensor([127.0, 0.0]), INT8)
+        tensor([1., 1.])
+    """
+    step = amax / format.qmax if scale_format is None else _rounded_step(amax, format, scale_format)
+    return torch.where(amax <= TINY, 1.0, step)
+
+
+def _rounded_step(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
+    if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
+        largest = torch.tensor(format.qmax, dtype=amax.dtype, device=amax.device)
+        exact = power_of_two_below(amax) / power_of_two_below(largest)
+        return scale_format.snap_(exact) + 0.0 * amax  # keeps inf and NaN visible, which snapping saturates
+    step = amax / format.qmax
+    if step.numel() == 0:
+        return step
+    shared = torch.where(step.amax() > 0, step.amax() / scale_format.qmax, 1.0)
+    return scale_format.snap_(step / shared) * shared
+
+
+def amax_from_step(step: Tensor, format: Format) -> Tensor:
+    """Inverse of :func:`step_from_amax` for live ranges: ``step * format.qmax``."""
+    return step * format.qmax
+
+
+def divisor(amax: Tensor, step: Tensor) -> Tensor:
+    """What data is divided by: the step, and infinity for dead ranges so that their codes are 0.
+
+    A step that was rounded to zero (a block far below its neighbours in NVFP4) is dead as well.
+    """
+    return torch.where((amax <= TINY) | (step == 0), torch.inf, step)
+
+
+def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
+    """Largest magnitude of each group of ``x``: fp32 (fp64 for fp64), shape ``granularity.amax_shape(x.shape)``.
+
+    No gradient. An empty tensor gives 0; NaN propagates.
+
+    Example:
+        >>> from torchq.formats import PerAxis
+        >>> reduce_amax(torch.tensor([[1.0, -2.0], [0.5, 0.25]]), PerAxis((0,)))
+        tensor([[2.0000],
+                [0.5000]])
+    """
+    return (granularity or PerTensor()).amax(x).to(compute_dtype(x.dtype))

@@ -1,0 +1,227 @@
+"""The module that quantizes a tensor: a descriptor, a range, and two switches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.calib import Calibrator, make_calibrator
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import CalibrationError, ConfigError, ExportError
+from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax, step_from_amax
+from torchq.utils import constant_while_tracing
+
+__all__ = ["TensorQuantizer"]
+
+# Keeps these calls whole when a model is traced with torch.fx.
+torch.fx.wrap("fake_quantize")
+torch.fx.wrap("learned_fake_quantize")
+torch.fx.wrap("quantize")
+torch.fx.wrap("reduce_amax")
+
+_MODES = {"off": (False, False), "observe": (True, False), "quantize": (False, True), "observe+quantize": (True, True)}
+_LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
+
+
+class TensorQuantizer(nn.Module):
+    """Quantizes its input as a :class:`~torchq.QuantDescriptor` says.
+
+    Args:
+        descriptor: how to quantize.
+        mode: ``"off"`` (pass through), ``"observe"`` (feed the calibrator), ``"quantize"`` or ``"observe+quantize"``.
+        device: where amax lives.
+
+    Attributes:
+        amax: the range, a float32 buffer whatever the model's dtype (a parameter with ``learn_amax``), of the granularity's
+            :meth:`~torchq.formats.Granularity.amax_shape`. It exists from construction and holds no element until it is
+            known; loading a state dict adopts the shape found there. As long as it is empty, and always with
+            ``descriptor.dynamic``, each call takes the range of its own data.
+        pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off (SmoothQuant).
+        quantizing, observing: the two switches that :attr:`mode` names.
+        name: the dotted path in the model, for error texts; set by :func:`torchq.quantize_`.
+
+    Shape:
+        any floating-point tensor -> same shape, dtype and memory format.
+
+    Example:
+        >>> q = TensorQuantizer(torchq.QuantDescriptor(num_bits=4, amax=1.0))
+        >>> q(torch.tensor([0.26, 1.2, -3.0]))
+        tensor([ 0.2857,  1.0000, -1.1429])
+    """
+
+    amax: Tensor
+    pre_quant_scale: Tensor | None
+
+    def __init__(self, descriptor: QuantDescriptor | None = None, *, mode: str = "quantize", device: torch.device | None = None) -> None:
+        super().__init__()
+        self.descriptor = descriptor or QuantDescriptor()
+        self.name = ""
+        self.mode = mode
+        self.calibrator: Calibrator | None = None
+        initial = torch.empty(0) if self.descriptor.amax is None else torch.tensor(self.descriptor.amax)
+        initial = initial.to(device=device, dtype=torch.float32)
+        if self.descriptor.learn_amax:
+            self.amax = nn.Parameter(initial)
+        else:
+            self.register_buffer("amax", initial)
+        self.register_buffer("pre_quant_scale", None)
+        self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pre_quant_scale is not None:
+            x = x * self.pre_quant_scale.to(x.dtype)
+        if self.observing:
+            self.observe(x)
+        if not self.quantizing:
+            return x
+        d = self.descriptor
+        function = quantize if not d.fake_quant else learned_fake_quantize if d.learn_amax else fake_quantize
+        return function(x, self.range_for(x), d.format, d.granularity, d.step_format)
+
+    def range_for(self, x: Tensor) -> Tensor:
+        """The amax that a call on ``x`` quantizes with: the calibrated one, or that of ``x``; times ``scale_amax``."""
+        d = self.descriptor
+        if self.calibrated and not d.dynamic:
+            amax = self.amax
+        elif torch.onnx.is_in_onnx_export():
+            raise ExportError(f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}")
+        else:
+            amax = reduce_amax(x, d.granularity)
+        return amax if d.scale_amax is None else amax * d.scale_amax
+
+    @property
+    def mode(self) -> str:
+        """``"off"``, ``"observe"``, ``"quantize"`` or ``"observe+quantize"``; assignable."""
+        return next(name for name, switches in _MODES.items() if switches == (self.observing, self.quantizing))
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        if mode not in _MODES:
+            raise ConfigError(f"{self.name or 'TensorQuantizer'}: got mode {mode!r}; expected one of {', '.join(_MODES)}")
+        self.observing, self.quantizing = _MODES[mode]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether amax is known (no host sync)."""
+        with constant_while_tracing():
+            return bool(self.amax.numel())
+
+    @property
+    def step(self) -> Tensor:
+        """amax / qmax, float32, > 0: what ONNX and PyTorch call *scale*.
+
+        Raises:
+            CalibrationError: amax is not known yet.
+        """
+        if not self.calibrated:
+            raise CalibrationError(f"{self.name or 'TensorQuantizer'}: the step is not known; expected a calibrated amax. {_CALIBRATE}")
+        d = self.descriptor
+        amax = self.amax.detach() if d.scale_amax is None else self.amax.detach() * d.scale_amax
+        return step_from_amax(amax, d.format, d.step_format)
+
+    def set_amax(self, value: Any) -> None:
+        """Set the range from a number, nested sequence, array or tensor; copied, kept as float32 on amax's device.
+
+        Raises:
+            ConfigError: negative or not finite (one host sync; this is not for the hot path).
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            new = torch.as_tensor(value).detach().to(device=self.amax.device, dtype=torch.float32, copy=True)
+            if not new.is_meta and not bool(((new >= 0) & (new < torch.inf)).all()):
+                raise ConfigError(f"{self.name or 'TensorQuantizer'}: got amax {value}; expected finite numbers >= 0")
+            self._adopt(new)
+
+    def _adopt(self, new: Tensor) -> None:
+        if isinstance(self.amax, nn.Parameter):
+            self.amax.data = new  # the parameter object stays, so an optimizer that holds it keeps training it
+        else:
+            self.amax = new
+
+    def forget_amax(self) -> None:
+        """Back to an unknown range."""
+        self._adopt(torch.empty(0, device=self.amax.device))
+
+    def observe(self, x: Tensor) -> None:
+        """Give ``x`` to the calibrator."""
+        if self.calibrator is None:
+            self.calibrator = self._make_calibrator()
+        self.calibrator.collect(x.detach())
+
+    def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
+        d = self.descriptor
+        if method in (None, d.calib_method):
+            options = {**dict(d.calib_options), **options}
+        return make_calibrator(method or d.calib_method, format=d.format, granularity=d.granularity, **options)
+
+    def start_calibration(self, method: str | None = None, **options: Any) -> None:
+        """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
+        self.calibrator = self._make_calibrator(method, **options)
+        self.observing = True
+
+    def finish_calibration(self, **options: Any) -> None:
+        """Set amax from what was observed, and drop the calibrator. ``options`` go to ``compute_amax``.
+
+        Raises:
+            CalibrationError: nothing was observed, or NaN or infinite values were; amax stays as it was.
+        """
+        where = self.name or "TensorQuantizer"
+        if self.calibrator is None or not self.calibrator.seen:
+            raise CalibrationError(f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'")
+        try:
+            amax = self.calibrator.compute_amax(**options)
+        except CalibrationError as error:
+            raise CalibrationError(f"{where}: {error}") from None
+        self.set_amax(amax)
+        self.calibrator, self.observing = None, False
+
+    def calibrate_on(self, x: Tensor) -> None:
+        """Set amax from one tensor (a weight), by the descriptor's method."""
+        observing, pending = self.observing, self.calibrator
+        self.start_calibration()
+        try:
+            self.observe(x)
+            self.finish_calibration()
+        finally:
+            self.observing, self.calibrator = observing, pending
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
+        # .half() and .to(bfloat16) must not round the range: only the device of the result is taken over.
+        before = self.amax.detach()
+        super()._apply(fn, recurse)
+        if self.amax.dtype is not torch.float32:
+            self._adopt(before.to(device=self.amax.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for old, new in _LEGACY_KEYS.items():
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        key = prefix + "amax"
+        if key in state_dict:
+            state_dict[key] = state_dict[key].to(torch.float32)
+            if state_dict[key].shape != self.amax.shape:
+                self._adopt(torch.empty_like(state_dict[key], device=self.amax.device))
+        if prefix + "pre_quant_scale" in state_dict and self.pre_quant_scale is None:
+            self.pre_quant_scale = torch.empty_like(state_dict[prefix + "pre_quant_scale"], device=self.amax.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing = args[2]
+        if key in missing:  # a float checkpoint leaves the range as it is
+            missing.remove(key)
+
+    def extra_repr(self) -> str:
+        if self.descriptor.dynamic:
+            known = "amax=dynamic"
+        elif not self.calibrated:
+            known = "amax=unknown"
+        elif self.amax.is_meta:
+            known = f"amax=meta{tuple(self.amax.shape)}"
+        else:
+            low, high = torch.aminmax(self.amax.detach())
+            known = f"amax={low:.4g}" if self.amax.numel() == 1 else f"amax={low:.4g}..{high:.4g} ({self.amax.numel()})"
+        return f"{self.descriptor}, {known}, {self.mode}"
+
+
+_CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"

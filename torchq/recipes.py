@@ -1,0 +1,96 @@
+"""Ready-made configurations. Each is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, save it as JSON.
+
+All quantize convolutions and linear layers; pooling, normalisation and embeddings stay float unless a rule names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchq.config import QuantConfig, Rule
+from torchq.descriptor import QuantDescriptor
+from torchq.utils import Registry
+
+__all__ = ["RECIPES", "by_name", "int8", "int8_per_tensor", "int4_weight", "w4a4", "fp8", "mxfp8", "nvfp4"]
+
+RECIPES: Registry[str, Callable[[], QuantConfig]] = Registry("recipe")
+
+_CONV = "type:torch.nn.modules.conv.Conv[123]d"
+_TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
+_LINEAR = "type:torch.nn.modules.linear.Linear"
+
+
+def _compute_layers(name: str, input: QuantDescriptor | None, weight: QuantDescriptor, *, per_channel: bool) -> QuantConfig:
+    """Rules for Conv, ConvTranspose and Linear that differ only in the axis of the weight's output channels."""
+    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0}
+    rules = [
+        Rule(pattern, input=input, weight=weight.replace(axis=axis) if per_channel else weight, optional=True)
+        for pattern, axis in axes.items()
+    ]
+    return QuantConfig(tuple(rules), name=name)
+
+
+@RECIPES.register("int8")
+def int8() -> QuantConfig:
+    """INT8 weights per output channel, INT8 activations per tensor: what TensorRT, ONNX Runtime and OpenVINO run fastest."""
+    return _compute_layers("int8", QuantDescriptor(), QuantDescriptor(), per_channel=True)
+
+
+@RECIPES.register("int8_per_tensor")
+def int8_per_tensor() -> QuantConfig:
+    """INT8 weights and activations, one range per tensor."""
+    return _compute_layers("int8_per_tensor", QuantDescriptor(), QuantDescriptor(), per_channel=False)
+
+
+@RECIPES.register("w4a4")
+def w4a4() -> QuantConfig:
+    """INT4 weights per output channel and INT4 activations, both with learned ranges (LSQ): meant for QAT."""
+    descriptor = QuantDescriptor(4, learn_amax=True, calib_method="mse")
+    return _compute_layers("w4a4", descriptor, descriptor, per_channel=True)
+
+
+@RECIPES.register("fp8")
+def fp8() -> QuantConfig:
+    """FP8 E4M3 weights per output channel and activations per tensor."""
+    return _compute_layers("fp8", QuantDescriptor((4, 3)), QuantDescriptor((4, 3)), per_channel=True)
+
+
+@RECIPES.register("int4_weight")
+def int4_weight() -> QuantConfig:
+    """INT4 weights alone: blocks of 128 inputs in Linear layers, per output channel in convolutions."""
+    weight = QuantDescriptor(4, calib_method="max")
+    rules = [Rule(pattern, weight=weight.replace(axis=axis), optional=True) for pattern, axis in ((_CONV, 0), (_TRANSPOSED, 1))]
+    return QuantConfig((*rules, Rule(_LINEAR, weight=weight.replace(block_size=128), optional=True)), name="int4_weight")
+
+
+def _block_scaled(name: str, num_bits: tuple[int, int], size: int, scale_format: str) -> QuantConfig:
+    """Blocks along the axis that the layer sums over, for weights and activations, with ranges from each call's data."""
+
+    def on(axis: int) -> QuantDescriptor:
+        return QuantDescriptor(num_bits, block_size=size, block_axis=axis, scale_format=scale_format, dynamic=True)
+
+    # (input axis, weight axis); spatial axes are counted from the front so that 1-3d share the rule.
+    axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0), _LINEAR: (-1, -1)}
+    rules = [Rule(pattern, input=on(i), weight=on(w), optional=True) for pattern, (i, w) in axes.items()]
+    return QuantConfig(tuple(rules), name=name)
+
+
+@RECIPES.register("mxfp8")
+def mxfp8() -> QuantConfig:
+    """MXFP8: E4M3 in blocks of 32 with E8M0 scales (OCP Microscaling Formats 1.0). Needs no calibration."""
+    return _block_scaled("mxfp8", (4, 3), 32, "e8m0")
+
+
+@RECIPES.register("nvfp4")
+def nvfp4() -> QuantConfig:
+    """NVFP4: E2M1 in blocks of 16 with E4M3 scales and one fp32 scale per tensor. Needs no calibration."""
+    return _block_scaled("nvfp4", (2, 1), 16, "e4m3")
+
+
+def by_name(name: str) -> QuantConfig:
+    """The recipe called ``name``.
+
+    Raises:
+        ConfigError: no such recipe; the text lists them.
+    """
+    return RECIPES[name]()

@@ -1,0 +1,82 @@
+"""Carrying out a plan, and undoing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from torchq.config import QuantConfig
+from torchq.nn import QuantModule, TensorQuantizer, convert_, revert_
+from torchq.swap.plan import SwapReport, plan
+from torchq.utils import Pattern
+
+__all__ = ["quantize_", "restore_", "apply_", "name_quantizers"]
+
+
+def quantize_(
+    model: nn.Module,
+    config: QuantConfig | None = None,
+    *,
+    include: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+) -> SwapReport:
+    """Swap the layers of ``model`` for quantized ones, in place.
+
+    The module objects stay the same; only their classes change and quantizers are added, so optimizers, hooks, attributes
+    and references from elsewhere stay valid. Without calibration every quantizer takes its range from the data of each call;
+    run :func:`torchq.calibrate` next.
+
+    Args:
+        model, config, include, exclude: as for :func:`plan`.
+
+    Returns:
+        what was swapped, what was not and why, and which rule decided.
+
+    Raises:
+        ConfigError: as :func:`plan`; the model is unchanged then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> print(torchq.quantize_(model))
+        module  type    what                                                   rule
+        0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:torch.nn.modules.conv.Conv[123]d
+        1 quantized, 0 skipped, recipe int8
+        >>> type(model[0]).__name__
+        'QuantConv2d'
+    """
+    report = plan(model, config, include=include, exclude=exclude)
+    apply_(report)
+    name_quantizers(model)
+    return report
+
+
+def apply_(report: SwapReport) -> None:
+    """Convert the modules of a plan; all or none."""
+    done: list[nn.Module] = []
+    try:
+        for d in report.replaced:
+            done.append(convert_(d.module, input=d.input, weight=d.weight))
+    except Exception:
+        for module in done:
+            if isinstance(module, QuantModule):
+                revert_(module)
+        raise
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Make every quantized module of ``model`` float again, in place, and return the model: the inverse of :func:`quantize_`.
+
+    Ranges are dropped; weights stay as they are now. Quantizers that the model's author placed stay.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, QuantModule):
+            revert_(module)
+    return model
+
+
+def name_quantizers(model: nn.Module) -> None:
+    """Tell every quantizer its dotted path, for error texts."""
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer):
+            module.name = name

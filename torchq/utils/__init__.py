@@ -1,0 +1,21 @@
+"""Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
+
+from torchq.utils.modules import evaluating, set_submodule
+from torchq.utils.names import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name
+from torchq.utils.progress import progress_bar
+from torchq.utils.registry import Registry
+from torchq.utils.tracing import constant_while_tracing
+
+__all__ = [
+    "Pattern",
+    "Registry",
+    "check_pattern",
+    "constant_while_tracing",
+    "evaluating",
+    "matches",
+    "modules_with_names",
+    "pattern_text",
+    "progress_bar",
+    "qualified_name",
+    "set_submodule",
+]

@@ -1,0 +1,24 @@
+"""The one import of tqdm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from tqdm.auto import tqdm
+
+__all__ = ["progress_bar"]
+
+T = TypeVar("T")
+
+
+def progress_bar(
+    items: Iterable[T], *, description: str, total: int | None = None, enabled: bool = True, unit: str = "batch"
+) -> Iterator[T]:
+    """Iterate over ``items`` behind a bar that shows the rate in ``unit`` per second; silent with ``enabled=False``.
+
+    ``total`` is taken from ``len(items)`` where there is one.
+    """
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    yield from tqdm(items, desc=description, total=total, unit=unit, disable=not enabled, leave=False, dynamic_ncols=True)

@@ -1,0 +1,67 @@
+"""A dictionary that refuses duplicates and explains unknown keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from torchq.errors import ConfigError
+
+__all__ = ["Registry"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Registry(Generic[K, V]):
+    """Maps keys to implementations; filled by decorators at import.
+
+    Args:
+        kind: what the entries are, used in error texts (``"calibrator"``).
+
+    Raises:
+        ConfigError: on a duplicate key or an unknown one (the text lists the known keys).
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[K, V] = {}
+
+    def add(self, key: K, value: V) -> V:
+        """Enter ``value`` under ``key`` and return it."""
+        if key in self._entries:
+            raise ConfigError(f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; expected a new key")
+        self._entries[key] = value
+        return value
+
+    def register(self, key: K) -> Callable[[V], V]:
+        """Decorator form of :meth:`add`."""
+        return lambda value: self.add(key, value)
+
+    def remove(self, key: K) -> None:
+        """Take an entry out again (tests and notebooks)."""
+        del self._entries[key]
+
+    def __getitem__(self, key: K) -> V:
+        try:
+            return self._entries[key]
+        except KeyError:
+            known = ", ".join(sorted(_label(k) for k in self._entries))
+            raise ConfigError(f"unknown {self.kind} {_label(key)}; expected one of: {known}") from None
+
+    def get(self, key: K) -> V | None:
+        """The entry, or None."""
+        return self._entries.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _label(key: object) -> str:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else repr(key)

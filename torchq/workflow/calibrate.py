@@ -1,0 +1,202 @@
+"""Finding the ranges: feed batches through a model and set every amax."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import CalibrationError, ConfigError
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.utils import evaluating, progress_bar
+from torchq.workflow.modes import quantizers, weight_quantizers
+
+__all__ = ["calibrate", "calibrate_weights", "run_batch"]
+
+log = logging.getLogger(__name__)
+
+OnUnseen = Literal["error", "disable", "dynamic"]
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    method: str | None = None,
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    on_unseen: OnUnseen = "error",
+    force: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Set the range of every quantizer: of weights from the weights themselves, of activations from ``batches``.
+
+    The model runs in eval mode, without gradients and unquantized, and gets its modes back afterwards. Quantizers that are
+    off stay off and are left alone, dynamic ones too.
+
+    Args:
+        model: a quantized model.
+        batches: a tensor -> ``model(batch)``; a tuple or list -> ``model(batch[0])`` (a DataLoader's ``(x, y)``); a dict ->
+            ``model(**batch)``; anything else needs ``forward``. Tensors are moved to the model's device. None calibrates
+            weights alone.
+        method: how activations are calibrated, a name in :func:`torchq.calib.methods`; default each descriptor's.
+        forward: called as ``forward(model, batch)`` instead.
+        num_batches: stop after so many.
+        on_unseen: for activation quantizers that no batch reached: ``"error"`` names them all, ``"disable"`` turns them off,
+            ``"dynamic"`` lets them take the range of each call.
+        force: replace ranges that are known already. Without it they are kept, with one warning.
+        progress: show a bar.
+        **options: for the calibrator, such as ``percentile=99.9`` or ``num_bins=4096``.
+
+    Raises:
+        CalibrationError: unseen quantizers (``on_unseen="error"``), NaN or infinite activations, no batch at all; the text
+            names each quantizer. Ranges of the others are set.
+        ConfigError: the model has no quantizers, or an argument is invalid.
+    """
+    if on_unseen not in ("error", "disable", "dynamic"):
+        raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
+    todo = _pending(model, force)
+    weights = weight_quantizers(model)
+    with torch.no_grad():
+        calibrate_weights(model, only={id(q) for q in todo.values()})
+    activations = {name: q for name, q in todo.items() if id(q) not in weights}
+    if batches is None or not activations:
+        return
+    with torch.no_grad(), evaluating(model), _observing(activations, method, options):
+        count = _feed(model, batches, forward, num_batches, progress)
+        unseen = _finish(activations)
+    if unseen and on_unseen == "error":
+        raise CalibrationError(
+            f"calibrate: no tensor reached {', '.join(unseen)} in {count} batches; expected every quantizer to see data. "
+            "Pass on_unseen='disable' or 'dynamic', or batches that use these branches"
+        )
+    if on_unseen == "disable":
+        for name in unseen:
+            activations[name].mode = "off"
+    log.debug("calibrated %d quantizers on %d batches, unseen: %s", len(activations) - len(unseen), count, unseen)
+
+
+def _pending(model: nn.Module, force: bool) -> dict[str, TensorQuantizer]:
+    """The quantizers to calibrate, named; warns about known ranges that are kept."""
+    known = quantizers(model)
+    if not known:
+        raise ConfigError(
+            f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. Run torchq.quantize_(model) first"
+        )
+    for name, quantizer in known.items():
+        quantizer.name = name
+    live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
+    fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
+    done = {name for name, q in live.items() if q.calibrated} - fixed
+    if done and not force:
+        warnings.warn(
+            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges ({_listed(done)}); force=True replaces them",
+            stacklevel=3,
+        )
+    keep = fixed | (set() if force else done)
+    return {name: q for name, q in live.items() if name not in keep}
+
+
+def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None:
+    """Set the range of every weight quantizer from its weight; no data is needed.
+
+    Args:
+        only: ids of the quantizers to treat; default all that are on and not dynamic.
+
+    Raises:
+        CalibrationError: a weight holds NaN or infinity; the text names its quantizer.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            for quantizer, weight in module.quantized_weights():
+                chosen = quantizer.quantizing and not quantizer.descriptor.dynamic if only is None else id(quantizer) in only
+                if chosen:
+                    quantizer.calibrate_on(weight)
+
+
+@contextmanager
+def _observing(chosen: dict[str, TensorQuantizer], method: str | None, options: dict[str, Any]) -> Iterator[None]:
+    """The chosen quantizers observe and do not quantize; afterwards all are as before, but for the ranges."""
+    before = [(q, q.mode) for q in chosen.values()]
+    try:
+        for quantizer in chosen.values():
+            quantizer.start_calibration(method, **options)
+            quantizer.quantizing = False
+        yield
+    finally:
+        for quantizer, mode in before:
+            quantizer.mode, quantizer.calibrator = mode, None
+
+
+def _feed(model: nn.Module, batches: Iterable[Any], forward: Forward | None, num_batches: int | None, progress: bool) -> int:
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    total = len(batches) if isinstance(batches, Sized) else None
+    if num_batches is not None:
+        total = num_batches if total is None else min(total, num_batches)
+    count = 0
+    for batch in progress_bar(islice(batches, num_batches), description="calibrate", total=total, enabled=progress):
+        run_batch(model, batch, forward, device)
+        count += 1
+    if not count:
+        raise CalibrationError("calibrate: got no batch; expected at least one")
+    return count
+
+
+def run_batch(model: nn.Module, batch: Any, forward: Forward | None = None, device: torch.device | None = None) -> Any:
+    """Run ``model`` on one batch, of the kinds that :func:`calibrate` lists.
+
+    Raises:
+        ConfigError: the batch is of no known kind and there is no ``forward``.
+    """
+    if device is not None:
+        batch = _move(batch, device)
+    if forward is not None:
+        return forward(model, batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
+        return model(batch[0])
+    raise ConfigError(
+        f"calibrate: got a batch of {type(batch).__name__}; expected a tensor, (tensor, ...) or a dict. Otherwise pass forward=..."
+    )
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if type(batch) in (tuple, list):
+        return type(batch)(_move(part, device) for part in batch)
+    if type(batch) is dict:
+        return {key: _move(part, device) for key, part in batch.items()}
+    return batch
+
+
+def _finish(chosen: dict[str, TensorQuantizer]) -> list[str]:
+    """Set every range; the names of the quantizers that saw nothing."""
+    unseen, failed = [], []
+    for name, quantizer in chosen.items():
+        if quantizer.calibrator is None or not quantizer.calibrator.seen:
+            unseen.append(name)
+            continue
+        try:
+            quantizer.finish_calibration()
+        except CalibrationError as error:
+            failed.append(str(error))
+    if failed:
+        raise CalibrationError("calibrate: " + "; ".join(failed))
+    return unseen
+
+
+def _listed(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")
