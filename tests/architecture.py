@@ -239,11 +239,12 @@ def _defined(source: Source) -> set[str]:
 
 
 def missing_exports(modules: dict[str, Source]) -> list[str]:
-    """Public modules with code but no literal ``__all__``, and exported names that are not there or there twice."""
+    """Public modules with more than a docstring but no literal ``__all__``, and exported names that are not there or there twice."""
     problems = []
     for source in modules.values():
         leaf = source.name.rpartition(".")[2]
-        if leaf.startswith("_") or not source.tree.body:
+        is_bare = len(source.tree.body) == (ast.get_docstring(source.tree) is not None)
+        if leaf.startswith("_") or is_bare:
             continue
         exports = _exports(source)
         if exports is None:

@@ -200,6 +200,7 @@ def test_each_rule_catches_its_offender(rule: object, text: str) -> None:
         (lambda modules: rules.long_functions(modules, 3), "def f():\n    '''One.\n\n    Two.'''\n    a = 1\n    return a"),
         (rules.missing_exports, "__all__ = ['a', 'B']\nfrom x import y as a\nclass B: pass"),
         (rules.missing_exports, ""),
+        (rules.missing_exports, "'''Text.'''"),
         (rules.missing_docstrings, "'''Text.'''\n__all__ = ['f']\ndef f():\n    '''Text.'''\ndef _g(): pass"),
     ],
 )
