@@ -24,7 +24,8 @@ LAYERS = [
     ["torchq.calib"],  # 3
     ["torchq.nn"],  # 4
     ["torchq.swap"],  # 5
-    ["torchq.workflow", "torchq.qat", "torchq.ptq"],  # 6
+    ["torchq.workflow"],  # 6
+    ["torchq.qat", "torchq.ptq"],
     ["torchq.export", "torchq.deploy", "torchq.analysis", "torchq.graph.frontends"],  # 7
     ["torchq.graph"],  # the names that torchq.graph shows, gathered from core and frontends
     ["torchq.compat"],  # 8

@@ -7,7 +7,7 @@
 torch.Size([1, 2])
 """
 
-from torchq import calib, errors, formats, functional, nn, recipes
+from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.nn import TensorQuantizer, register
@@ -33,6 +33,7 @@ __all__ = [
     "nn",
     "patch",
     "plan",
+    "qat",
     "quantize_",
     "recipes",
     "register",

@@ -6,6 +6,7 @@ everything below: calib, functional, descriptor, formats, utils.
 
 from torchq.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from torchq.nn.convert import QUANTIZED, QuantModule, convert_, is_weight_quantizer, register, revert_
+from torchq.nn.frozen_norm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
 from torchq.nn.inputs import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
@@ -26,6 +27,7 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.transformer import QuantTransformerEncoderLayer
 
 __all__ = [
+    "FROZEN_NORMS",
     "QUANTIZED",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
@@ -52,7 +54,9 @@ __all__ = [
     "QuantTransformerEncoderLayer",
     "TensorQuantizer",
     "convert_",
+    "freeze_norm_",
     "is_weight_quantizer",
     "register",
     "revert_",
+    "unfreeze_norm_",
 ]

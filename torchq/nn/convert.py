@@ -2,7 +2,7 @@
 
 The module object stays; only its class changes, and quantizers are added as children, as torch's own ``parametrize`` and
 ``fully_shard`` do. So parameters, hooks, attributes, dtype, device, mode and every reference to the module stay right, also
-those that a model keeps in a plain list outside the module tree. :func:`_change_class` is the one place that assigns
+those that a model keeps in a plain list outside the module tree. :func:`change_class` is the one place that assigns
 ``__class__``.
 """
 
@@ -137,11 +137,11 @@ def convert_(module: nn.Module, *, input: QuantDescriptor | None = None, weight:
     given = {"input": input, "weight": weight}
     if taken := [f"{slot}_quantizer" for slot in twin.quantizers if hasattr(module, f"{slot}_quantizer")]:
         raise QuantizationError(f"{qualified_name(type(module))}: has {taken[0]} already; expected a float module")
-    _change_class(module, twin)
+    change_class(module, twin)
     try:
         module._attach(**{slot: given[slot] for slot in twin.quantizers})  # type: ignore[operator]
     except Exception:
-        _change_class(module, twin.float_class)
+        change_class(module, twin.float_class)
         raise
     return module
 
@@ -149,11 +149,12 @@ def convert_(module: nn.Module, *, input: QuantDescriptor | None = None, weight:
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of :func:`convert_`."""
     module._detach()
-    _change_class(module, type(module).float_class)
+    change_class(module, type(module).float_class)
     return module
 
 
-def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give ``module`` another class of the same layout: the only assignment to ``__class__`` in torchq. For ``nn/`` alone."""
     module.__class__ = cls
 
 
