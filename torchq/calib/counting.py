@@ -103,10 +103,12 @@ def _count_on_device(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, s
 
 
 def _bins(part: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-    """The bin of each element: conversion truncates towards zero, so the sign may go afterwards, where elements are small."""
+    """The bin of each element, in a new tensor."""
     scaled = part.to(torch.float32) * (scale.view(()) if scale.numel() == 1 else scale.view(-1, 1))
-    index = scaled.to(dtype)
-    return index.abs_() if signed else index.clamp_(min=0)
+    if not signed:
+        return scaled.clamp_(min=0).to(dtype)
+    # Conversion truncates towards zero, so the sign may go afterwards, where the elements are smaller.
+    return scaled.to(dtype).abs_()
 
 
 def _zeros(part: Tensor, signed: bool) -> Tensor:

@@ -19,6 +19,9 @@ from torchq.formats import Format
 
 __all__ = ["entropy", "largest", "mse", "percentile"]
 
+# Scores (relative squared error, nats) closer than this are equal but for float64 rounding.
+_TIE = 1e-12
+
 
 def largest(histogram: Histogram, format: Format) -> Tensor:
     """The largest magnitude seen, exactly."""
@@ -72,12 +75,13 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
 
 
 def _squared_error(counts: Tensor, centers: Tensor, border: Tensor, grid: Tensor, step: Tensor) -> Tensor:
-    """The error of each candidate for one group."""
+    """The error of each candidate for one group, over the sum of squares; NaN where there is nothing to compare."""
     above = _total_above(counts)
     moment_above = _total_above(counts * centers)
     product = moment_above[border] @ grid.diff() + grid[0] * moment_above[0]
     square = above[border] @ (grid * grid).diff() + grid[0] ** 2 * above[0]
-    return (counts * centers * centers).sum() - 2 * step * product + step * step * square
+    energy = (counts * centers * centers).sum()
+    return (energy - 2 * step * product + step * step * square) / energy
 
 
 def entropy(histogram: Histogram, format: Format) -> Tensor:
@@ -131,8 +135,8 @@ def _least(scores: Iterable[Tensor], candidates: Tensor, histogram: Histogram) -
     end = torch.where(counts > 0, torch.arange(1, counts.shape[1] + 1, device=counts.device), 0).amax(1, keepdim=True)
     valid = candidates <= end
     score = torch.where(valid, torch.stack(tuple(scores)), torch.inf).nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    # argmin names the first of equals: reversed, the largest edge.
-    best = candidates.flip(0)[score.flip(1).argmin(1)]
+    near = score <= score.amin(1, keepdim=True) + _TIE
+    best = torch.where(near, candidates, 0).amax(1)
     return torch.where(valid.any(1), best.float() * histogram.width, torch.inf)
 
 

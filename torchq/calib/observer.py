@@ -202,7 +202,7 @@ class MovingAverageObserver(Observer):
 
     def _merge(self, other: Observer, device: torch.device) -> None:
         assert isinstance(other, MovingAverageObserver)
-        self.recent.extend(amax.to(device) for amax in other.recent)
+        self.recent.extend([amax.to(device) for amax in other.recent])
 
     def exchange(self, batches: list[int], rank: int) -> Exchange:
         assert self.shape is not None and self.nonfinite is not None
