@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts import formats as contract
+from tests.contracts import format_contract as contract
 from tests.reference import round_to
 from torchq.errors import ConfigError
 from torchq.formats import (
