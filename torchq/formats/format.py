@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh_  # clamp_ under the name that torch.vmap has a rule for
 
 from torchq.errors import ConfigError
 
@@ -123,7 +124,7 @@ class IntFormat(Format):
         return True
 
     def snap_(self, x: Tensor) -> Tensor:
-        return x.round_().clamp_(self.lo, self.hi)
+        return hardtanh_(x.round_(), self.lo, self.hi)
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -184,8 +185,8 @@ class FloatFormat(Format):
         return _exponent(self.qmax)
 
     def snap_(self, x: Tensor) -> Tensor:
-        x = x.clamp_(self.lo, self.hi)
-        spacing = power_of_two_below(x).clamp_(min=self.smallest_normal).mul_(2.0**-self.mantissa_bits)
+        x = hardtanh_(x, self.lo, self.hi)
+        spacing = power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
         return x.div_(spacing).round_().mul_(spacing)
 
     def _decode(self, code: int) -> float:

@@ -143,7 +143,8 @@ class PerBlock(Granularity):
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
         axis = self._axis(len(shape))
-        return x.flatten(axis, axis + 1).narrow(axis, 0, shape[axis])
+        x = x.flatten(axis, axis + 1)
+        return x if x.shape[axis] == shape[axis] else x.narrow(axis, 0, shape[axis]).clone()  # dense, without the padding
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
         return (self._axis(ndim - 1) + 1,)

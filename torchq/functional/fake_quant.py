@@ -114,7 +114,7 @@ def fake_quantize(
         scale_format: see :func:`torchq.functional.step_from_amax`.
 
     Returns:
-        x's shape, dtype and memory format. NaN stays NaN, infinities saturate.
+        x's shape, dtype and memory format. NaN stays NaN; infinities saturate, and give NaN where amax is at most 2**-24.
 
     Raises:
         TypeError: x is not floating point.
