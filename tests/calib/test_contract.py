@@ -73,6 +73,7 @@ def test_another_number_of_channels_is_an_error(method: str) -> None:
 @pytest.mark.parametrize("method", methods())
 def test_unsigned_formats_ignore_what_they_clamp_away(method: str, generator: torch.Generator) -> None:
     x = torch.randn(1000, generator=generator)
-    from_signs = collected(partial(make_calibrator, method, format=UINT8, granularity=PerTensor()), torch.cat([x, -100 * x.abs()]))
-    from_zeros = collected(partial(make_calibrator, method, format=UINT8, granularity=PerTensor()), torch.cat([x.relu(), torch.zeros(1000)]))
+    make = partial(make_calibrator, method, format=UINT8, granularity=PerTensor())
+    from_signs = collected(make, torch.cat([x, -100 * x.abs()]))
+    from_zeros = collected(make, torch.cat([x.relu(), torch.zeros(1000)]))
     assert torch.equal(from_signs.compute_amax(), from_zeros.compute_amax())

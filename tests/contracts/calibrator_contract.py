@@ -183,7 +183,7 @@ class CalibratorContract:
     def test_merging_different_settings_is_an_error(self, make: Make, generator: torch.Generator) -> None:
         calibrator, other = collected(make, sample(generator)), make()
         other.observer.signed = not other.observer.signed
-        with pytest.raises(CalibrationError, match="merge: got .* expected"):
+        with pytest.raises(CalibrationError, match=r"merge: got .* expected"):
             calibrator.merge(other)
 
     def test_copies_are_independent_and_equal(self, make: Make, generator: torch.Generator) -> None:

@@ -9,6 +9,7 @@ from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator,
 from torchq.calib.distributed import sync
 from torchq.calib.histogram import Histogram
 from torchq.calib.registry import CALIBRATORS, make_calibrator, methods
+from torchq.calib.search import search_amax
 
 __all__ = [
     "CALIBRATORS",
@@ -19,5 +20,6 @@ __all__ = [
     "MaxCalibrator",
     "make_calibrator",
     "methods",
+    "search_amax",
     "sync",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchq.calib.groups import pieces
 
-__all__ = ["MIN_EXPONENT", "bin_exponent", "count_bins_", "merge_bins", "power_of_two"]
+__all__ = ["MIN_EXPONENT", "bin_exponent", "count_bins_", "count_on_cpu_", "count_on_device_", "merge_bins", "power_of_two"]
 
 # Keeps both 2**k and 2**-k normal float32 numbers for every k in use.
 MIN_EXPONENT = -126
@@ -70,12 +70,13 @@ def count_bins_(counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, 
     scale = power_of_two(-exponent)
     if x.device.type == "cpu":
         if finite:
-            _count_on_cpu(counts, x, scale, signed, skip_zeros)
+            count_on_cpu_(counts, x, scale, signed, skip_zeros)
     else:
-        _count_on_device(counts, x, scale, finite, signed, skip_zeros)
+        count_on_device_(counts, x, scale, finite, signed, skip_zeros)
 
 
-def _count_on_cpu(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
+def count_on_cpu_(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
+    """:func:`count_bins_` for finite data in host memory; ``scale`` is the inverse width."""
     bins = counts.shape[1]
     for part, where in pieces(x, size=max(_CPU_PIECE, bins), groups=max(1, _CPU_PIECE // bins)):
         groups = part.shape[1]
@@ -89,7 +90,8 @@ def _count_on_cpu(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_z
             counts[where, 0] -= _zeros(part, signed)
 
 
-def _count_on_device(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, signed: bool, skip_zeros: bool) -> None:
+def count_on_device_(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, signed: bool, skip_zeros: bool) -> None:
+    """:func:`count_bins_` for any device, without a host sync; ``scale`` is the inverse width."""
     groups, bins = counts.shape
     offset = torch.arange(0, groups * bins, bins, device=x.device)
     one = finite.to(torch.int64)

@@ -1,0 +1,136 @@
+"""What is particular to each calibrator: the moving average's formula, blocks, options, and the registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchq.calib import CALIBRATORS, Calibrator, HistogramCalibrator, MaxCalibrator, make_calibrator, methods
+from torchq.errors import CalibrationError, ConfigError
+from torchq.formats import E4M3, INT4, INT8, PerAxis, PerBlock, PerTensor
+
+
+def test_max_is_the_largest_magnitude_of_all_batches() -> None:
+    calibrator = MaxCalibrator(axis=0)
+    calibrator.collect(torch.tensor([[1.0, -5.0], [0.0, 0.5]]))
+    calibrator.collect(torch.tensor([[2.0, 2.0], [-7.0, 0.5]]))
+    assert calibrator.compute_amax().tolist() == [[5.0], [7.0]]
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_max_per_block(axis: int, generator: torch.Generator) -> None:
+    x = torch.randn(4, 70, generator=generator)
+    calibrator = MaxCalibrator(granularity=PerBlock(32, axis))
+    calibrator.collect(x)
+    assert torch.equal(calibrator.compute_amax(), torch.stack([x[:, i : i + 32].abs().amax(1) for i in (0, 32, 64)], dim=1))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+def test_moving_average_follows_the_recurrence(momentum: float, generator: torch.Generator) -> None:
+    calibrator = MaxCalibrator(momentum=momentum)
+    expected = None
+    for batch in torch.randn(400, 30, generator=generator):
+        calibrator.collect(batch)
+        largest = batch.abs().max().item()
+        expected = largest if expected is None else momentum * expected + (1 - momentum) * largest
+        # The batches beyond the window weigh 2**-25 together; one rounding to float32 adds 2**-24.
+        assert calibrator.compute_amax().item() == pytest.approx(expected, rel=2**-23, abs=0)
+
+
+def test_moving_average_memory_is_bounded() -> None:
+    calibrator = MaxCalibrator(momentum=0.9)
+    for value in range(1000):
+        calibrator.collect(torch.tensor([float(value)]))
+    assert calibrator.batches == 1000
+    assert len(calibrator.observer.recent) == calibrator.observer.window == 165
+
+
+def test_moving_average_merges_in_sequence() -> None:
+    batches = torch.arange(1.0, 301).view(-1, 1)
+    whole, first, second = (MaxCalibrator(momentum=0.9) for _ in range(3))
+    for batch in batches:
+        whole.collect(batch)
+    for batch in batches[:200]:
+        first.collect(batch)
+    for batch in batches[200:]:
+        second.collect(batch)
+    first.merge(second)
+    assert torch.equal(first.compute_amax(), whole.compute_amax())
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 2.0])
+def test_momentum_out_of_range_is_an_error(momentum: float) -> None:
+    with pytest.raises(ConfigError, match=r"momentum: got .*; expected 0 <= momentum < 1"):
+        MaxCalibrator(momentum=momentum)
+
+
+def test_max_calibrator_has_one_method() -> None:
+    calibrator = MaxCalibrator()
+    calibrator.collect(torch.ones(3))
+    assert calibrator.compute_amax("max").item() == 1.0
+    with pytest.raises(ConfigError, match=r"got method='entropy' with options \{\}; expected method='max' without options\. Collect"):
+        calibrator.compute_amax("entropy")
+
+
+def test_options_given_when_made_are_defaults(generator: torch.Generator) -> None:
+    x = torch.randn(1000, generator=generator)
+    calibrator = make_calibrator("percentile", format=INT8, granularity=PerTensor(), percentile=50.0, num_bins=512)
+    plain = HistogramCalibrator(num_bins=512)
+    for c in (calibrator, plain):
+        c.collect(x)
+    assert torch.equal(calibrator.compute_amax(), plain.compute_amax("percentile", percentile=50.0))
+    assert torch.equal(calibrator.compute_amax(percentile=90.0), plain.compute_amax("percentile", percentile=90.0))
+    assert torch.equal(calibrator.compute_amax("mse"), plain.compute_amax("mse"))
+    assert torch.equal(plain.compute_amax(), plain.compute_amax("entropy"))
+
+
+def test_the_format_decides_the_grid(generator: torch.Generator) -> None:
+    x = torch.randn(10_000, generator=generator)
+    found = {}
+    for bits in (4, 8, (4, 3)):
+        calibrator = HistogramCalibrator(bits, method="mse")
+        calibrator.collect(x)
+        found[bits] = calibrator.compute_amax().item()
+    assert found[4] < found[8]
+    assert HistogramCalibrator((4, 3)).format == E4M3
+    by_format = HistogramCalibrator(format=INT4, granularity=PerTensor(), method="mse")
+    by_format.collect(x)
+    assert by_format.compute_amax().item() == found[4]
+
+
+@pytest.mark.parametrize(("axis", "granularity"), [(None, PerTensor()), (0, PerAxis((0,))), ((0, -1), PerAxis((0, -1)))])
+def test_axis_names_the_granularity(axis: int | tuple[int, ...] | None, granularity: PerTensor | PerAxis) -> None:
+    assert MaxCalibrator(axis=axis).granularity == granularity
+
+
+def test_registry_lists_refuses_and_takes() -> None:
+    assert methods() == ("max", "moving_average", "histogram", "percentile", "mse", "entropy")
+    with pytest.raises(ConfigError, match="unknown calibration method 'kl'; expected one of: 'entropy', 'histogram', 'max'"):
+        make_calibrator("kl", format=INT8, granularity=PerTensor())
+    with pytest.raises(ConfigError, match=r"calibration method 'max': got options \['percentile'\]"):
+        make_calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
+    with pytest.raises(ConfigError, match=r"calibration method 'entropy': got options \['percentile'\]; expected none"):
+        make_calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
+    with pytest.raises(ConfigError, match="registered already"):
+        CALIBRATORS.add("max", MaxCalibrator)
+
+
+def test_merge_needs_the_same_kind() -> None:
+    averages = [MaxCalibrator(momentum=momentum) for momentum in (0.5, 0.6)]
+    calibrators: list[Calibrator] = [MaxCalibrator(), *averages, HistogramCalibrator(num_bins=64)]
+    for calibrator in calibrators:
+        calibrator.collect(torch.ones(2))
+    for i, one in enumerate(calibrators):
+        for j, other in enumerate(calibrators):
+            if i != j:
+                with pytest.raises(CalibrationError, match="Make both with the same arguments"):
+                    one.merge(other)
+            assert one.compute_amax().item() == 1.0
+
+
+def test_merge_needs_the_same_shape() -> None:
+    one, other = MaxCalibrator(axis=0), MaxCalibrator(axis=0)
+    one.collect(torch.ones(2, 2))
+    other.collect(torch.ones(3, 2))
+    with pytest.raises(CalibrationError, match=r"shape \(3, 1\); expected \(2, 1\)"):
+        one.merge(other)

@@ -1,0 +1,174 @@
+"""The histogram against counting element by element with exact fractions, and its independence of how the data came."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchq.calib import HistogramCalibrator
+from torchq.calib.counting import MIN_EXPONENT, bin_exponent, count_on_cpu_, count_on_device_, merge_bins, power_of_two
+from torchq.calib.histogram import MAX_COUNTS, HistogramObserver
+from torchq.errors import ConfigError
+from torchq.formats import PerAxis, PerBlock, PerTensor
+
+
+def observed(*batches: Tensor, **options: object) -> HistogramObserver:
+    observer = HistogramObserver(options.pop("granularity", PerTensor()), **options)
+    for batch in batches:
+        observer.observe(batch)
+    return observer
+
+
+def exact_histogram(values: list[float], bins: int) -> tuple[int, list[int]]:
+    """(exponent, counts) by the definition, in rational arithmetic."""
+    top = max((Fraction(abs(v)) for v in values), default=Fraction(0))
+    exponent = MIN_EXPONENT
+    while top >= bins * Fraction(2) ** exponent:
+        exponent += 1
+    counts = [0] * bins
+    for value in values:
+        counts[math.floor(Fraction(abs(value)) / Fraction(2) ** exponent)] += 1
+    return exponent, counts
+
+
+def same(a: HistogramObserver, b: HistogramObserver) -> bool:
+    return torch.equal(a.counts, b.counts) and torch.equal(a.exponent, b.exponent) and torch.equal(a.amax, b.amax)
+
+
+@pytest.mark.parametrize("bins", [16, 100, 2048])
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 0.01, 1.0, 300.0, 1e37])
+def test_counts_equal_the_definition(bins: int, scale: float, generator: torch.Generator) -> None:
+    x = torch.cat([torch.randn(500, generator=generator) * scale, torch.tensor([0.0, -0.0, scale, 2 * scale, -4 * scale])])
+    observer = observed(x, num_bins=bins)
+    exponent, counts = exact_histogram(x.tolist(), bins)
+    assert observer.exponent.tolist() == [exponent]
+    assert observer.counts.tolist() == [counts]
+    assert observer.amax.item() == x.abs().max().item()
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0**-126, 2.0**-149, 1.5 * 2.0**127, 2047.0, 2048.0, 1 - 2.0**-24])
+@pytest.mark.parametrize("bins", [16, 24, 100, 2048])
+def test_the_width_is_the_smallest_that_fits(value: float, bins: int) -> None:
+    exponent = bin_exponent(torch.tensor(value), bins).item()
+    assert Fraction(value) < bins * Fraction(2) ** exponent
+    assert exponent == MIN_EXPONENT or Fraction(value) >= bins * Fraction(2) ** (exponent - 1)
+
+
+def test_powers_of_two_are_exact() -> None:
+    exponents = torch.arange(-126, 128, dtype=torch.int32)
+    assert power_of_two(exponents).tolist() == [2.0**e for e in range(-126, 128)]
+
+
+def test_merging_bins_adds_neighbours() -> None:
+    counts = torch.arange(32).view(2, 16)
+    merged = merge_bins(counts, torch.tensor([1, 2], dtype=torch.int32))
+    assert merged[0].tolist() == [4 * i + 1 for i in range(8)] + [0] * 8
+    assert merged[1].tolist() == [16 * i + 70 for i in range(4)] + [0] * 12
+    assert merge_bins(counts, torch.tensor([200, 0], dtype=torch.int32)).tolist() == [[120] + [0] * 15, counts[1].tolist()]
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,))])
+def test_any_split_and_order_gives_the_same_histogram(granularity: PerTensor | PerAxis, generator: torch.Generator) -> None:
+    # 10000 values in 100 rows of rising range: the width doubles over and over.
+    x = torch.randn(100, 4, 25, generator=generator) * torch.logspace(-6, 5, 100).view(-1, 1, 1)
+    whole = observed(x, granularity=granularity)
+    for batches in (x.split(15), x.split(1), x.flip(0).split(1), x[torch.randperm(100, generator=generator)].split(9)):
+        assert same(observed(*batches, granularity=granularity), whole)
+    assert whole.counts.sum().item() == x.numel()
+
+
+def test_counts_are_exact_beyond_float32() -> None:
+    # 2**24 + 1 is the first count that a float32 histogram loses.
+    chunk = torch.full((2**22,), 0.5)
+    observer = observed(*[chunk] * 5, torch.tensor([0.5]))
+    assert observer.counts.max().item() == 5 * 2**22 + 1
+    assert observer.counts.dtype is torch.int64
+
+
+def test_a_wide_first_batch_does_not_blur_what_follows(generator: torch.Generator) -> None:
+    calibrator = HistogramCalibrator()
+    calibrator.collect(torch.tensor([2047.0]))
+    for _ in range(4):
+        calibrator.collect(torch.rand(100_000, generator=generator))
+    assert calibrator.compute_amax("percentile", percentile=99.99).item() < 1
+    assert calibrator.compute_amax("max").item() == 2047.0
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 2))])
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("skip_zeros", [True, False])
+def test_the_device_path_counts_like_the_cpu_path(
+    granularity: PerTensor | PerAxis, signed: bool, skip_zeros: bool, generator: torch.Generator
+) -> None:
+    x = torch.randn(5, 3, 700, generator=generator).mul(4).round().div(4)
+    observer = observed(x, granularity=granularity, signed=signed, skip_zeros=skip_zeros, num_bins=64)
+    kept = [d for d in range(3) if d not in granularity.reduce_dims(3)]
+    grouped = x.permute(*kept, *(d for d in range(3) if d not in kept)).reshape(1, observer.counts.shape[0], -1)
+    scale = power_of_two(-observer.exponent)
+    for count in (count_on_device_, lambda c, x, s, finite, *rest: count_on_cpu_(c, x, s, *rest)):
+        counts = torch.zeros_like(observer.counts)
+        count(counts, grouped, scale, torch.tensor(True), signed, skip_zeros)
+        assert torch.equal(counts, observer.counts)
+
+
+def test_the_device_path_adds_nothing_for_non_finite_data() -> None:
+    counts = torch.zeros(1, 64, dtype=torch.int64)
+    x = torch.tensor([0.0, 1.0, float("nan"), float("inf"), -float("inf")]).view(1, 1, -1)
+    count_on_device_(counts, x, torch.ones(1), torch.tensor(False), True, True)
+    assert counts.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_skip_zeros_leaves_out_what_counts_as_zero(signed: bool) -> None:
+    x = torch.tensor([0.0, -0.0, 1e-30, -1.0, 8.0, -1e30 if not signed else 2.0])
+    kept = observed(x, skip_zeros=True, signed=signed)
+    everything = observed(x, skip_zeros=False, signed=signed)
+    zeros = 2 if signed else 4
+    assert kept.counts.sum().item() == x.numel() - zeros
+    assert (everything.counts - kept.counts).flatten().tolist() == [zeros] + [0] * 2047
+
+
+def test_all_zeros_skipped_is_a_dead_range() -> None:
+    calibrator = HistogramCalibrator(skip_zeros=True)
+    calibrator.collect(torch.zeros(10))
+    assert [calibrator.compute_amax(m).item() for m in ("percentile", "mse", "entropy", "max")] == [0.0] * 4
+
+
+def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator) -> None:
+    # More than one piece in every direction, and views that are not dense.
+    x = torch.randn(3, 70, 3000, generator=generator)
+    for view in (x, x.transpose(0, 2), x[:, ::2, 1:], x[:, :1].expand(3, 70, 3000)):
+        for axis in (None, 0, 1, 2):
+            granularity = PerTensor() if axis is None else PerAxis((axis,))
+            observer = observed(view, granularity=granularity, num_bins=128)
+            rows = view.reshape(1, -1) if axis is None else view.movedim(axis, 0).reshape(view.shape[axis], -1)
+            index = (rows.abs() / power_of_two(observer.exponent).view(-1, 1)).long()
+            index += torch.arange(len(rows)).view(-1, 1) * 128
+            assert torch.equal(observer.counts, torch.bincount(index.flatten(), minlength=128 * len(rows)).view(-1, 128))
+
+
+def test_memory_is_bounded() -> None:
+    observer = observed(torch.ones(1, 5000), granularity=PerAxis((1,)))
+    assert observer.counts.shape == (5000, 512)
+    assert observer.counts.numel() <= MAX_COUNTS
+    with pytest.raises(ConfigError, match=r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"):
+        observed(torch.ones(1, 40000), granularity=PerAxis((1,)))
+
+
+def test_edges_are_multiples_of_the_width() -> None:
+    calibrator = HistogramCalibrator(num_bins=16)
+    calibrator.collect(torch.tensor([3.0, 0.1]))
+    histogram = calibrator.histogram()
+    assert histogram.edges.tolist() == [[i / 4 for i in range(17)]]
+    assert histogram.counts[0, 12].item() == 1
+
+
+def test_blocks_and_too_few_bins_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"expected one amax per tensor or per axis\. Use method='max' for blocks"):
+        HistogramObserver(PerBlock(32))
+    with pytest.raises(ConfigError, match="num_bins: got 8; expected at least 16"):
+        HistogramCalibrator(num_bins=8)

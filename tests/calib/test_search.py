@@ -1,0 +1,100 @@
+"""The search on the tensor itself, against trying every candidate one element at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.reference import FLOAT64
+from tests.reference import fake_quantize as scalar_fake_quantize
+from torchq.calib import search_amax
+from torchq.errors import CalibrationError, ConfigError
+from torchq.formats import E2M1, E4M3, INT4, INT8, UINT4, Format, Granularity, PerAxis, PerBlock, PerTensor, integer
+from torchq.functional import fake_quantize
+
+
+def squared_error(values: list[float], amax: float, bits: int) -> float:
+    return sum((scalar_fake_quantize(v, amax, bits, working=FLOAT64)[1] - v) ** 2 for v in values)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch.Generator) -> None:
+    x = torch.randn(3, 40, generator=generator, dtype=torch.float64)
+    found = search_amax(x, integer(bits), PerAxis((0,)), candidates=21)
+    assert (found < PerAxis((0,)).amax(x)).any()
+    for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
+        least = min(squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits) for i in range(21))
+        # The candidates are computed alike up to float64 rounding, and so are the errors.
+        assert squared_error(row, amax, bits) <= least * (1 + 1e-12)
+
+
+def test_clips_a_lone_outlier() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] * 100 + [10.0])
+    torch.testing.assert_close(search_amax(x, INT4), torch.tensor(7.0))
+
+
+CASES: list[tuple[Format, Granularity, Format | None]] = [
+    (INT8, PerTensor(), None),
+    (INT4, PerAxis((0,)), None),
+    (INT4, PerAxis((1,)), None),
+    (UINT4, PerAxis((0, 1)), None),
+    (INT4, PerBlock(8, 1), None),
+    (INT4, PerBlock(5, -1), None),
+    (E4M3, PerTensor(), None),
+    (E2M1, PerBlock(16, 1), E4M3),
+]
+
+
+@pytest.mark.parametrize(("format", "granularity", "scale_format"), CASES)
+def test_never_worse_than_the_maximum(
+    format: Format, granularity: Granularity, scale_format: Format | None, generator: torch.Generator
+) -> None:
+    x = torch.randn(12, 32, generator=generator)
+    amax = search_amax(x, format, granularity, scale_format=scale_format)
+    assert amax.shape == granularity.amax_shape(x.shape)
+    assert (amax <= granularity.amax(x)).all()
+
+    def error(amax: torch.Tensor) -> float:
+        return (fake_quantize(x, amax, format, granularity, scale_format) - x).square().sum().item()
+
+    assert error(amax) <= error(granularity.amax(x))
+
+
+@pytest.mark.parametrize("granularity", [PerAxis((0,)), PerBlock(32, 1)])
+def test_pieces_do_not_show(granularity: Granularity, generator: torch.Generator) -> None:
+    x = torch.randn(70, 2048, generator=generator)
+    rows = [search_amax(row.unsqueeze(0), INT4, granularity, candidates=5) for row in x]
+    assert torch.equal(search_amax(x, INT4, granularity, candidates=5), torch.cat(rows))
+
+
+def test_dead_channel_and_empty_tensor() -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
+    assert search_amax(x, INT8, PerAxis((0,)))[0].item() == 0.0
+    assert search_amax(torch.empty(0, 3), INT8).item() == 0.0
+    assert search_amax(torch.empty(0, 3), INT8, PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
+    assert search_amax(torch.tensor(-3.0), INT8).item() == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_searched_in_float32(dtype: torch.dtype, generator: torch.Generator) -> None:
+    x = torch.randn(4, 64, generator=generator).to(dtype)
+    amax = search_amax(x, INT4, PerAxis((0,)))
+    assert amax.dtype is torch.float32
+    assert torch.equal(amax, search_amax(x.float(), INT4, PerAxis((0,))))
+
+
+def test_inference_mode_leaves_no_trace(generator: torch.Generator) -> None:
+    with torch.inference_mode():
+        amax = search_amax(torch.randn(4, 4, generator=generator), INT4)
+    assert not amax.is_inference()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_values_are_an_error(value: float) -> None:
+    with pytest.raises(CalibrationError, match="search_amax: got NaN or infinite values; expected a finite tensor"):
+        search_amax(torch.tensor([1.0, value]), INT8)
+
+
+def test_one_candidate_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="candidates: got 1; expected at least 2"):
+        search_amax(torch.ones(3), INT8, candidates=1)
