@@ -10,6 +10,7 @@ torch.Size([1, 2])
 from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
+from torchq.export import export_onnx
 from torchq.nn import TensorQuantizer, register
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_
 from torchq.version import __version__
@@ -26,6 +27,7 @@ __all__ = [
     "calibrate",
     "disabled",
     "errors",
+    "export_onnx",
     "formats",
     "freeze_",
     "functional",

@@ -19,7 +19,10 @@ from torchq.formats.granularity import Granularity
 from torchq.functional.scale import step_from_amax
 from torchq.utils import constant_while_tracing
 
-__all__ = ["OnnxType", "onnx_type", "quantize_dequantize"]
+__all__ = ["MARK", "OnnxType", "mark", "onnx_type", "opset_needed", "quantize_dequantize"]
+
+#: Domain and name of the pass-through operator that :func:`mark` writes; :func:`torchq.export_onnx` takes it out again.
+MARK = ("torchq", "Quantizer")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,37 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     raise ExportError(
         f"format {format}: ONNX QuantizeLinear has no such type; expected one of {', '.join(_TYPES)} or another integer width"
     )
+
+
+def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
+    """The first opset whose QuantizeLinear can do this, and what needs it.
+
+    Raises:
+        ExportError: no opset can.
+    """
+    _, kind = onnx_type(format)
+    axis, block = _axis(granularity, 1 << 16)
+    needs = [(kind.opset, f"the type {format}"), (21 if block else 0, "blocks"), (13 if axis is not None else 0, "per-channel ranges")]
+    return max(needs, key=lambda need: need[0])
+
+
+def mark(x: Tensor, name: str) -> Tensor:
+    """Write an operator around ``x`` that carries ``name`` through either exporter; call it only during an export."""
+    if torch.jit.is_tracing():
+        return _LegacyMark.apply(x, name)
+    return torch.onnx.ops.symbolic("::".join(MARK), (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1)
+
+
+class _LegacyMark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, name: str) -> Any:
+        result = g.op("::".join(MARK), x, name_s=name)
+        result.setType(x.type())
+        return result
 
 
 def quantize_dequantize(x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None) -> Tensor:
