@@ -93,7 +93,7 @@ def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularit
         raise TypeError(f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. Convert it with x.float()")
     dtype = compute_dtype(x.dtype)
     if not isinstance(amax, Tensor):
-        amax = torch.as_tensor(amax, dtype=dtype, device=x.device)
+        amax = torch.full((), amax, dtype=dtype, device=x.device)  # filled there: no copy from the host
     with constant_while_tracing():
         return granularity.align(amax.to(dtype), x.shape)
 

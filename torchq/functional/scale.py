@@ -7,6 +7,8 @@ NaN amax gives NaN: a poisoned range must be seen, not hidden.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,8 +50,7 @@ def step_from_amax(amax: Tensor, format: Format, scale_format: Format | None = N
 
 def _rounded_step(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
     if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
-        largest = torch.tensor(format.qmax, dtype=amax.dtype, device=amax.device)
-        exact = power_of_two_below(amax) / power_of_two_below(largest)
+        exact = power_of_two_below(amax) / 2.0 ** (math.frexp(format.qmax)[1] - 1)
         return scale_format.snap_(exact) + 0.0 * amax  # keeps inf and NaN visible, which snapping saturates
     step = amax / format.qmax
     if step.numel() == 0:
