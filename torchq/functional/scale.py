@@ -44,18 +44,23 @@ def step_from_amax(amax: Tensor, format: Format, scale_format: Format | None = N
         >>> step_from_amax(torch.tensor([127.0, 0.0]), INT8)
         tensor([1., 1.])
     """
-    step = amax / format.qmax if scale_format is None else _rounded_step(amax, format, scale_format)
+    step = _over(amax, format.qmax) if scale_format is None else _rounded_step(amax, format, scale_format)
     return torch.where(amax <= TINY, 1.0, step)
+
+
+def _over(x: Tensor, number: float) -> Tensor:
+    """``x / number`` with one rounding: on CUDA torch divides by a Python number as a multiplication by its inverse."""
+    return x / torch.full_like(x, number)
 
 
 def _rounded_step(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
     if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
         exact = power_of_two_below(amax) / 2.0 ** (math.frexp(format.qmax)[1] - 1)
         return scale_format.snap_(exact) + 0.0 * amax  # keeps inf and NaN visible, which snapping saturates
-    step = amax / format.qmax
+    step = _over(amax, format.qmax)
     if step.numel() == 0:
         return step
-    shared = torch.where(step.amax() > 0, step.amax() / scale_format.qmax, 1.0)
+    shared = torch.where(step.amax() > 0, _over(step.amax(), scale_format.qmax), 1.0)
     return scale_format.snap_(step / shared) * shared
 
 

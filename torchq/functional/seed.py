@@ -20,7 +20,8 @@ __all__ = ["TensorQuantFunction", "FakeTensorQuantFunction", "tensor_quant", "fa
 def _codes(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Codes in the compute dtype and the scale to divide them by (1 for dead ranges)."""
     dead = amax <= TINY
-    scale = torch.where(dead, 0.0, format.qmax / amax)
+    qmax = torch.full_like(amax, format.qmax)  # number / tensor would be reciprocal times number: two roundings
+    scale = torch.where(dead, 0.0, qmax / amax)
     codes = format.snap_(x.to(scale.dtype) * scale)
     return codes, torch.where(dead, 1.0, scale)
 
