@@ -10,7 +10,7 @@ torch.Size([1, 2])
 from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
-from torchq.export import export_onnx
+from torchq.export import export_onnx, inspect_onnx, verify_onnx
 from torchq.nn import TensorQuantizer, register
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_
 from torchq.version import __version__
@@ -31,6 +31,7 @@ __all__ = [
     "formats",
     "freeze_",
     "functional",
+    "inspect_onnx",
     "load",
     "nn",
     "patch",
@@ -42,4 +43,5 @@ __all__ = [
     "restore_",
     "save",
     "summary",
+    "verify_onnx",
 ]

@@ -3,7 +3,20 @@
 May import everything below: workflow, swap, nn, ... The optional packages are imported where they are used.
 """
 
+from torchq.export.agreement import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.export.exporter import export_onnx
+from torchq.export.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.export.report import ExportReport
+from torchq.export.verify import verify_onnx
 
-__all__ = ["ExportReport", "export_onnx"]
+__all__ = [
+    "ExportReport",
+    "InspectReport",
+    "LayerAgreement",
+    "NodePlacement",
+    "OutputAgreement",
+    "VerifyReport",
+    "export_onnx",
+    "inspect_onnx",
+    "verify_onnx",
+]

@@ -56,7 +56,7 @@ _MODERN = "Use dynamo=True, with torch >= 2.8"
 _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (
         lambda q, _: q.descriptor.dynamic,
-        "takes its range from the data of each call (dynamic); expected a fixed range, ONNX Q/DQ has no other. Use a recipe without dynamic",
+        "is dynamic: takes its range from the data of each call; expected a fixed range. Use a descriptor without dynamic",
     ),
     (lambda q, _: not q.calibrated, f"has no calibrated range; expected an amax. {_CALIBRATE}"),
     (lambda q, _: q.amax.is_meta, "is on the meta device; expected real tensors. Load the weights first"),

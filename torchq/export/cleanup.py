@@ -13,7 +13,19 @@ from torchq.export.proto import DTYPES, FLOAT_TYPES, Graph
 from torchq.formats import Format, by_name
 from torchq.functional.onnx_ops import MARK
 
-__all__ = ["FORMATS", "axis_of", "fold_constants", "fold_weights", "merge_duplicates", "name_quantizers", "strip_metadata"]
+__all__ = [
+    "FORMATS",
+    "TRANSPOSED",
+    "attribute",
+    "axis_of",
+    "constants_to_initializers",
+    "element_type",
+    "fold_constants",
+    "fold_weights",
+    "merge_duplicates",
+    "name_quantizers",
+    "strip_metadata",
+]
 
 #: Formats of the element types that QuantizeLinear writes.
 FORMATS: dict[int, Format] = {
@@ -26,6 +38,8 @@ FORMATS: dict[int, Format] = {
     21: by_name("uint4"),
     22: by_name("int4"),
 }
+#: Ends the names of weights that are stored transposed.
+TRANSPOSED = "/weight.T"
 _FLOAT8 = {17: torch.float8_e4m3fn, 19: torch.float8_e5m2}
 
 
@@ -145,7 +159,7 @@ def fold_weights(graph: Graph, formats: Mapping[str, Format]) -> list[str]:
         if weight is None or any(name not in graph.initializers for name in node.input[1:]):
             continue
         name = node.name.removesuffix("/QuantizeLinear")
-        kind = _element_type(graph, node)
+        kind = element_type(graph, node)
         codes = _codes(weight, graph.value(node.input[1]), axis_of(node), attribute(node, "block_size", 0), FORMATS[kind])
         wanted = formats.get(name.partition("#")[0])
         if wanted is not None and graph.opset >= 21 and FORMATS[kind].bits == 8 and wanted.is_integer and wanted.bits <= 4:
@@ -159,7 +173,7 @@ def fold_weights(graph: Graph, formats: Mapping[str, Format]) -> list[str]:
     return names
 
 
-def _element_type(graph: Graph, node: Any) -> int:
+def element_type(graph: Graph, node: Any) -> int:
     """The type that a QuantizeLinear writes."""
     if len(node.input) > 2 and node.input[2]:
         return int(graph.initializers[node.input[2]].data_type)
@@ -198,7 +212,8 @@ def merge_duplicates(graph: Graph) -> dict[str, str]:
         if (first := kept.setdefault(key, name)) != name:
             graph.replace_uses(name, first)
     merged: dict[str, str] = {}
-    gone, seen = [], {}
+    gone: list[Any] = []
+    seen: dict[Any, Any] = {}
     for node in graph.of("QuantizeLinear", "DequantizeLinear"):
         settings = tuple(sorted(a.SerializeToString() for a in node.attribute))
         first = seen.setdefault((node.op_type, tuple(node.input), settings), node)

@@ -16,6 +16,7 @@ from torchq.errors import ExportError
 from torchq.export.checks import check_quantizers
 from torchq.export.cleanup import constants_to_initializers, fold_weights, merge_duplicates, name_quantizers, strip_metadata
 from torchq.export.extras import need
+from torchq.export.grids import write_record
 from torchq.export.proto import Graph
 from torchq.export.report import ExportReport
 from torchq.export.run import Call, run_dynamo, run_torchscript
@@ -90,6 +91,7 @@ def export_onnx(
     weights = fold_weights(graph, {name: q.descriptor.format for name, q in active.items()})
     merged = merge_duplicates(graph)
     strip_metadata(graph)
+    write_record(graph, target=target, merged=merged)
     activations = tuple(n for n in names if n not in weights and n not in merged)
     exporter = "dynamo" if modern else "torchscript"
     size = graph.save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,20 +169,21 @@ class Graph:
 
     def sort(self) -> None:
         """Bring the nodes into an order where everything is computed before it is read."""
-        nodes, place, ready = self.nodes, {}, {*self.inputs, *self.initializers}
-        waiting = nodes
+        place: dict[str, int] = {}
+        ready = {*self.inputs, *self.initializers}
+        waiting = self.nodes
         while waiting:
             later = []
             for node in waiting:
                 if all(name in ready or name not in self._producer for name in _names_read(node)):
-                    place[id(node)] = len(place)
+                    place[node.output[0]] = len(place)
                     ready.update(node.output)
                 else:
                     later.append(node)
             if len(later) == len(waiting):
                 raise ExportError(f"{later[0].name}: the graph has a cycle; expected none")
             waiting = later
-        self.proto.node.sort(key=lambda node: place[id(node)])
+        self.proto.node.sort(key=lambda node: place[node.output[0]])
         self._index()
 
     def prune(self) -> None:
@@ -212,7 +214,7 @@ class Graph:
         return path.stat().st_size + data.stat().st_size
 
 
-def load_graph(path: str | Path) -> Graph:
+def load_graph(path: str | os.PathLike[str]) -> Graph:
     """Read a model file."""
     return Graph(need("onnx", "torchq.export").load_model(str(path)))
 

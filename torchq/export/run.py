@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import io
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,15 +114,15 @@ def run_dynamo(call: Call, opset: int) -> Any:
 
 def run_torchscript(call: Call, opset: int) -> Any:
     """The ModelProto of the TorchScript exporter."""
-    buffer = io.BytesIO()
     axes = {name: dict(dims) for name, dims in call.shapes.items()}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)
+            file = Path(folder, "model.onnx")
             torch.onnx.export(
                 call.model,
                 call.args,
-                buffer,
+                str(file),
                 kwargs=call.kwargs or None,
                 input_names=call.input_names,
                 output_names=call.output_names,
@@ -130,9 +131,9 @@ def run_torchscript(call: Call, opset: int) -> Any:
                 dynamo=False,
                 custom_opsets={MARK[0]: 1},
             )
+            model = need("onnx", "export_onnx").load_model(str(file))
     except Exception as error:
         raise _explained(error, "dynamo=True (torch >= 2.8) takes the other exporter") from error
-    model = need("onnx", "export_onnx").load_model_from_string(buffer.getvalue())
     for entry in model.opset_import:
         if entry.domain == "":
             entry.version = opset
