@@ -60,7 +60,9 @@ def _bias(bias: Tensor | None, like: Tensor, channels: int) -> Tensor:
     return like.new_zeros(channels) if bias is None else bias.detach().double()
 
 
-def fold_affine_after(kernel: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor, *, groups: int = 1, transposed: bool = False) -> KernelBias:
+def fold_affine_after(
+    kernel: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor, *, groups: int = 1, transposed: bool = False
+) -> KernelBias:
     """The layer that computes ``scale * layer(x) + shift`` (BatchNorm after a layer), for any groups and rank.
 
     Args:
@@ -83,7 +85,9 @@ def fold_affine_after(kernel: Tensor, bias: Tensor | None, scale: Tensor, shift:
     return KernelBias(folded, scale * _bias(bias, kernel, out) + shift)
 
 
-def fold_affine_before(kernel: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor, *, groups: int = 1, transposed: bool = False) -> KernelBias:
+def fold_affine_before(
+    kernel: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor, *, groups: int = 1, transposed: bool = False
+) -> KernelBias:
     """The layer that computes ``layer(scale * x + shift)`` (BatchNorm, ImplicitA before a layer).
 
     Exact only where the layer sees no implicit zeros (no zero padding) or ``shift`` is zero: the caller checks. For a transposed

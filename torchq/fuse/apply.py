@@ -1,0 +1,167 @@
+"""The entry point: plan on a copy, check the copy, then change the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from warnings import warn
+
+import torch
+from torch import nn
+
+from torchq.errors import FuseError
+from torchq.fuse.blocks import plan_blocks
+from torchq.fuse.extract import relative_error
+from torchq.fuse.finder import find_flow, find_pairs
+from torchq.fuse.fold import plan_fold
+from torchq.fuse.generic import plan_unknown_blocks
+from torchq.fuse.layers import is_norm
+from torchq.fuse.report import FuseReport, Fusion, Refusal
+from torchq.graph.core import call_model, tensors_in
+from torchq.utils import evaluating
+
+__all__ = ["fuse_"]
+
+#: Whole-model limits, relative to the largest output: each fold is exact to rounding, but depth and sharp activations amplify rounding.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_PASSES = 4  # a layer between two BatchNorms absorbs one per pass
+
+
+class Edit(Protocol):
+    """A planned change."""
+
+    @property
+    def fusion(self) -> Fusion:
+        """Its row in the report."""
+        ...
+
+    def apply(self, model: nn.Module) -> None:
+        """Carry it out on the model or a copy of it."""
+        ...
+
+
+@dataclass
+class _Plan:
+    edits: list[Edit] = field(default_factory=list)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, model: nn.Module, results: Sequence[Edit | Refusal]) -> int:
+        """Apply what was planned to ``model``, keep it for the real one, and say how much it was."""
+        edits = [result for result in results if not isinstance(result, Refusal)]
+        self.refused.update({result.name: result for result in results if isinstance(result, Refusal)})
+        for edit in edits:
+            edit.apply(model)
+        self.edits += edits
+        return len(edits)
+
+
+def fuse_(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    verify: bool = True,
+    dry_run: bool = False,
+    reparameterize: bool = True,
+    constant_pad: bool = False,
+) -> FuseReport:
+    """Fold BatchNorms and merge parallel linear branches, in place, exactly.
+
+    Everything is computed in float64 and compared with the unfused layers on random inputs before the model is touched. Layers stay
+    the same objects with new parameters; a folded BatchNorm becomes an Identity (or its own activation). What cannot be merged
+    exactly is left as it is, and the report says why. A second call finds nothing left to do.
+
+    Call it on a trained model in eval mode, before :func:`torchq.quantize_`, and before the optimizer is made: parameters are new objects.
+
+    Args:
+        model: changed in place.
+        example: one input: a tensor, a tuple of positional or a dict of keyword arguments. With it, models that torch.fx cannot trace
+            are followed by running them, and the whole model is compared before and after.
+        verify: compare each merge, and with an example the whole model. Off, only merges whose algebra is certain are made.
+        dry_run: change nothing; the report says what would be done.
+        reparameterize: also merge the branches of RepVGG, MobileOne and other blocks (see docs/fuse.md).
+        constant_pad: also fold a BatchNorm in front of a zero-padded convolution, by padding explicitly with its zero point.
+
+    Returns:
+        The report. Where the whole model is off by more than rounding, it says by how much, the model is exactly as before, and a
+        warning is given.
+
+    Raises:
+        FuseError: every BatchNorm is in training mode, or the model cannot be copied.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
+        >>> print(torchq.fuse_(model))  # doctest: +ELLIPSIS
+        1 fused, 0 refused, applied
+          0  <- 1  [norm after layer, fx, error ...]
+    """
+    _check_mode(model)
+    plan = _Plan()
+    try:
+        trial = copy.deepcopy(model)
+    except Exception as error:
+        raise FuseError(f"fuse_: the model cannot be copied ({error}); expected one that copy.deepcopy takes, to plan on a copy") from error
+    for find in (plan_blocks, plan_unknown_blocks) if reparameterize else ():
+        for _ in range(_PASSES):
+            if not plan.add(trial, find(trial)):
+                break
+    for _ in range(_PASSES):
+        flow, notes = find_flow(trial, example)
+        pairs, refusals = find_pairs(trial, flow, constant_pad=constant_pad)
+        plan.refused = {name: r for name, r in plan.refused.items() if not is_norm(_find(trial, name))}
+        plan.notes = list(notes)
+        folded = plan.add(trial, [plan_fold(trial, pair, verify=verify) for pair in pairs])
+        plan.add(trial, refusals)
+        if not folded:
+            break
+    report = FuseReport(tuple(edit.fusion for edit in plan.edits), tuple(plan.refused.values()), notes=tuple(plan.notes))
+    if verify and example is not None and plan.edits:
+        report = _compare(model, trial, example, report)
+    return _finish(model, plan, report, dry_run)
+
+
+def _find(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _check_mode(model: nn.Module) -> None:
+    norms = [module for module in model.modules() if is_norm(module)]
+    if model.training and norms and all(norm.training for norm in norms):
+        raise FuseError(
+            "fuse_: the model is in training mode; expected eval mode, whose running statistics are folded. Call model.eval() first"
+        )
+
+
+def _compare(model: nn.Module, trial: nn.Module, example: Any, report: FuseReport) -> FuseReport:
+    """Run both on the example with the same random numbers; the limit is that of the lowest precision among the outputs."""
+    outputs = []
+    for candidate in (model, trial):
+        with evaluating(candidate), torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            outputs.append(
+                [t.detach().double() if t.is_floating_point() else t for t in tensors_in(call_model(candidate, copy.deepcopy(example)))]
+            )
+    before, after = outputs
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
+    errors = [relative_error(a.double().cpu(), b.double().cpu()) for a, b in zip(after, before, strict=True)]
+    return replace(report, error=max(errors, default=0.0), tolerance=limit)
+
+
+def _finish(model: nn.Module, plan: _Plan, report: FuseReport, dry_run: bool) -> FuseReport:
+    if report.error is not None and report.tolerance is not None and not report.error <= report.tolerance:
+        warn(
+            f"fuse_: the fused model is off by {report.error:.1e}; expected at most {report.tolerance:.0e}. The model is left as it was",
+            stacklevel=3,
+        )
+        return report
+    if dry_run or not plan.edits:
+        return report
+    for edit in plan.edits:
+        edit.apply(model)
+    return replace(report, applied=True)

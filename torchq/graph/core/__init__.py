@@ -1,0 +1,7 @@
+"""What a model computes, seen as calls that feed calls. Knows nothing of quantization."""
+
+from torchq.graph.core.flow import Call, Flow, flow_of_graph
+from torchq.graph.core.recorder import record
+from torchq.graph.core.tracing import call_model, is_torch_leaf, observed, tensors_in, trace
+
+__all__ = ["Call", "Flow", "call_model", "flow_of_graph", "is_torch_leaf", "observed", "record", "tensors_in", "trace"]

@@ -1,0 +1,88 @@
+"""Symbolic tracing at module level, and small helpers to call a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchq.utils import evaluating
+
+__all__ = ["call_model", "is_torch_leaf", "observed", "tensors_in", "trace"]
+
+
+def is_torch_leaf(module: nn.Module) -> bool:
+    """Whether ``module`` is one call in a module-level trace: a layer of ``torch.nn``, or anything without children.
+
+    A module of the user's own without children (an activation, a drop path) is a leaf too: it holds no layer that a trace
+    would have to show, and its ``forward`` is often what makes symbolic tracing fail.
+    """
+    library = type(module).__module__.startswith("torch.nn.") and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    return library or next(module.children(), None) is None
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._leaf = is_leaf
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._leaf(m)
+
+
+def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
+
+    Arguments of ``forward`` with a default of None, a number or a flag keep that default: otherwise a Proxy stands in for it and
+    ``if mask is not None`` takes a branch that ordinary calls do not.
+
+    Args:
+        model: left unchanged; its modules' training modes are given back.
+        is_leaf: which modules stay one ``call_module`` node.
+
+    Raises:
+        Exception: whatever the model raises when its control flow looks at a tensor.
+    """
+    tracer = _Tracer(is_leaf)
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
+    with evaluating(model):
+        graph = tracer.trace(model, constants or None)
+    return fx.GraphModule(tracer.root, graph)
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """Run ``model`` on an example: a tuple or list holds positional arguments, a mapping keyword arguments, else it is the one argument."""
+    if isinstance(example, (tuple, list)):
+        return model(*example)
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(example)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def observed(module: nn.Module) -> str | None:
+    """Which forward hooks ``module`` has: ``"a forward hook"``, ``"a forward pre-hook"`` or None.
+
+    torch offers no public way to ask, so this is the one place that looks at its hook dictionaries.
+    """
+    if module._forward_hooks:
+        return "a forward hook"
+    return "a forward pre-hook" if module._forward_pre_hooks else None
