@@ -1,0 +1,121 @@
+"""What every rank of tests/calib/test_distributed.py runs: ``python -m torch.distributed.run ... ranks.py FOLDER``.
+
+Writes what it found to FOLDER/rank<N>.pt. At the end one rank stays away from a last call: with two ranks it only waits, with
+more it ends its process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchq.calib import Calibrator, HistogramCalibrator, MaxCalibrator, make_calibrator, methods, sync
+from torchq.errors import TorchqError
+from torchq.formats import INT8, PerAxis, PerTensor
+
+CHANNELS = 6
+# Three histograms of 1000 channels and 2048 bins are more than one message takes.
+WIDE = 1000
+
+
+def make_all() -> list[Calibrator]:
+    """Every method, per tensor and per channel, three wide ones, and some that few ranks or none will feed."""
+    kinds = [make_calibrator(m, format=INT8, granularity=g) for m in methods() for g in (PerTensor(), PerAxis((1,)))]
+    wide = [HistogramCalibrator(axis=1, method="percentile") for _ in range(3)]
+    return [*kinds, *wide, MaxCalibrator(axis=1), HistogramCalibrator(num_bins=64), MaxCalibrator(momentum=0.5), HistogramCalibrator()]
+
+
+def batches(rank: int, repeats: int = 1) -> list[Tensor]:
+    """Three batches for even ranks, two for odd ones, of ranges that rise by rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank for _ in range(3 - rank % 2)]
+
+
+def feed(calibrators: list[Calibrator], rank: int, repeats: int = 1) -> None:
+    """Rank 1 alone feeds the second to fourth last calibrator, nobody the last."""
+    for batch in batches(rank, repeats):
+        for i, calibrator in enumerate(calibrators[:-1]):
+            if i < len(calibrators) - 4 or rank == 1:
+                calibrator.collect(batch if i >= len(calibrators) - 7 else batch[:, :CHANNELS])
+
+
+def amaxes(calibrators: list[Calibrator]) -> list[Tensor | None]:
+    return [c.compute_amax() if c.seen else None for c in calibrators]
+
+
+def failure(*calibrators: Calibrator, timeout: float = 60.0) -> str:
+    """The error text of a sync, or of the compute_amax that follows."""
+    try:
+        sync(calibrators, timeout=timeout, names=[f"layer{i}" for i in range(len(calibrators))])
+        for calibrator in calibrators:
+            calibrator.compute_amax()
+    except TorchqError as error:
+        return str(error)
+    return "none"
+
+
+def with_data(calibrator: Calibrator, *tensors: Tensor) -> Calibrator:
+    for x in tensors:
+        calibrator.collect(x)
+    return calibrator
+
+
+def run(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    traffic: list[tuple[int, torch.dtype]] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        traffic.append((tensor.numel(), tensor.dtype))
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = recorded
+    for name, repeats in (("small", 1), ("large", 20)):
+        calibrators = make_all()
+        feed(calibrators, rank, repeats)
+        traffic.clear()
+        sync(calibrators)
+        found[name] = amaxes(calibrators)
+        found[f"{name} traffic"] = list(traffic)
+        found[f"{name} batches"] = [c.batches for c in calibrators]
+    dist.all_reduce = all_reduce
+
+    with torch.inference_mode():
+        calibrator = with_data(HistogramCalibrator(), torch.ones(3) * (rank + 1))
+        sync([calibrator])
+    found["inference"] = calibrator.compute_amax("max")
+    nothing: list[Calibrator] = []
+    sync(nothing)
+    bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
+    found["nan"] = failure(with_data(MaxCalibrator(), bad))
+    found["shape"] = failure(MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5)))
+    found["kind"] = failure(MaxCalibrator() if rank else HistogramCalibrator())
+    found["number"] = failure(*[MaxCalibrator() for _ in range(1 + rank)])
+    torch.save(found, folder / f"rank{rank}.pt")
+
+    ended = folder / "ended"
+    if rank == world - 1:
+        if world > 2:
+            os._exit(0)
+        while not ended.exists():
+            time.sleep(0.05)
+        return
+    start = time.monotonic()
+    found["absent"] = failure(with_data(MaxCalibrator(), torch.ones(2)), timeout=1.0)
+    found["waited"] = time.monotonic() - start
+    torch.save(found, folder / f"rank{rank}.pt")
+    ended.touch()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""Statistics of 2 and 3 gloo ranks, started by torchrun, against one process that saw the data of all ranks in order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.calib.ranks import WIDE, amaxes, feed, make_all
+from torchq.calib import MaxCalibrator, sync
+from torchq.errors import CalibrationError
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}", str(script), str(folder)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
+
+
+def single_process(world: int, repeats: int) -> list[torch.Tensor | None]:
+    calibrators = make_all()
+    for rank in range(world):
+        feed(calibrators, rank, repeats)
+    return amaxes(calibrators)
+
+
+@pytest.mark.parametrize(("name", "repeats"), [("small", 1), ("large", 20)])
+def test_every_rank_has_the_bits_of_one_process(results: Results, name: str, repeats: int) -> None:
+    expected = single_process(len(results), repeats)
+    assert expected[-1] is None
+    for found in results:
+        assert len(found[name]) == len(expected)
+        for mine, one in zip(found[name], expected, strict=True):
+            assert (mine is None) == (one is None)
+            assert one is None or torch.equal(mine, one)
+
+
+def test_batches_of_all_ranks_are_counted(results: Results) -> None:
+    total = sum(3 - rank % 2 for rank in range(len(results)))
+    for found in results:
+        assert found["small batches"] == [total] * (len(found["small"]) - 4) + [2, 2, 2, 0]
+
+
+def test_collectives_are_the_same_on_every_rank(results: Results) -> None:
+    for found in results:
+        assert found["small traffic"] == results[0]["small traffic"]
+
+
+def test_traffic_does_not_depend_on_the_amount_of_data(results: Results) -> None:
+    assert results[0]["large traffic"] == results[0]["small traffic"]
+
+
+def test_histograms_of_many_quantizers_travel_in_few_messages(results: Results) -> None:
+    counts = [size for size, dtype in results[0]["small traffic"] if dtype is torch.int64]
+    assert sum(counts) >= 3 * WIDE * 2048
+    assert max(counts) <= 2**22
+    assert len(counts) <= 10
+
+
+def test_sync_inside_inference_mode_leaves_normal_tensors(results: Results) -> None:
+    for found in results:
+        assert found["inference"].item() == len(results)
+        assert not found["inference"].is_inference()
+
+
+def test_non_finite_data_of_one_rank_is_an_error_on_all(results: Results) -> None:
+    for found in results:
+        assert f"got NaN or infinite values in 1 of {len(results)} batches" in found["nan"]
+
+
+def test_different_shapes_are_an_error_on_all(results: Results) -> None:
+    for rank, found in enumerate(results):
+        assert f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape" in found["shape"]
+
+
+def test_different_calibrators_are_an_error_on_all(results: Results) -> None:
+    for rank, found in enumerate(results):
+        assert f"sync: got 1 calibrators on rank {rank} that differ from another rank's (1 to 1)" in found["kind"]
+        assert f"sync: got {1 + rank} calibrators on rank {rank} that differ from another rank's (1 to {len(results)})" in found["number"]
+
+
+def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> None:
+    for rank, found in enumerate(results[:-1]):
+        assert f"sync: rank {rank} of {len(results)} got no answer from the others within the timeout of 1 s" in found["absent"]
+        # Generous for a busy machine; without the time limit gloo waits for 30 minutes.
+        assert found["waited"] < 60
+
+
+def test_without_a_process_group_there_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="sync: got no process group; expected one. Start with torchrun"):
+        sync([MaxCalibrator()])
