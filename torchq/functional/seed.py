@@ -29,6 +29,8 @@ def _codes(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 class _StraightThrough(torch.autograd.Function):
     """Shared backward: gradient 1 where ``|x| <= amax`` (inclusive), 0 elsewhere; none to amax or through the scale."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, amax = inputs[:2]

@@ -1,0 +1,154 @@
+"""Under torch.compile, torch.vmap, torch.func, torch.fx and on the device: no graph break, no wait for the host, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.contracts.quantize_contract import same
+from torchq import formats
+from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.functional import fake_quantize, fake_tensor_quant, learned_fake_quantize, quantize, reduce_amax
+
+CASES: list[tuple[str, Granularity, str | None]] = [
+    ("int8", PerTensor(), None),
+    ("int4", PerAxis((0,)), None),
+    ("e4m3", PerTensor(), None),
+    ("int4", PerBlock(4), None),
+    ("e4m3", PerBlock(4), "e8m0"),
+    ("e2m1", PerBlock(4), "e4m3"),
+]
+SYNCS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "item")
+VMAP_OF_FLOATS = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 has no vmap rule for view(dtype)")
+
+
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Each test compiles for itself; dynamo counts recompilations of one function over all of them."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class NoSync(TorchDispatchMode):
+    """Raises where an operator would make the host wait for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in SYNCS or (name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu")):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_mode_catches_a_sync() -> None:
+    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.ones(1).item()
+    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
+        bool(torch.ones(1) > 0)
+
+
+@pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
+@pytest.mark.parametrize("function", [fake_quantize, learned_fake_quantize])
+def test_no_host_sync(function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None) -> None:
+    x = torch.randn(3, 10, requires_grad=True)
+    scale_format = None if scales is None else CATALOG[scales]
+    with NoSync():
+        amax = reduce_amax(x, granularity).requires_grad_(function is learned_fake_quantize)
+        function(x, amax, CATALOG[name], granularity, scale_format).sum().backward()
+        quantize(x, amax, CATALOG[name], granularity, scale_format)
+        fake_quantize(x, 1.0, CATALOG[name])
+        fake_tensor_quant(x, reduce_amax(x), unsigned=True).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
+@pytest.mark.parametrize("function", [fake_quantize, learned_fake_quantize])
+def test_compiled_whole_and_equal(function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None) -> None:
+    """Forward and backward in float64 with the eager arithmetic, so that an ulp cannot hide behind a rounding."""
+    format, scale_format = CATALOG[name], None if scales is None else CATALOG[scales]
+    learned = function is learned_fake_quantize
+
+    def run(x: Tensor, amax: Tensor) -> Tensor:
+        return function(x * 2, amax, format, granularity, scale_format)
+
+    x = torch.randn(4, 10, dtype=torch.float64)
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        a, b = x.clone().requires_grad_(), (reduce_amax(x, granularity) * 1.5).requires_grad_(learned)
+        y = call(a, b)
+        y.square().sum().backward()
+        results.append((y.detach(), a.grad, b.grad))
+    (y, gx, ga), (cy, cgx, cga) = results
+    assert torch.equal(y, cy) and torch.equal(gx, cgx)  # type: ignore[arg-type]
+    assert (ga is None) == (cga is None) == (not learned)
+    if ga is not None and cga is not None:
+        torch.testing.assert_close(cga, ga)  # a sum in another order
+
+
+def test_compiled_by_inductor() -> None:
+    """The default backend, which fuses: int8 per channel, forward and backward."""
+
+    def run(x: Tensor, amax: Tensor) -> Tensor:
+        return fake_quantize(x, amax, INT8, PerAxis((0,)))
+
+    x = torch.randn(4, 33, dtype=torch.float64)
+    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    amax = reduce_amax(x, PerAxis((0,))) * 0.9
+    expected = run(eager, amax)
+    expected.square().sum().backward()
+    try:
+        got = torch.compile(run, fullgraph=True)(compiled, amax)
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # no C++ compiler on this machine
+        pytest.skip(str(error).splitlines()[0])
+    got.square().sum().backward()
+    assert torch.equal(got, expected) and torch.equal(compiled.grad, eager.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4", pytest.param("e4m3", marks=VMAP_OF_FLOATS)])
+def test_vmap(name: str) -> None:
+    """Mapped over data and ranges, over ranges alone, over data alone; and the gradient mapped."""
+    x, amax, format = torch.randn(4, 5), torch.rand(4) + 0.5, CATALOG[name]
+    rows = fake_quantize(x, amax[:, None], format, PerAxis((0,)))
+    assert same(torch.vmap(lambda v, a: fake_quantize(v, a, format))(x, amax), rows)
+    assert same(torch.vmap(lambda a: fake_quantize(x[0], a, format))(amax)[2], fake_quantize(x[0], amax[2], format))
+    assert same(torch.vmap(lambda v: fake_quantize(v, 1.0, format))(x), fake_quantize(x, 1.0, format))
+    grads = torch.vmap(torch.func.grad(lambda v, a: fake_quantize(v, a, format).sum()))(x, amax)
+    assert same(grads, (x.abs() <= amax[:, None]).float())
+    assert same(torch.vmap(lambda v, a: fake_tensor_quant(v, a))(x, amax)[1], fake_tensor_quant(x[1], amax[1]))
+
+
+def test_gradient_of_a_learned_range_by_torch_func() -> None:
+    x, amax = torch.randn(6), torch.tensor(1.0)
+    leaf = amax.clone().requires_grad_()
+    learned_fake_quantize(x, leaf).sum().backward()
+    assert leaf.grad is not None
+    assert same(torch.func.grad(lambda a: learned_fake_quantize(x, a).sum())(amax), leaf.grad)
+    per_sample = torch.vmap(torch.func.grad(lambda a, v: learned_fake_quantize(v, a).sum()), in_dims=(None, 0))(amax, x)
+    torch.testing.assert_close(per_sample.sum(), leaf.grad)
+
+
+@pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
+def test_meta_and_fake_tensors(name: str, granularity: Granularity, scales: str | None) -> None:
+    x = torch.empty(3, 10, device="meta", dtype=torch.bfloat16)
+    y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, None if scales is None else CATALOG[scales])
+    assert y.is_meta and y.shape == x.shape and y.dtype is x.dtype
+
+
+def test_on_the_device(device: torch.device, generator: torch.Generator) -> None:
+    """The same bits on every device."""
+    x = torch.randn(64, 37, generator=generator)
+    for name, granularity, scales in CASES:
+        scale_format = None if scales is None else CATALOG[scales]
+        amax = reduce_amax(x, granularity) * 0.9
+        expected = fake_quantize(x, amax, CATALOG[name], granularity, scale_format)
+        assert same(fake_quantize(x.to(device), amax.to(device), CATALOG[name], granularity, scale_format).cpu(), expected)
+    assert fake_quantize(x.to(device), 1.0, formats.UINT8).device.type == device.type
