@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq.calib import estimators
+from torchq.calib.groups import whole
 from torchq.calib.histogram import Histogram, HistogramObserver
 from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
 from torchq.errors import CalibrationError, ConfigError
@@ -63,7 +64,8 @@ class Calibrator(ABC):
         """Take the statistics of one tensor. Never waits for the device. An empty tensor changes nothing.
 
         Args:
-            x: float16, bfloat16, float32 or float64; any shape with the same amax shape each time. No reference is kept.
+            x: float16, bfloat16, float32 or float64; any shape with the same amax shape each time. No reference is kept. A
+                DTensor (a weight under FSDP2) is gathered first, so every rank of its mesh must collect it.
 
         Raises:
             CalibrationError: not floating point, or another amax shape than before.
@@ -73,7 +75,7 @@ class Calibrator(ABC):
                 f"{type(self).__name__}.collect: got a tensor of {x.dtype}; expected floating point. Convert it with x.float()"
             )
         if x.numel():
-            self.observer.observe(x)
+            self.observer.observe(whole(x.detach()))
 
     def merge(self, other: Calibrator) -> None:
         """Add what ``other`` collected, as if it had been collected here afterwards. Associative; ``other`` is unchanged.

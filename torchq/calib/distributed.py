@@ -32,7 +32,7 @@ def sync(
     group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | None = None,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
     names: Sequence[str] | None = None,
 ) -> None:
     """Give every rank the statistics of all ranks, as if one process had collected rank 0's batches, then rank 1's, and so on.

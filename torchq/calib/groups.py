@@ -9,7 +9,14 @@ from torch import Tensor
 
 from torchq.formats import Granularity
 
-__all__ = ["group_view", "magnitude", "pieces"]
+__all__ = ["group_view", "magnitude", "pieces", "whole"]
+
+
+def whole(x: Tensor) -> Tensor:
+    """``x``, or the full tensor of a DTensor (a collective of its mesh): the ranges of a shard are not those of the tensor."""
+    # By its method, because importing torch.distributed.tensor takes longer than importing torchq.
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 def magnitude(x: Tensor, granularity: Granularity, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq.calib.groups import whole
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerTensor
 from torchq.functional import compute_dtype, fake_quantize, reduce_amax
@@ -47,7 +48,7 @@ def search_amax(
         raise ConfigError(f"candidates: got {candidates}; expected at least 2")
     shape = granularity.amax_shape(x.shape)
     with torch.inference_mode(False), torch.no_grad():
-        x = x.detach().to(compute_dtype(x.dtype))
+        x = whole(x.detach()).to(compute_dtype(x.dtype))
         if scale_format is None and x.numel() and x.dim() and shape[:1] == x.shape[:1]:
             # Rows do not share an amax, so each piece can stay in the cache through all candidates.
             rows = max(1, _PIECE * x.shape[0] // x.numel())

@@ -10,8 +10,11 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from torchq.calib import sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import evaluating, progress_bar
@@ -34,6 +37,8 @@ def calibrate(
     num_batches: int | None = None,
     on_unseen: OnUnseen = "error",
     force: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
     progress: bool = True,
     **options: Any,
 ) -> None:
@@ -53,25 +58,37 @@ def calibrate(
         on_unseen: for activation quantizers that no batch reached: ``"error"`` names them all, ``"disable"`` turns them off,
             ``"dynamic"`` lets them take the range of each call.
         force: replace ranges that are known already. Without it they are kept, with one warning.
-        progress: show a bar.
+        group: join the statistics of these processes (``torch.distributed.group.WORLD``), each with its own ``batches``: every
+            rank gets the bits that one process would get from rank 0's batches, then rank 1's, and so on. Ranks may have
+            different numbers of batches, even none, unless the model itself communicates (FSDP). Without it each process
+            calibrates on its own batches alone.
+        timeout: seconds that a rank waits for the others of its group once it is through its batches.
+        progress: show a bar (in a group, on its first rank).
         **options: for the calibrator, such as ``percentile=99.9`` or ``num_bins=4096``.
 
     Raises:
         CalibrationError: unseen quantizers (``on_unseen="error"``), NaN or infinite activations, no batch at all; the text
-            names each quantizer. Ranges of the others are set.
+            names each quantizer. Ranges of the others are set. A rank of the group that did not arrive within the timeout.
         ConfigError: the model has no quantizers, or an argument is invalid.
     """
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        model = model.module  # the wrapper would exchange buffers in every forward, and wait for ranks that have fewer batches
     todo = _pending(model, force)
     weights = weight_quantizers(model)
     with torch.no_grad():
         calibrate_weights(model, only={id(q) for q in todo.values()})
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
-    if batches is None or not activations:
+    if batches is None or not (activations or group):
         return
     with torch.no_grad(), evaluating(model), _observing(activations, method, options):
-        count = _feed(model, batches, forward, num_batches, progress)
+        first = group is None or dist.get_rank(group) == 0
+        count = _feed(model, batches, forward, num_batches, progress and first) if activations else 0
+        if group is not None:
+            sync([q.calibrator for q in activations.values() if q.calibrator], group, timeout=timeout, names=tuple(activations))
+        elif not count:
+            raise CalibrationError("calibrate: got no batch; expected at least one")
         unseen = _finish(activations)
     if unseen and on_unseen == "error":
         raise CalibrationError(
@@ -145,8 +162,6 @@ def _feed(model: nn.Module, batches: Iterable[Any], forward: Forward | None, num
     for batch in progress_bar(islice(batches, num_batches), description="calibrate", total=total, enabled=progress):
         run_batch(model, batch, forward, device)
         count += 1
-    if not count:
-        raise CalibrationError("calibrate: got no batch; expected at least one")
     return count
 
 
