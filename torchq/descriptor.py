@@ -124,6 +124,8 @@ class QuantDescriptor:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantDescriptor:
         """Inverse of :meth:`to_dict`, exact. Unknown keys are a :class:`ConfigError`."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"QuantDescriptor: got a {type(data).__name__}; expected a mapping of fields")
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - known):
             raise ConfigError(f"QuantDescriptor: got unknown keys {unknown}; expected some of {sorted(known)}")
@@ -136,7 +138,11 @@ class QuantDescriptor:
     @classmethod
     def from_json(cls, text: str) -> QuantDescriptor:
         """Inverse of :meth:`to_json`."""
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"QuantDescriptor: not JSON ({error})") from None
+        return cls.from_dict(data)
 
     def __repr__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -193,11 +199,15 @@ def _amax(value: Any) -> Amax | None:
 
 
 def _options(value: Any) -> tuple[tuple[str, Any], ...]:
+    wrong = ConfigError(f"calib_options: got {value!r}; expected a mapping of keyword arguments to numbers or strings")
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        return tuple(sorted((str(key), option) for key, option in pairs))
+        options = tuple(sorted((str(key), option) for key, option in pairs))
     except (TypeError, ValueError):
-        raise ConfigError(f"calib_options: got {value!r}; expected a mapping of keyword arguments") from None
+        raise wrong from None
+    if any(not isinstance(option, (int, float, str, type(None))) for _, option in options):
+        raise wrong  # such a descriptor could not be hashed or saved
+    return options
 
 
 def _plain(value: Any) -> Any:
