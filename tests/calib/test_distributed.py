@@ -83,7 +83,9 @@ def test_non_finite_data_of_one_rank_is_an_error_on_all(results: Results) -> Non
 
 def test_different_shapes_are_an_error_on_all(results: Results) -> None:
     for rank, found in enumerate(results):
-        assert f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape" in found["shape"]
+        assert (
+            f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape" in found["shape"]
+        )
 
 
 def test_different_calibrators_are_an_error_on_all(results: Results) -> None:
@@ -100,5 +102,5 @@ def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> Non
 
 
 def test_without_a_process_group_there_is_an_error() -> None:
-    with pytest.raises(CalibrationError, match="sync: got no process group; expected one. Start with torchrun"):
+    with pytest.raises(CalibrationError, match=r"sync: got no process group; expected one\. Start with torchrun"):
         sync([MaxCalibrator()])

@@ -1,0 +1,122 @@
+"""What every rank of tests/workflow/test_calibrate_ranks.py runs: ``python -m torch.distributed.run ... ranks.py FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torchq
+from torchq.errors import TorchqError
+
+METHODS = ("max", "moving_average", "percentile", "mse", "entropy")
+
+
+class Net(nn.Module):
+    """Two convolutions, of which the second runs only for batches whose first value is large, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.branch = nn.Conv2d(4, 4, 1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, large = self.stem(x).relu(), x.flatten()[0] > 100
+        if large:
+            x = x + self.branch(x)
+        return self.head(x.mean((2, 3)))
+
+
+def quantized() -> nn.Module:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    model = Net()
+    torchq.quantize_(model)
+    return model
+
+
+def batches(rank: int) -> list[Tensor]:
+    """Three batches for rank 0, two for rank 1; only rank 1 reaches the branch."""
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randn(4, 3, 8, 8, generator=generator) * (1 + rank) for _ in range(3 - rank)]
+    for x in data:
+        x[0, 0, 0, 0] = 200.0 * rank
+    return data
+
+
+def ranges(model: nn.Module) -> dict[str, Tensor]:
+    return {name: q.amax.detach() for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+
+
+def calibrated(wrap: Callable[[nn.Module], nn.Module], data: list[Tensor], **options: Any) -> dict[str, Tensor] | str:
+    """The ranges, or the text of the error."""
+    model = quantized()
+    wrapped = wrap(model)
+    try:
+        torchq.calibrate(wrapped, data, progress=False, **options)
+    except TorchqError as error:
+        return str(error)
+    return ranges(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.children():
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp_runs_here() -> bool:
+    """FSDP2 needs a CPU stream that torch 2.6 does not have."""
+    model = fully_shard(nn.Linear(2, 2))
+    try:
+        model(torch.zeros(1, 2))
+    except AttributeError:
+        return False
+    return True
+
+
+def train_step(model: nn.Module, x: Tensor) -> float:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def run(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.group.WORLD
+    data = batches(rank)
+    found: dict[str, Any] = {}
+    for method in METHODS:
+        found[method] = calibrated(lambda model: model, data, method=method, group=world)
+    found["ddp"] = calibrated(DistributedDataParallel, data, group=world)
+    found["no batches"] = calibrated(lambda model: model, data if rank else [], group=world)
+    bad = [x.clone() for x in data]
+    if rank:
+        bad[0][0, 0, 1, 1] = torch.nan
+    found["nan"] = calibrated(lambda model: model, bad, group=world)
+    found["unseen"] = calibrated(lambda model: model, data if not rank else [], group=world)
+    found["fsdp"] = fsdp_runs_here()
+    if found["fsdp"]:
+        # Its forward gathers weights, so both ranks need as many batches and the same branches.
+        same = [torch.full_like(x, 150.0) + x for x in batches(0)] if not rank else [torch.full((4, 3, 8, 8), 170.0)] * 3
+        found["fsdp data"] = same
+        model = quantized()
+        wrapped = sharded(model)
+        torchq.calibrate(wrapped, same, group=world, progress=False)
+        found["fsdp ranges"] = ranges(model)
+        found["fsdp loss"] = train_step(wrapped, same[0])
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""``calibrate(..., group=)`` on two gloo ranks with different data, plain and under DDP and FSDP2, against one process with all of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchq
+from tests.workflow.ranks import METHODS, batches, quantized, ranges
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(folder)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def one_process(data: list[Tensor], **options: Any) -> dict[str, Tensor]:
+    model = quantized()
+    torchq.calibrate(model, data, progress=False, **options)
+    return ranges(model)
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, amax in expected.items():
+        assert amax.numel() > 0
+        assert torch.equal(found[name], amax), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rank_has_the_ranges_of_one_process(results: Results, method: str) -> None:
+    # Rank 0 never runs the branch, and the ranks have different numbers of batches.
+    expected = one_process(batches(0) + batches(1), method=method)
+    for found in results:
+        assert_same_bits(found[method], expected)
+
+
+def test_the_same_under_ddp(results: Results) -> None:
+    expected = one_process(batches(0) + batches(1))
+    for found in results:
+        assert_same_bits(found["ddp"], expected)
+
+
+def test_the_same_under_fsdp2_and_training_goes_on(results: Results) -> None:
+    if not results[0]["fsdp"]:
+        pytest.skip("this torch has no FSDP2 on the CPU")
+    expected = one_process([x for found in results for x in found["fsdp data"]])
+    for found in results:
+        assert_same_bits(found["fsdp ranges"], expected)
+        assert math.isfinite(found["fsdp loss"])
+
+
+def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
+    expected = one_process(batches(1))
+    for found in results:
+        assert_same_bits(found["no batches"], expected)
+
+
+def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:
+    for found in results:
+        assert "stem.input_quantizer: MaxCalibrator: got NaN or infinite values in 1 of 5 batches" in found["nan"]
+
+
+def test_unseen_on_all_ranks_is_an_error_on_all(results: Results) -> None:
+    for found in results:
+        assert "no tensor reached branch.input_quantizer in" in found["unseen"]
