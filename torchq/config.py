@@ -103,6 +103,8 @@ class QuantConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantConfig:
         """Inverse of :meth:`to_dict`."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"config: got a {type(data).__name__}; expected a mapping with version and rules")
         if data.get("version") != 1 or not isinstance(data.get("rules"), list):
             raise ConfigError(
                 f"config: got version {data.get('version')!r} and keys {sorted(data)}; expected version 1 with a list of rules"

@@ -1,0 +1,86 @@
+"""Recipes: what each does to the three kinds of layers, and that a model runs under each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq import QuantConfig, QuantDescriptor, recipes
+from torchq.errors import ConfigError
+from torchq.nn import QuantModule, TensorQuantizer
+
+RECIPES = list(recipes.RECIPES)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+    ).eval()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_data(name: str) -> None:
+    config = recipes.by_name(name)
+    assert config.name == name and config == getattr(recipes, name)()
+    assert QuantConfig.from_json(config.to_json()) == config
+    assert all(rule.optional for rule in config.rules)  # a model without a Linear is no error
+    assert getattr(recipes, name).__doc__
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_run(name: str, generator: torch.Generator) -> None:
+    """Before and after calibration, finite, near the float model, and different from it."""
+    net, x = model(), torch.randn(4, 3, 8, 8, generator=generator)
+    expected = net(x)
+    report = torchq.quantize_(net, recipes.by_name(name))
+    assert [d.name for d in report.replaced] == ["0", "3", "6"]
+    for calibrated in (False, True):
+        if calibrated:
+            torchq.calibrate(net, [x], progress=False)
+        y = net(x)
+        assert bool(y.isfinite().all()) and not torch.equal(y, expected)
+    assert (y - expected).norm() < (0.6 if "4" in name else 0.1) * expected.norm()  # 4 bits are coarse; INT8 and FP8 are not
+    y.sum().backward()
+    assert all(p.grad is not None for n, p in net.named_parameters() if n.endswith("weight"))
+
+
+def axes(config: Callable[[], QuantConfig], slot: str) -> list[object]:
+    net = model()
+    torchq.quantize_(net, config())
+    found = (getattr(m, f"{slot}_quantizer") for m in net if isinstance(m, QuantModule))
+    return [q.descriptor if isinstance(q, TensorQuantizer) else None for q in found]
+
+
+def test_what_each_recipe_does() -> None:
+    per_channel = [QuantDescriptor(axis=0), QuantDescriptor(axis=1), QuantDescriptor(axis=0)]
+    assert axes(recipes.int8, "input") == [QuantDescriptor()] * 3
+    assert axes(recipes.int8, "weight") == per_channel
+    assert axes(recipes.int8_per_tensor, "weight") == [QuantDescriptor()] * 3
+    assert axes(recipes.int4_weight, "input") == [None] * 3
+    assert axes(recipes.int4_weight, "weight") == [*(d.replace(num_bits=4) for d in per_channel[:2]), QuantDescriptor(4, block_size=128)]
+    assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
+    w4 = QuantDescriptor(4, learn_amax=True, calib_method="mse")
+    assert axes(recipes.w4a4, "input") == [w4] * 3 and axes(recipes.w4a4, "weight") == [w4.replace(axis=d.axis) for d in per_channel]
+
+
+@pytest.mark.parametrize(("recipe", "bits", "size", "scales"), [("mxfp8", (4, 3), 32, "e8m0"), ("nvfp4", (2, 1), 16, "e4m3")])
+def test_blocks_lie_along_the_summed_axis(recipe: str, bits: tuple[int, int], size: int, scales: str) -> None:
+    block = QuantDescriptor(bits, block_size=size, scale_format=scales, dynamic=True)
+    config = getattr(recipes, recipe)
+    assert axes(config, "input") == [block.replace(block_axis=axis) for axis in (1, 1, -1)]
+    assert axes(config, "weight") == [block.replace(block_axis=axis) for axis in (1, 0, -1)]
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe 'int9'; expected one of: .*'int8'"):
+        recipes.by_name("int9")
