@@ -11,12 +11,14 @@ from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.export import export_onnx, inspect_onnx, verify_onnx
+from torchq.fuse import FuseReport, fuse_
 from torchq.nn import TensorQuantizer, register
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_
 from torchq.version import __version__
 from torchq.workflow import calibrate, disabled, freeze_, load, save, summary
 
 __all__ = [
+    "FuseReport",
     "QuantConfig",
     "QuantDescriptor",
     "Rule",
@@ -31,6 +33,7 @@ __all__ = [
     "formats",
     "freeze_",
     "functional",
+    "fuse_",
     "inspect_onnx",
     "load",
     "nn",

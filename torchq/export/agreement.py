@@ -175,6 +175,7 @@ class Codes:
         """One batch: the values in steps before rounding, the codes of the model, and those of the file."""
         if expected.shape != found.shape:
             raise ExportError(f"{self.name}: the model has shape {tuple(expected.shape)}, the file {tuple(found.shape)}; expected the same")
+        value, expected, found = value.detach(), expected.detach(), found.detach()  # a learned range has a gradient
         gap = (found - expected).abs()
         differs = (gap > 0) | found.isnan()
         tie = differs & ((value - (found + expected) / 2).abs() <= self._border)

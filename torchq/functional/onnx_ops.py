@@ -64,14 +64,27 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     )
 
 
+def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, OnnxType]:
+    """The type that a tensor is written in: 4-bit ones for weights alone, which have an axis or blocks.
+
+    TensorRT takes 4 bits for weights only, no runtime has kernels for 4-bit activations, and the TorchScript exporter has no
+    4-bit constants: 8 bits, clipped to the bounds, are right everywhere.
+    """
+    stored, kind = onnx_type(format)
+    if stored.bits == 4 and (legacy or axis is None):
+        stored = INT8 if stored.signed else UINT8
+        kind = _TYPES[stored.name]
+    return stored, kind
+
+
 def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
     """The first opset whose QuantizeLinear can do this, and what needs it.
 
     Raises:
         ExportError: no opset can.
     """
-    _, kind = onnx_type(format)
     axis, block = _axis(granularity, 1 << 16)
+    _, kind = _stored(format, axis, legacy=False)
     needs = [(kind.opset, f"the type {format}"), (21 if block else 0, "blocks"), (13 if axis is not None else 0, "per-channel ranges")]
     return max(needs, key=lambda need: need[0])
 
@@ -106,10 +119,8 @@ def quantize_dequantize(x: Tensor, amax: Tensor, format: Format, granularity: Gr
         ExportError: ONNX has no type for the format, a granularity over several axes, or an exporter too old for the type.
     """
     axis, block = _axis(granularity, x.dim())
-    stored, kind = onnx_type(format)
     legacy = torch.jit.is_tracing()
-    if legacy and stored.bits == 4:
-        stored, kind = (INT8, _TYPES["int8"]) if stored.signed else (UINT8, _TYPES["uint8"])
+    stored, kind = _stored(format, axis, legacy)
     if legacy:
         with constant_while_tracing():
             amax = torch.tensor(amax.tolist())  # a new tensor, so the trace holds its values, not the arithmetic behind them

@@ -1,0 +1,114 @@
+"""CIFAR-10 as JPEG files in a tar, and the networks trained on it, for the accuracy benchmarks.
+
+The folder given as ``--data`` holds ``cifar10-jpeg-{train,test}.tar`` (``SPLIT/CLASS/NNNN.jpg``) and state dicts.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Images", "read_split", "resnet20", "accuracy", "logits"]
+
+_MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
+_STD = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Normalised images (N, 3, 32, 32) float32 and labels (N,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def batches(self, size: int) -> list[Tensor]:
+        """The images in order."""
+        return list(self.images.split(size))
+
+    def augmented(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A training batch: pad 4, one random crop and flip for the batch's halves."""
+        images = F.pad(self.images[index], (4, 4, 4, 4))
+        top, left = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
+        images = images[..., top : top + 32, left : left + 32]
+        flip = torch.rand(len(index), generator=generator) < 0.5
+        return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images), self.labels[index]
+
+
+def read_split(folder: Path, split: str, count: int) -> Images:
+    """``count`` images spread evenly over the tar's order (that is, over the classes)."""
+    from torchvision.io import ImageReadMode, decode_image
+
+    with tarfile.open(folder / f"cifar10-jpeg-{split}.tar") as tar:
+        members = [m for m in tar.getmembers() if m.name.endswith(".jpg")]
+        members.sort(key=lambda m: m.name)
+        classes = sorted({m.name.split("/")[-2] for m in members})
+        chosen = [members[i * len(members) // count] for i in range(count)]
+        chosen.sort(key=lambda m: m.offset)
+        images, labels = [], []
+        for member in chosen:
+            stream = tar.extractfile(member)
+            assert stream is not None
+            data = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
+            images.append((decode_image(data, ImageReadMode.RGB).float() / 255 - _MEAN) / _STD)
+            labels.append(classes.index(member.name.split("/")[-2]))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return Images(torch.stack(images)[order], torch.tensor(labels)[order])
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions and a parameter-free shortcut (option A)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.stride, self.extra = stride, (outputs - inputs) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.extra:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra, self.extra))
+        return F.relu(y + x)
+
+
+class _ResNet20(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        widths = (16, 16, 32, 64)
+        for stage in (1, 2, 3):
+            first = _Block(widths[stage - 1], widths[stage], 1 if stage == 1 else 2)
+            setattr(self, f"layer{stage}", nn.Sequential(first, *(_Block(widths[stage], widths[stage], 1) for _ in range(2))))
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.linear(x.mean((2, 3)))
+
+
+def resnet20(folder: Path | None = None) -> nn.Module:
+    """The CIFAR ResNet-20 (He et al. 2015, section 4.2), trained where ``folder`` holds ``resnet20.pt``; eval mode."""
+    model = _ResNet20()
+    if folder is not None:
+        model.load_state_dict(torch.load(folder / "resnet20.pt", map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module, data: Images, size: int = 250) -> Tensor:
+    """(N, 10)."""
+    return torch.cat([model(batch) for batch in data.batches(size)])
+
+
+def accuracy(predicted: Tensor, data: Images) -> float:
+    """Top-1 of logits, 0..1."""
+    return (predicted.argmax(1) == data.labels).float().mean().item()

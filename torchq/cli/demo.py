@@ -1,0 +1,131 @@
+"""``torchq demo``: the whole way from a trained network to INT8, on real images, in about a minute."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.cli.demo_data import DemoNet, Split, accuracy, load_digits, predictions, train
+from torchq.errors import ExportError
+
+__all__ = ["Row", "run_demo"]
+
+_CALIBRATION_BATCHES = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the demo's table.
+
+    Attributes:
+        model: what it is.
+        accuracy: on the test images.
+        agreement: fraction of test images with the class that FP32 gives them.
+        onnx_bytes: size of the ONNX file, or None.
+        onnx_agreement: fraction of test images with the same class in PyTorch and in the ONNX graph as it is written, or None.
+        runtime_agreement: the same with onnxruntime's optimisations, which round biases as well.
+    """
+
+    model: str
+    accuracy: float
+    agreement: float
+    onnx_bytes: int | None = None
+    onnx_agreement: float | None = None
+    runtime_agreement: float | None = None
+
+
+def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
+    """Train, fuse, quantize, fine-tune, export and verify; print what happens; write models and table to ``out``."""
+    started = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    data, test = load_digits(seed)
+    print(f"torchq {torchq.__version__}, torch {torch.__version__}: {len(data.labels)} digits to train, {len(test.labels)} to test")
+
+    model = DemoNet()
+    print("train a small RepVGG in FP32")
+    train(model, data, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3), epochs=epochs, seed=seed)
+    before = predictions(model, test)
+    report = torchq.fuse_(model, data.images[:8])
+    print(f"fuse its branches into plain convolutions: {len(report.fused)} merges, every one verified")
+    fp32 = predictions(model, test)
+    rows = [
+        Row("FP32, training branches", accuracy(before, test), _same(before, fp32)),
+        _exported("FP32, fused", model, fp32, test, fp32, out / "fp32.onnx"),
+    ]
+
+    print("quantize to INT8: swap, calibrate, export")
+    int8 = _quantized(model, torchq.recipes.int8(), data)
+    rows.append(_exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx"))
+    torchq.save(int8, out / "int8.pt")
+
+    print("quantize to W4A4, then train it (QAT) to get back what that costs")
+    w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
+    rows.append(_row("W4A4 PTQ", predictions(w4a4, test), test, fp32))
+    optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
+    train(w4a4, data, optimizer, epochs=epochs, seed=seed)
+    rows.append(_exported("W4A4 QAT", w4a4, predictions(w4a4, test), test, fp32, out / "w4a4.onnx"))
+    torchq.save(w4a4, out / "w4a4.pt")
+
+    text = table(rows)
+    (out / "table.md").write_text(text + "\n")
+    (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    print(f"\n{text}\n\nwrote {', '.join(sorted(p.name for p in out.iterdir()))} to {out} in {time.perf_counter() - started:.0f} s")
+    return rows
+
+
+def _quantized(model: nn.Module, config: torchq.QuantConfig, data: Split) -> nn.Module:
+    quantized = copy.deepcopy(model)
+    torchq.quantize_(quantized, config)
+    torchq.calibrate(quantized, data.batches(64)[:_CALIBRATION_BATCHES], progress=False)
+    return quantized
+
+
+def _same(a: Tensor, b: Tensor) -> float:
+    return (a == b).float().mean().item()
+
+
+def _row(name: str, predicted: Tensor, test: Split, fp32: Tensor) -> Row:
+    return Row(name, accuracy(predicted, test), _same(predicted, fp32))
+
+
+def _exported(name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path) -> Row:
+    """The row of a model that is also written as ONNX and run there.
+
+    Raises:
+        ExportError: the file does not compute what PyTorch does.
+    """
+    row = _row(name, predicted, test, fp32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no active quantizer")  # the FP32 file is there to compare with
+        torchq.export_onnx(model, (test.images[:1],), path)
+    report = torchq.verify_onnx(model, path, test.batches(200))
+    if not report.ok:
+        raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
+    return replace(row, onnx_bytes=path.stat().st_size, onnx_agreement=report.outputs[0].top1, runtime_agreement=report.optimized[0].top1)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "same, optimised"]
+    cells = [
+        [
+            r.model,
+            f"{r.accuracy:.2%}",
+            f"{r.agreement:.2%}",
+            "" if r.onnx_bytes is None else f"{r.onnx_bytes / 1024:.0f} KiB",
+            *("" if share is None else f"{share:.2%}" for share in (r.onnx_agreement, r.runtime_agreement)),
+        ]
+        for r in rows
+    ]
+    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
+    lines = [head, ["-" * w for w in widths], *cells]
+    return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines)

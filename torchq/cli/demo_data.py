@@ -1,0 +1,115 @@
+"""What ``torchq demo`` runs on: the digits that scikit-learn carries, and a small RepVGG for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.errors import MissingExtraError
+
+__all__ = ["Split", "load_digits", "DemoNet", "train", "accuracy", "predictions"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, 1, 8, 8) float32 in 0..1, and labels (N,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        """In order, the last one may be smaller."""
+        return list(zip(self.images.split(size), self.labels.split(size), strict=True))
+
+
+def load_digits(seed: int = 0) -> tuple[Split, Split]:
+    """1797 scanned digits of 8x8 pixels (UCI ML repository, Alpaydin and Kaynak 1998), shuffled: 1200 to train, 597 to test.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits as read
+    except ImportError:
+        raise MissingExtraError(
+            "torchq demo: scikit-learn is not installed; expected the extra 'demo'. pip install 'torchq[demo]'"
+        ) from None
+    digits = read()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    return Split(images[order[:1200]], labels[order[:1200]]), Split(images[order[1200:]], labels[order[1200:]])
+
+
+class ConvBN(nn.Sequential):
+    """A convolution and its BatchNorm."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+
+class RepVGGBlock(nn.Module):
+    """Three parallel branches in training, one 3x3 convolution after :func:`torchq.fuse_`.
+
+    Reference: Ding et al., RepVGG: Making VGG-style ConvNets Great Again (CVPR 2021), figure 4.
+    """
+
+    rbr_reparam: nn.Module
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.rbr_dense = ConvBN(inputs, outputs, 3, stride)
+        self.rbr_1x1 = ConvBN(inputs, outputs, 1, stride)
+        self.rbr_identity = nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        self.nonlinearity = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "rbr_reparam"):
+            return self.nonlinearity(self.rbr_reparam(x))
+        identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
+        return self.nonlinearity(self.rbr_dense(x) + self.rbr_1x1(x) + identity)
+
+
+class DemoNet(nn.Sequential):
+    """Nine RepVGG blocks in three stages, global average pooling, a linear layer: (N, 1, 8, 8) -> (N, 10) logits."""
+
+    def __init__(self, width: int = 16) -> None:
+        blocks, inputs = [], 1
+        for stage in range(3):
+            outputs = width * 2**stage
+            for block in range(3):
+                blocks.append(RepVGGBlock(inputs, outputs, stride=2 if stage and not block else 1))
+                inputs = outputs
+        super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+def train(model: nn.Module, data: Split, optimizer: torch.optim.Optimizer, *, epochs: int, seed: int = 0, size: int = 64) -> None:
+    """Cross entropy with a cosine schedule; leaves the model in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = epochs * -(-len(data.labels) // size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model.train()
+    for _ in range(epochs):
+        for index in torch.randperm(len(data.labels), generator=generator).split(size):
+            loss = F.cross_entropy(model(data.images[index]), data.labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, data: Split) -> Tensor:
+    """The class of each image, (N,)."""
+    return torch.cat([model(images).argmax(1) for images, _ in data.batches(200)])
+
+
+def accuracy(predicted: Tensor, data: Split) -> float:
+    """Fraction of right predictions."""
+    return (predicted == data.labels).float().mean().item()

@@ -1,0 +1,82 @@
+"""``torchq quantize``: calibrate and export a user's own model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import torchq
+from torchq.cli.loading import load_batches, load_model
+from torchq.errors import ConfigError
+
+__all__ = ["run_quantize"]
+
+
+def run_quantize(args: argparse.Namespace) -> None:
+    """What the command does, step by step, each announced on the terminal."""
+    model = load_model(args.model, args.weights).to(args.device)
+    config = _config(args.recipe)
+    if args.dry_run:
+        print(torchq.plan(model, config, include=args.include, exclude=args.exclude))
+        return
+    if args.data is None:
+        raise ConfigError("--data is missing; expected a folder of images or package.module:loader (or --dry-run)")
+    batches = list(_head(_batches(args), args.num_batches))
+    example = _example(batches[0]).to(args.device)
+    if args.fuse:
+        fused = torchq.fuse_(model, (example[:1],)).fused
+        print(f"fused {len(fused)} BatchNorms and branches")
+    report = torchq.quantize_(model, config, include=args.include, exclude=args.exclude)
+    print(report)
+    started = time.perf_counter()
+    torchq.calibrate(model, batches, method=args.calib, on_unseen=args.on_unseen)
+    print(f"calibrated on {len(batches)} batches in {time.perf_counter() - started:.1f} s")
+    _write(model, example, batches, args)
+
+
+def _config(recipe: str) -> torchq.QuantConfig:
+    """A recipe by name, or a configuration file."""
+    if recipe.endswith(".json"):
+        try:
+            return torchq.QuantConfig.from_json(Path(recipe).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"--recipe {recipe}: no such file") from None
+    return torchq.recipes.by_name(recipe)
+
+
+def _batches(args: argparse.Namespace) -> Iterable[Any]:
+    return load_batches(args.data, batch_size=args.batch_size, image_size=args.image_size, mean=args.mean, std=args.std)
+
+
+def _head(batches: Iterable[Any], count: int) -> Iterable[Any]:
+    found = list(islice(batches, count))
+    if not found:
+        raise ConfigError("--data: got no batch; expected at least one")
+    return found
+
+
+def _example(batch: Any) -> Tensor:
+    """The input tensor of a batch; the export traces with it."""
+    first = batch[0] if isinstance(batch, (tuple, list)) else batch
+    if not isinstance(first, Tensor):
+        raise ConfigError(f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)")
+    return first
+
+
+def _write(model: nn.Module, example: Tensor, batches: list[Any], args: argparse.Namespace) -> None:
+    if args.save:
+        torchq.save(model, args.save)
+        print(f"wrote {args.save}: load it with torchq.load(model, {args.save!r})")
+    if args.export:
+        torchq.export_onnx(model, (example[:1],), args.export, opset=args.opset, target=args.target)
+        print(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
+        print(torchq.verify_onnx(model, args.export, [_example(batch) for batch in batches[: args.verify]]))
+    if not (args.save or args.export):
+        print(torchq.summary(model))
+        print("nothing written; use --export FILE.onnx or --save FILE.pt")
