@@ -135,6 +135,9 @@ class TensorQuantizer(nn.Module):
             self._adopt(new)
 
     def _adopt(self, new: Tensor) -> None:
+        if new.is_inference():  # could not be trained through later
+            with torch.inference_mode(False):
+                new = new.clone()
         if isinstance(self.amax, nn.Parameter):
             self.amax.data = new  # the parameter object stays, so an optimizer that holds it keeps training it
         else:
@@ -193,6 +196,8 @@ class TensorQuantizer(nn.Module):
         super()._apply(fn, recurse)
         if self.amax.dtype is not torch.float32:
             self._adopt(before.to(device=self.amax.device))
+            if self.amax.grad is not None:
+                self.amax.grad = self.amax.grad.to(torch.float32)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

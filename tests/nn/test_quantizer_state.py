@@ -1,0 +1,185 @@
+"""The state of a TensorQuantizer: checkpoints, copies, dtypes, devices, averages."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq import QuantDescriptor, TensorQuantizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DESCRIPTORS = [
+    QuantDescriptor(),
+    QuantDescriptor(4, axis=0),
+    QuantDescriptor(4, axis=(0, 1)),
+    QuantDescriptor(block_size=2),
+    QuantDescriptor(learn_amax=True),
+    QuantDescriptor(axis=0, learn_amax=True),
+    QuantDescriptor(amax=2.0),
+]
+
+
+@pytest.fixture
+def x(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 6, generator=generator)
+
+
+def calibrated(d: QuantDescriptor, x: torch.Tensor) -> TensorQuantizer:
+    q = TensorQuantizer(d)
+    q.calibrate_on(x)
+    return q
+
+
+@pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
+def test_keys_never_change(d: QuantDescriptor, x: torch.Tensor) -> None:
+    fresh = TensorQuantizer(d)
+    assert list(fresh.state_dict()) == ["amax"] == list(calibrated(d, x).state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
+def test_strict_load_into_an_uncalibrated_twin(d: QuantDescriptor, assign: bool, x: torch.Tensor) -> None:
+    q, twin = calibrated(d, x), TensorQuantizer(d)
+    buffer = io.BytesIO()
+    torch.save(q.state_dict(), buffer)
+    buffer.seek(0)
+    twin.load_state_dict(torch.load(buffer, weights_only=True), strict=True, assign=assign)
+    assert twin.calibrated and torch.equal(twin.amax, q.amax) and isinstance(twin.amax, nn.Parameter) == d.learn_amax
+    assert torch.equal(twin(x), q(x))
+    twin.load_state_dict(TensorQuantizer(d.replace(amax=None)).state_dict(), strict=True, assign=assign)
+    assert not twin.calibrated  # an uncalibrated checkpoint is one too
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("key", ["_amax", "amax"])
+def test_legacy_keys_and_shapes(key: str, shape: tuple[int, ...], x: torch.Tensor) -> None:
+    q = TensorQuantizer(QuantDescriptor(axis=0))
+    values = torch.rand(shape) + 0.5
+    q.load_state_dict({key: values}, strict=True)
+    assert q.amax.shape == shape
+    by_row = values.reshape(-1, 1).expand(4, 1)
+    assert torch.equal(q(x), torchq.functional.fake_quantize(x, by_row, granularity=q.descriptor.granularity))
+
+
+def test_legacy_pre_quant_scale() -> None:
+    q = TensorQuantizer()
+    q.load_state_dict({"_amax": torch.tensor(1.0), "_pre_quant_scale": torch.full((3,), 2.0)})
+    assert q.pre_quant_scale is not None and q.pre_quant_scale.tolist() == [2.0] * 3
+
+
+def test_a_float_checkpoint_keeps_the_range(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    weights = copy.deepcopy(model.state_dict())
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    before = model[0].input_quantizer.amax.clone()
+    model.load_state_dict(weights, strict=True)
+    assert torch.equal(model[0].input_quantizer.amax, before)
+
+
+def test_loading_other_dtypes_keeps_float32(low_dtype: torch.dtype) -> None:
+    q = TensorQuantizer()
+    q.load_state_dict({"amax": torch.tensor(1.5, dtype=low_dtype)}, assign=True)
+    assert q.amax.dtype is torch.float32 and q.amax.item() == 1.5
+
+
+@pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
+def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
+    """Uncalibrated, observing, calibrated, and after forward and backward."""
+    q = TensorQuantizer(d)
+    for prepare in (
+        lambda: None,
+        lambda: (q.start_calibration(), q(x)),
+        q.finish_calibration,
+        lambda: q(x.requires_grad_()).sum().backward(),
+    ):
+        prepare()
+        for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+            assert (twin.mode, twin.descriptor, twin.name) == (q.mode, q.descriptor, q.name)
+            assert torch.equal(twin.amax, q.amax) and twin.amax is not q.amax
+            assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
+            assert torch.equal(twin(x), q(x))
+
+
+def test_a_whole_model_loads_in_another_process(x: torch.Tensor, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 2))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    torch.save({"model": model, "x": x, "y": model(x).detach()}, tmp_path / "model.pt")
+    code = (
+        "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); assert torch.equal(d['model'](d['x']), d['y']); print('same')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.strip() == "same", done.stderr
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to_half"])
+@pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
+def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 2), calibrated(d, x))
+    q = model[1]
+    before, parameter = q.amax.detach().clone(), q.amax
+    model.to(torch.half) if convert == "to_half" else getattr(model, convert)()
+    assert model[0].weight.dtype is not torch.float32
+    assert q.amax.dtype is torch.float32 and torch.equal(q.amax, before)
+    assert isinstance(q.amax, nn.Parameter) == d.learn_amax
+    if d.learn_amax:
+        assert q.amax is parameter
+    y = q(x.to(model[0].weight.dtype))
+    assert y.dtype is model[0].weight.dtype and bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("d", [QuantDescriptor(), QuantDescriptor(axis=0, learn_amax=True)], ids=str)
+def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
+    """Built on the meta device, given memory, loaded: the range lands where the module is, from both kinds of start."""
+    q = calibrated(d, x)
+    with torch.device("meta"):
+        built = TensorQuantizer(d)
+    assert built.amax.is_meta
+    for meta in (built, copy.deepcopy(q).to("meta")):
+        real = meta.to_empty(device="cpu")
+        real.load_state_dict(q.state_dict(), strict=True)
+        assert real.amax.device.type == "cpu" and torch.equal(real.amax, q.amax)
+        assert torch.equal(real(x), q(x))
+    with torch.device("meta"):
+        built = TensorQuantizer(d)
+    built.load_state_dict(q.state_dict(), assign=True)
+    assert torch.equal(built(x), q(x))
+
+
+def test_the_range_follows_its_module(device: torch.device, x: torch.Tensor) -> None:
+    model = nn.Linear(6, 2, device=device)
+    torchq.nn.convert_(model, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    torchq.calibrate(model, [x], progress=False)
+    for where in (device, torch.device("cpu"), device):
+        model.to(where)
+        assert model.input_quantizer.amax.device.type == model.weight_quantizer.amax.device.type == where.type
+        assert model(x.to(where)).device.type == where.type
+
+
+def test_exponential_average(x: torch.Tensor) -> None:
+    """Over every floating key of the state dict, as trainers do it: equal ranges stay equal to the bit."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    average = copy.deepcopy(model).eval()
+    amax = model[0].input_quantizer.amax.clone()
+    for decay in (0.5, 0.9, 0.75):
+        with torch.no_grad():
+            model[0].weight.add_(0.1)
+            for key, value in average.state_dict().items():
+                if value.dtype.is_floating_point:
+                    value *= decay
+                    value += (1 - decay) * model.state_dict()[key]
+    assert list(average.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(average[0].input_quantizer.amax, amax)
+    assert not torch.equal(average(x), nn.functional.linear(x, average[0].weight, average[0].bias))
