@@ -6,6 +6,7 @@ everything below: calib, functional, descriptor, formats, utils.
 
 from torchq.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from torchq.nn.convert import QUANTIZED, QuantModule, convert_, is_weight_quantizer, register, revert_
+from torchq.nn.elementwise import Add, Cat, MatMul, Mul, QuantAdd, QuantCat, QuantMatMul, QuantMul, QuantTap, Tap
 from torchq.nn.frozen_norm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
 from torchq.nn.inputs import (
     QuantAdaptiveAvgPool1d,
@@ -23,18 +24,26 @@ from torchq.nn.inputs import (
     QuantMaxPool3d,
 )
 from torchq.nn.linear import QuantEmbedding, QuantLinear
+from torchq.nn.sharing import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.transformer import QuantTransformerEncoderLayer
+from torchq.nn.wired import WiredModule, trace_forward, wire_
 
 __all__ = [
     "FROZEN_NORMS",
     "QUANTIZED",
+    "Add",
+    "Cat",
+    "MatMul",
+    "Mul",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
+    "QuantAdd",
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",
@@ -47,16 +56,25 @@ __all__ = [
     "QuantInstanceNorm2d",
     "QuantInstanceNorm3d",
     "QuantLinear",
+    "QuantMatMul",
     "QuantMaxPool1d",
     "QuantMaxPool2d",
     "QuantMaxPool3d",
     "QuantModule",
+    "QuantMul",
+    "QuantTap",
     "QuantTransformerEncoderLayer",
+    "Tap",
     "TensorQuantizer",
+    "WiredModule",
     "convert_",
     "freeze_norm_",
     "is_weight_quantizer",
     "register",
     "revert_",
+    "share_quantizers_",
+    "shared_groups",
+    "trace_forward",
     "unfreeze_norm_",
+    "wire_",
 ]

@@ -18,7 +18,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name
 
-__all__ = ["QuantModule", "QUANTIZED", "register", "convert_", "revert_", "is_weight_quantizer"]
+__all__ = ["QuantModule", "QUANTIZED", "register", "convert_", "revert_", "change_class", "is_weight_quantizer"]
 
 #: Float class -> quantized class; exact types only.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
@@ -154,6 +154,7 @@ def revert_(module: QuantModule) -> nn.Module:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make ``module`` an instance of ``cls``; for this package alone."""
     """Give ``module`` another class of the same layout: the only assignment to ``__class__`` in torchq. For ``nn/`` alone."""
     module.__class__ = cls
 

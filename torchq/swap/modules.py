@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from torchq.config import QuantConfig
 from torchq.nn import QuantModule, TensorQuantizer, convert_, revert_
-from torchq.swap.plan import SwapReport, plan
+from torchq.swap.decisions import SwapReport
+from torchq.swap.operators import insert_
+from torchq.swap.placement import share_common_ranges_
+from torchq.swap.plan import plan
 from torchq.utils import Pattern
 
 __all__ = ["quantize_", "restore_", "apply_", "name_quantizers"]
@@ -20,6 +24,8 @@ def quantize_(
     *,
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    example: Any = None,
 ) -> SwapReport:
     """Swap the layers of ``model`` for quantized ones, in place.
 
@@ -28,7 +34,9 @@ def quantize_(
     run :func:`torchq.calibrate` next.
 
     Args:
-        model, config, include, exclude: as for :func:`plan`.
+        model, config, include, exclude, target: as for :func:`plan`.
+        example: arguments for one call of the model (a tensor, a tuple, or a mapping of keyword arguments): quantizers that see the
+            same tensor become one then, so that its readers agree on its range whatever training does.
 
     Returns:
         what was swapped, what was not and why, and which rule decided.
@@ -45,23 +53,30 @@ def quantize_(
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
-    report = plan(model, config, include=include, exclude=exclude)
+    report = plan(model, config, include=include, exclude=exclude, target=target)
     apply_(report)
+    if example is not None:
+        share_common_ranges_(model, example)
     name_quantizers(model)
     return report
 
 
 def apply_(report: SwapReport) -> None:
     """Convert the modules of a plan; all or none."""
+    insert_([operator for operator, _ in report.operators])
+    children = {id(d): operator.owner.get_submodule(operator.child) for operator, d in report.operators}
     done: list[nn.Module] = []
     try:
         for d in report.replaced:
-            done.append(convert_(d.module, input=d.input, weight=d.weight))
+            done.append(convert_(children.get(id(d), d.module), input=d.input, weight=d.weight))
     except Exception:
-        for module in done:
+        for module in (*done, *(operator.owner for operator, _ in report.operators)):
             if isinstance(module, QuantModule):
                 revert_(module)
         raise
+    if report.target is not None and report.target.one_branch:
+        for operator, _ in report.operators:
+            operator.open_main()
 
 
 def restore_(model: nn.Module) -> nn.Module:

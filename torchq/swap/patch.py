@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.nn import QuantModule, TensorQuantizer, convert_, revert_
-from torchq.swap.plan import Decision, by_rules, decide
+from torchq.swap.decisions import Decision, by_rules, decide
 from torchq.utils import modules_with_names
 
 __all__ = ["Patch", "patch"]

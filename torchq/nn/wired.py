@@ -1,0 +1,158 @@
+"""A module whose own operators (``+``, ``torch.cat``, ...) are calls of child modules, so that quantizers can sit there.
+
+The forward of the module's class is traced with all children kept whole, once for training and once for evaluation; chosen operators
+become calls of new children; the result runs in place of the class's forward. The module object, its children, hooks and parameters stay,
+as with every conversion (:mod:`torchq.nn.convert`), and no function or method of torch is patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import fx, nn
+
+from torchq.errors import QuantizationError
+from torchq.nn.convert import QuantModule, change_class
+from torchq.nn.elementwise import Tap
+from torchq.utils import qualified_name
+
+__all__ = ["WiredModule", "trace_forward", "wire_"]
+
+
+class WiredModule(QuantModule):
+    """Base of the classes that :func:`wire_` makes, one for each float class.
+
+    Attributes:
+        wiring: node of the traced forward -> name of the child that stands there.
+    """
+
+    quantizers = ()
+    is_container = True
+    #: The class's own forward, under a name that the tracer can ask for.
+    float_forward: ClassVar[Callable[..., Any]]
+
+    wiring: Mapping[str, str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
+
+    def _compile(self) -> None:
+        self._eval_run, self._train_run = (_rewired(self, self.wiring, training) for training in (False, True))
+
+    def _detach(self) -> None:
+        for child in self.wiring.values():
+            delattr(self, child)
+        for name in ("wiring", "_eval_run", "_train_run"):
+            delattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time and the functions by exec: copies and pickles make them again.
+        state = {name: value for name, value in vars(self).items() if name not in ("_eval_run", "_train_run")}
+        return _blank, (type(self).float_class,), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._compile()
+
+
+@cache
+def _twin(cls: type[nn.Module]) -> type[WiredModule]:
+    """The wired class of a float class: one for each, so that types of copies are equal."""
+    body = {
+        "float_class": cls,
+        "float_forward": cls.forward,
+        "__doc__": f"Wired :class:`{qualified_name(cls)}`.",
+        "__module__": cls.__module__,
+    }
+    return types.new_class(f"Wired{cls.__name__}", (WiredModule, cls), {}, lambda namespace: namespace.update(body))
+
+
+def _blank(cls: type[nn.Module]) -> WiredModule:
+    twin = _twin(cls)
+    return twin.__new__(twin)
+
+
+class _ShallowTracer(fx.Tracer):
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.traced_func_name = function
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
+    """The graph of the module's own forward, its children kept whole.
+
+    Arguments with a default of None, a number or a flag keep that default; a call with another value raises an AssertionError that names
+    the argument.
+
+    Raises:
+        Exception: whatever the forward raises when its control flow looks at a tensor.
+    """
+    function = "float_forward" if isinstance(module, WiredModule) else "forward"
+    parameters = list(inspect.signature(getattr(type(module), function)).parameters.values())
+    constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
+    before = module.training
+    module.training = training
+    try:
+        graph = _ShallowTracer(function).trace(module, constants or None)
+    finally:
+        module.training = before
+    names = [p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
+        node.target = name  # fx numbers those with a constant, which would hide them from keyword calls
+    return graph
+
+
+def _rewired(module: nn.Module, wiring: Mapping[str, str], training: bool) -> Callable[..., Any]:
+    """The forward with the operators in ``wiring`` replaced, as a function of the module and its arguments."""
+    graph = trace_forward(module, training)
+    nodes = {node.name: node for node in graph.nodes}
+    for name, child in wiring.items():
+        if name not in nodes:
+            raise QuantizationError(f"{qualified_name(type(module))}: its forward has no operator {name}; expected the code that was wired")
+        _substitute(graph, nodes[name], child, isinstance(getattr(module, child), Tap))
+    code = graph.python_code("self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, f"<wired forward of {qualified_name(type(module))}>", "exec"), namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function
+
+
+def _substitute(graph: fx.Graph, node: fx.Node, child: str, before: bool) -> None:
+    """Call ``child`` instead of ``node``, or, for a tap, on the first operand of ``node``."""
+    with graph.inserting_before(node):
+        if before:
+            first = node.args[0]
+            node.args = (graph.call_module(child, (first,)), *node.args[1:])
+            return
+        dim = {"dim": node.kwargs["dim"]} if "dim" in node.kwargs else {}
+        new = graph.call_module(child, node.args, dim)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def wire_(module: nn.Module, wiring: Mapping[str, str]) -> nn.Module:
+    """Let children of ``module`` stand for operators of its forward, in place, and return it. :func:`torchq.nn.revert_` undoes it.
+
+    Args:
+        module: float; the children named in ``wiring`` are there already.
+        wiring: node name in :func:`trace_forward` -> child name. A :class:`Tap` is called on the node's first
+            operand, any other child instead of the node.
+
+    Raises:
+        QuantizationError: the forward has no such node, or ``forward`` was replaced on the instance.
+    """
+    if "forward" in vars(module):
+        raise QuantizationError(f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own")
+    runs = [_rewired(module, wiring, training) for training in (False, True)]
+    change_class(module, _twin(type(module)))
+    wired: Any = module
+    wired.wiring = dict(wiring)
+    wired._eval_run, wired._train_run = runs
+    return module

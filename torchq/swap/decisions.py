@@ -1,0 +1,180 @@
+"""What happens to each module, as data, and the rules that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torchq.config import QuantConfig
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ConfigError
+from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer
+from torchq.swap.operators import Operator
+from torchq.swap.targets import Target
+from torchq.utils import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name
+
+__all__ = ["Decision", "SwapReport", "by_rules", "check_used", "decide", "patterns"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one module.
+
+    Attributes:
+        names: every dotted path of the module; ``("",)`` for the root.
+        module: the module.
+        float_class: its class before.
+        rule: the pattern that decided, or None.
+        input, weight: the descriptors of its quantizers.
+        reason: why it is left alone; empty where it is quantized.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    float_class: type[nn.Module]
+    rule: str | None = None
+    input: QuantDescriptor | None = None
+    weight: QuantDescriptor | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first dotted path."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """Every decision about a model: :func:`plan` gives it before, :func:`quantize_` after the swap. Print it.
+
+    Attributes:
+        config: the rules, with ``exclude`` added at the end.
+        decisions: one for each module that is quantized or that one could expect to be, and for each operator that becomes one.
+        operators: the operators that become modules, by the decision about each; only with a target.
+        target: the runtime that it is planned for, or None.
+    """
+
+    config: QuantConfig
+    decisions: tuple[Decision, ...]
+    operators: tuple[tuple[Operator, Decision], ...] = ()
+    target: Target | None = None
+
+    @property
+    def replaced(self) -> tuple[Decision, ...]:
+        """The modules that are quantized."""
+        return tuple(d for d in self.decisions if not d.reason)
+
+    @property
+    def skipped(self) -> tuple[Decision, ...]:
+        """The modules that stay float, each with its ``reason``."""
+        return tuple(d for d in self.decisions if d.reason)
+
+    def __str__(self) -> str:
+        rows = [("module", "type", "what", "rule")]
+        for d in self.decisions:
+            what = f"SKIPPED: {d.reason}" if d.reason else f"input {d.input or 'float'}, weight {d.weight or 'float'}"
+            rows.append((" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in rows]
+        return "\n".join([*lines, f"{len(self.replaced)} quantized, {len(self.skipped)} skipped, recipe {self.config.name}"])
+
+
+def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
+    """One pattern or several, checked, as a tuple."""
+    if given is None:
+        return ()
+    if isinstance(given, (str, type)) or callable(given):
+        given = (given,)
+    return tuple(check_pattern(pattern) for pattern in given)
+
+
+def decide(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()) -> tuple[Decision, ...]:
+    """The decisions of :func:`plan`, without its checks."""
+    inside = {id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()}
+    decisions: list[Decision] = []
+    containers: list[tuple[tuple[str, ...], nn.Module]] = []
+    parents: dict[int, nn.Module] = {}
+    for names, module in modules_with_names(model):
+        if id(module) in inside:
+            continue
+        twin = QUANTIZED.get(type(module))
+        if twin is not None and twin.is_container:
+            containers.append((names, module))
+            continue
+        reason = _obstacle(module, parents)
+        parents |= {id(child): module for child in module.children()}
+        if reason is None:
+            continue
+        decisions.append(Decision(names, module, type(module), reason=reason) if reason else by_rules(names, module, config, include))
+    swapped = {id(d.module) for d in decisions if not d.reason}
+    for names, module in containers:
+        if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
+            decisions.append(Decision(names, module, type(module), rule="(contains quantized modules)"))
+    return tuple(decisions)
+
+
+def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
+    """Why ``module`` cannot be swapped whatever the rules say; "" where it can, None where nobody would expect it to be."""
+    cls = type(module)
+    if isinstance(module, QuantModule):
+        return "quantized already"
+    if cls in QUANTIZED:
+        if "forward" in vars(module):
+            return "forward was replaced on the instance"
+        return "complex dtype" if any(p.is_complex() for p in module.parameters(recurse=False)) else ""
+    if parametrize.is_parametrized(module):
+        return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
+    parent = parents.get(id(module))
+    if isinstance(parent, nn.MultiheadAttention):
+        return "its weight is read by nn.MultiheadAttention directly, its forward is never called"
+    base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
+    if base is not None and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
+        return "not initialised yet; run one batch through the model first"
+    if base is not None:
+        return f"a subclass of {base.__name__} may compute something else; register a twin with torchq.register({cls.__name__})"
+    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
+        return f"no quantized twin of {cls.__name__}; register one with torchq.register({cls.__name__})"
+    return None
+
+
+def by_rules(names: tuple[str, ...], module: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()) -> Decision:
+    """What the rules say about one module that can be swapped, or has been."""
+    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    rule = next((r for r in reversed(config.rules) if matches(r.pattern, names, module, cls)), None)
+    if include and not any(matches(pattern, names, module) for pattern in include):
+        return Decision(names, module, cls, reason="not in include")
+    if rule is None:
+        return Decision(names, module, cls, reason="no rule matches")
+    if rule.skip:
+        return Decision(names, module, cls, rule=str(rule), reason="excluded")
+    used = {slot: getattr(rule, slot) for slot in QUANTIZED[cls].quantizers}
+    if not any(used.values()):
+        return Decision(names, module, cls, rule=str(rule), reason="the rule has no descriptor for it")
+    return Decision(names, module, cls, rule=str(rule), **used)
+
+
+def check_used(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...], decisions: tuple[Decision, ...]) -> None:
+    """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
+
+    def selects(pattern: Pattern) -> bool:
+        return any(matches(pattern, d.names, d.module) for d in decisions)
+
+    wanted = [rule.pattern for rule in config.rules if not rule.optional] + list(include)
+    unused = [pattern for pattern in wanted if not selects(pattern)]
+    if unused:
+        known = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"
+        text = ", ".join(repr(pattern_text(p)) for p in unused)
+        hint = next(
+            (f". For everything below it write '{p}.*'" for p in unused if isinstance(p, str) and p in dict(model.named_modules())), ""
+        )
+        raise ConfigError(
+            f"{qualified_name(type(model))}: pattern {text} matches no module that could be quantized; candidates are {known}, ...{hint}"
+        )
+    if all(d.reason for d in decisions):
+        reasons = "; ".join(sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5]) or "it has no layer that torchq knows"
+        raise ConfigError(
+            f"{qualified_name(type(model))}: nothing to quantize ({reasons}); expected at least one module that a rule selects"
+        )
