@@ -123,9 +123,8 @@ class Affine:
 
         def build() -> KernelBias:
             kernel, bias = self.value
-            return algebra.fold_affine_after(
-                kernel, bias, torch.ones_like(bias) if scale is None else scale, torch.zeros_like(bias) if shift is None else shift
-            )
+            factor = torch.ones_like(bias) if scale is None else scale
+            return algebra.fold_affine_after(kernel, bias, factor, torch.zeros_like(bias) if shift is None else shift)
 
         return self.derive(self.geometry, build, layers=layers)
 

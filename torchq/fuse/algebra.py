@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class KernelBias(NamedTuple):
 
 
 def batch_norm_affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """``(scale, shift)`` of a BatchNorm in eval mode, float64, shape ``(channels,)``: ``weight / sqrt(var + eps)`` and ``bias - mean * scale``.
+    """Scale and shift of a BatchNorm in eval mode, float64 ``(channels,)``: ``weight / sqrt(var + eps)``, ``bias - mean * scale``.
 
     ``weight`` None counts as one and ``bias`` None as zero (``affine=False``).
     """
@@ -116,7 +116,8 @@ def identity_kernel(channels: int, groups: int, window: Sequence[int], *, at: Se
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
     kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64)
     rows = torch.arange(channels)
-    kernel[(rows, rows % per_group, *position)] = 1.0
+    ones: tuple[Any, ...] = (rows, rows % per_group, *position)
+    kernel[ones] = 1.0
     return kernel
 
 
@@ -142,7 +143,8 @@ def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
     """The dense kernel of a dilated one: ``rate - 1`` zero taps between neighbours, so the window is ``rate * (k - 1) + 1`` wide."""
     window = [r * (k - 1) + 1 for r, k in zip(rate, kernel.shape[2:], strict=True)]
     dense = kernel.new_zeros(*kernel.shape[:2], *window)
-    dense[(slice(None), slice(None), *(slice(None, None, r) for r in rate))] = kernel
+    taps = (slice(None), slice(None), *(slice(None, None, r) for r in rate))
+    dense[taps] = kernel
     return dense
 
 

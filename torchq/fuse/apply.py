@@ -26,6 +26,7 @@ __all__ = ["fuse_"]
 
 #: Whole-model limits, relative to the largest output: each fold is exact to rounding, but depth and sharp activations amplify rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_COPY = "Make weights that weight_norm or pruning compute permanent first"
 _PASSES = 4  # a layer between two BatchNorms absorbs one per pass
 
 
@@ -51,11 +52,18 @@ class _Plan:
     def add(self, model: nn.Module, results: Sequence[Edit | Refusal]) -> int:
         """Apply what was planned to ``model``, keep it for the real one, and say how much it was."""
         edits = [result for result in results if not isinstance(result, Refusal)]
-        self.refused.update({result.name: result for result in results if isinstance(result, Refusal)})
+        for result in results:
+            if isinstance(result, Refusal):
+                self.refused.setdefault(result.name, result)
         for edit in edits:
             edit.apply(model)
         self.edits += edits
         return len(edits)
+
+    def settle(self, model: nn.Module) -> None:
+        """Forget refusals of blocks that were merged in another way, and of BatchNorms, which are about to be looked at again."""
+        merged = {edit.fusion.name for edit in self.edits}
+        self.refused = {name: r for name, r in self.refused.items() if name not in merged and not is_norm(_find(model, name))}
 
 
 def fuse_(
@@ -102,7 +110,8 @@ def fuse_(
     try:
         trial = copy.deepcopy(model)
     except Exception as error:
-        raise FuseError(f"fuse_: the model cannot be copied ({error}); expected one that copy.deepcopy takes, to plan on a copy") from error
+        reason = str(error).splitlines()[0]
+        raise FuseError(f"fuse_: the model cannot be copied ({reason}); expected one that copy.deepcopy takes. {_COPY}") from error
     for find in (plan_blocks, plan_unknown_blocks) if reparameterize else ():
         for _ in range(_PASSES):
             if not plan.add(trial, find(trial)):
@@ -110,7 +119,7 @@ def fuse_(
     for _ in range(_PASSES):
         flow, notes = find_flow(trial, example)
         pairs, refusals = find_pairs(trial, flow, constant_pad=constant_pad)
-        plan.refused = {name: r for name, r in plan.refused.items() if not is_norm(_find(trial, name))}
+        plan.settle(trial)
         plan.notes = list(notes)
         folded = plan.add(trial, [plan_fold(trial, pair, verify=verify) for pair in pairs])
         plan.add(trial, refusals)

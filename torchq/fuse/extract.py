@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,7 @@ def _taps_read(function: Function, channels: int, rank: int, size: int) -> tuple
     if y.dim() != rank + 2:
         raise NotAffine(f"the result has {y.dim()} dimensions, the input {rank + 2}")
     centre = [n // 2 for n in y.shape[2:]]
-    at = (slice(None), slice(None), *centre)
+    at: tuple[Any, ...] = (slice(None), slice(None), *centre)
     # Random weights keep one channel's tap from cancelling another's.
     (grad,) = torch.autograd.grad((y[at] * torch.rand_like(y[at])).sum(), x)
     touched = (grad != 0).nonzero()[:, 2:]
@@ -87,7 +88,7 @@ def _find_geometry(function: Function, channels: int, rank: int) -> tuple[Geomet
             break
     else:
         raise NotAffine(f"the window is wider than {_WIDEST}")
-    strides, befores, windows, afters = [], [], [], []
+    axes = []
     larger = _taps_read(function, channels, rank, 2 * size + 1)[0]
     for axis in range(rank):
         stride = max(1, round((size + 1) / max(1, larger[axis] - outs[axis])))
@@ -95,11 +96,10 @@ def _find_geometry(function: Function, channels: int, rank: int) -> tuple[Geomet
         window = last[axis] - first[axis] + 1
         # A stride hides up to stride - 1 rows at the far end; the size at which none is hidden tells the padding.
         extent = max((_output_size(function, channels, rank, size + n, axis) - 1) * stride - size - n for n in range(stride))
-        after = extent + window - before
-        for values, value in zip((strides, befores, windows, afters), (stride, before, window, after), strict=True):
-            values.append(value)
+        axes.append((window, before, extent + window - before, stride))
     out = _output_size(function, channels, rank, size, -1)
-    return Geometry(channels, out, 1, tuple(windows), tuple(befores), tuple(afters), tuple(strides)), size
+    windows, befores, afters, strides = zip(*axes, strict=True)
+    return Geometry(channels, out, 1, windows, befores, afters, strides), size
 
 
 def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, KernelBias]:
@@ -114,26 +114,24 @@ def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, Ker
     if rank == 0:
         return _extract_linear(function, channels)
     geometry, size = _find_geometry(function, channels, rank)
-    centre = [(o * s, o) for o, s in zip(_central(geometry, size), geometry.stride, strict=True)]
+    centre = [((size + e) // s + 1) // 2 for e, s in zip(geometry.extent, geometry.stride, strict=True)]
+    first = [o * s - b for o, s, b in zip(centre, geometry.stride, geometry.before, strict=True)]
+    seen = (slice(None), slice(None), *(slice(f, f + w) for f, w in zip(first, geometry.window, strict=True)))
     rows = []
     per_pass = max(1, _CHUNK // (channels * size**rank))
     for start in range(0, geometry.out, per_pass):
         count = min(per_pass, geometry.out - start)
         x = torch.zeros(count, channels, *[size] * rank, dtype=torch.float64, requires_grad=True)
-        y = function(x)[(torch.arange(count), torch.arange(start, start + count), *(o for _, o in centre))]
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        window = tuple(slice(c - b, c - b + w) for (c, _), b, w in zip(centre, geometry.before, geometry.window, strict=True))
-        rows.append(grad[(slice(None), slice(None), *window)])
-        bias = function(torch.zeros(1, channels, *[size] * rank, dtype=torch.float64)).detach() if start == 0 else bias
+        at: tuple[Any, ...] = (torch.arange(count), torch.arange(start, start + count), *centre)
+        (grad,) = torch.autograd.grad(function(x)[at].sum(), x)
+        rows.append(grad[seen])
     kernel = torch.cat(rows)
-    flat = bias[(0, slice(None), *(o for _, o in centre))]
+    middle: tuple[Any, ...] = (0, slice(None), *centre)
+    with torch.no_grad():
+        bias = function(torch.zeros(1, channels, *[size] * rank, dtype=torch.float64))[middle]
     groups = _finest_groups(kernel)
     merged = Geometry(channels, geometry.out, groups, geometry.window, geometry.before, geometry.after, geometry.stride)
-    return _as_affine(merged, KernelBias(_take_groups(kernel, groups), flat)).symmetric()
-
-
-def _central(geometry: Geometry, size: int) -> list[int]:
-    return [((size + e) // s + 1) // 2 for e, s in zip(geometry.extent, geometry.stride, strict=True)]
+    return _as_affine(merged, KernelBias(_take_groups(kernel, groups), bias)).symmetric()
 
 
 def _as_affine(geometry: Geometry, value: KernelBias) -> AffineTensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.fuse.blocks import BLOCKS, BlockRule, Merge, main_layer, remove
+from torchq.fuse.blocks import BLOCKS, BlockRule
 from torchq.fuse.layers import is_layer
+from torchq.fuse.special import GhostV3Rule, ImplicitHeadRule, RepGhostRule, VanillaActivationRule
 
 __all__: list[str] = []
 
@@ -34,59 +34,6 @@ def _is_module(block: Any, *names: str) -> bool:
 
 def _wraps_layer(block: Any, name: str) -> bool:
     return is_layer(getattr(getattr(block, name, None), "conv", None))
-
-
-class _GhostV3(BlockRule):
-    """Two linear parts, each followed by its own activation, that become Sequentials."""
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        for part, target in (("primary", "primary_conv"), ("cheap", "cheap_operation")):
-            names = [f"{part}_rpr_{kind}" for kind in ("conv", "scale", "skip")]
-            branches = [b for name in names if (b := getattr(block, name, None)) is not None]
-            flat = [b for branch in branches for b in (branch if isinstance(branch, nn.ModuleList) else [branch])]
-            layer = merge(lambda x, flat=flat: sum(b(x) for b in flat), main_layer(block, tuple(names)))
-            setattr(block, target, nn.Sequential(layer.make(), getattr(block, f"{part}_activation", nn.Identity())))
-            remove(block, names)
-        block.infer_mode = True
-        return None
-
-
-class _RepGhost(BlockRule):
-    """Extra conv-BN branches around a cheap operation."""
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        def linear(x: Tensor) -> Tensor:
-            extra = [norm(conv(x)) for conv, norm in zip(block.fusion_conv, block.fusion_bn, strict=True)]
-            return sum(extra, start=block.cheap_operation(x))  # type: ignore[arg-type]
-
-        layer = merge(linear, main_layer(block, ("cheap_operation",)))
-        block.cheap_operation = layer.make()
-        block.fusion_conv, block.fusion_bn = nn.ModuleList(), nn.ModuleList()
-        return None
-
-
-class _VanillaActivation(BlockRule):
-    """relu, depthwise convolution by a parameter of the activation itself, BatchNorm."""
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        channels, pad = block.weight.shape[0], (block.weight.shape[-1] - 1) // 2
-        layer = merge(lambda x: block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)), channels=channels).make()
-        remove(block, ["bn", "bias"])
-        block.weight, block.bias = layer.weight, layer.bias
-        block.deploy = True
-        return None
-
-
-class _ImplicitHead(BlockRule):
-    """YOLOv7 detection heads: ``im[i] * (m[i](x + ia[i]))`` with learned vectors."""
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        for index, layer in enumerate(block.m):
-            before, after = block.ia[index], block.im[index]
-            merged = merge(lambda x, b=before, a=after, m=layer: a(m(b(x))), layer)
-            merged.put_into(layer)
-            block.ia[index], block.im[index] = nn.Identity(), nn.Identity()
-        return None
 
 
 def _implicit(block: Any) -> bool:
@@ -223,10 +170,10 @@ for _rule in (
         writes="reparam_conv",
         lacks=("reparam_conv",),
     ),
-    _GhostV3(
+    GhostV3Rule(
         name="ghostnetv3", has=("primary_rpr_conv", "cheap_rpr_conv"), branches=("primary_rpr_*", "cheap_rpr_*"), writes="primary_conv"
     ),
-    _RepGhost(
+    RepGhostRule(
         name="repghost",
         has=("fusion_conv", "fusion_bn", "cheap_operation"),
         branches=("fusion_conv", "fusion_bn"),
@@ -307,7 +254,7 @@ for _rule in (
         flags={"deploy": True},
         loose=True,
     ),
-    _VanillaActivation(name="vanillanet-activation", has=("weight", "bn", "act_num", "dim"), branches=("bn",), writes="weight"),
-    _ImplicitHead(name="yolov7-implicit", has=("m", "ia", "im"), branches=("ia", "im"), writes="m", when=_implicit),
+    VanillaActivationRule(name="vanillanet-activation", has=("weight", "bn", "act_num", "dim"), branches=("bn",), writes="weight"),
+    ImplicitHeadRule(name="yolov7-implicit", has=("m", "ia", "im"), branches=("ia", "im"), writes="m", when=_implicit),
 ):
     BLOCKS.add(_rule.name, _rule)

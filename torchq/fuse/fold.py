@@ -124,6 +124,8 @@ class _Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
+            if x.dim() == 2 and isinstance(part, (nn.BatchNorm2d, nn.BatchNorm3d)):  # tokens, with their features moved to axis 1
+                x = x.reshape(*x.shape, *[1] * (2 if isinstance(part, nn.BatchNorm2d) else 3))
             # A layer that calls children of its own (detectron2's Conv2d with its norm inside) is run as torch's layer alone.
             x = torch_base(part).forward(part, x) if _wraps(part) else part.forward(x)
         return x
@@ -138,7 +140,8 @@ def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = N
     state = {**dict(chain.named_parameters()), **dict(chain.named_buffers())}
     double = {name: t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu() for name, t in state.items()}
     with torch.no_grad():
-        return functional_call(chain, {**double, **(values or {})}, (x,))
+        out = functional_call(chain, {**double, **(values or {})}, (x,))
+    return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
 
 
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
@@ -195,7 +198,7 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
     pad = None
     for path in pair.layers:
         layer: Any = model.get_submodule(path)
-        weight, bias = (None if t is None else t.detach().cpu() for t in (layer.weight, layer.bias))
+        weight, bias = layer.weight.detach().cpu(), None if layer.bias is None else layer.bias.detach().cpu()
         groups, transposed = getattr(layer, "groups", 1), isinstance(layer, TRANSPOSED)
         if pair.pads:
             pad = ConstantPad((-shift / scale).to(layer.weight.device), layer.padding)

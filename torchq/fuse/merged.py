@@ -78,7 +78,7 @@ class MergedLayer:
             layer = skip_init(cls, g.channels, g.out, g.window, g.stride, g.before, 1, g.groups, dtype=self.dtype, device=self.device)
         self.put_into(layer)
         if self.channels_last and g.rank == 2:
-            layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            layer.to(memory_format=torch.channels_last)
         return layer.train(self.training).requires_grad_(self.trainable)
 
     def put_into(self, layer: Any) -> None:

@@ -73,7 +73,8 @@ class RangeReport:
             return "no layers to compare"
         text = f"worst weight spread {before.spread:.1f} ({before.name}) -> {now.spread:.1f} ({now.name})"
         median = torch.tensor([layer.spread for layer in after.layers]).median().item()
-        text += f"; median over layers {torch.tensor([layer.spread for layer in self.layers]).median().item():.1f} -> {median:.1f}"
+        earlier = torch.tensor([layer.spread for layer in self.layers]).median().item()
+        text += f"; median over layers {earlier:.1f} -> {median:.1f}"
         if now.lost_bits > 2:
             text += (
                 f". Under one scale per tensor a typical channel of {now.name} keeps {8 - now.lost_bits:.1f} of 8 bits: use one per channel"

@@ -1,0 +1,74 @@
+"""Whole networks of torchvision: every BatchNorm that follows a layer goes, and the function stays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fuse.common import error, outputs, randomized
+from torchq.fuse import fuse_
+
+torchvision = pytest.importorskip("torchvision")
+
+# name: (BatchNorms that stay, because they come before an activation, image size); untrained weights
+MODELS = {
+    "resnet18": (0, 64),
+    "mobilenet_v2": (0, 64),
+    "mobilenet_v3_small": (0, 64),
+    "shufflenet_v2_x0_5": (0, 64),
+    "mnasnet0_5": (0, 64),
+    "regnet_y_400mf": (0, 64),
+    "densenet121": (62, 64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torchvision_network(name):
+    left, size = MODELS[name]
+    torch.manual_seed(0)
+    model = randomized(torchvision.models.get_model(name, weights=None))
+    exact, x = copy.deepcopy(model).double(), torch.randn(1, 3, size, size + 3)
+    want = outputs(exact, x.double())
+    before = outputs(model, x)
+    report = fuse_(model, x)
+    assert len(report.refused) == left
+    assert report.error <= 1e-5
+    # the reference is the float64 network: fusing must not be further from it than rounding in float32 is
+    assert error(outputs(model, x), want) <= max(1e-5, 3 * error(before, want))
+    assert fuse_(exact, x.double()).error <= 1e-10
+    assert error(outputs(exact, x.double()), want) <= 1e-10
+
+
+def test_detection_backbone_with_frozen_batchnorm():
+    torch.manual_seed(0)
+    layer = torchvision.ops.misc.FrozenBatchNorm2d
+    model = randomized(torchvision.models.resnet18(weights=None, norm_layer=layer).double())
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 20
+    assert not any(isinstance(m, layer) for m in model.modules())
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_a_network_of_unknown_blocks():
+    class Block(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.big, self.small, self.out_channels = nn.Conv2d(c, c, 3, padding=1, bias=False), nn.Conv2d(c, c, 1), c
+            self.bn1, self.bn2, self.act = nn.BatchNorm2d(c), nn.BatchNorm2d(c), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.bn1(self.big(x)) + self.bn2(self.small(x)) + x) * 2
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), Block(8), Block(8)).double())
+    act = model[1].act
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.name for fusion in fuse_(model, x).fused] == ["2", "1"]
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 3
+    assert model[1].act is act
+    assert model[1].out_channels == 8
+    assert type(model[1]).__name__ == "Block"
+    assert error(outputs(copy.deepcopy(model), x), want) <= 1e-10
