@@ -10,6 +10,7 @@ from torch import Tensor
 from torchq.formats import INT8, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
+from torchq.functional.kernels import backend_for, gradient_mask, kernels, mask_gradient, snap
 from torchq.functional.scale import compute_dtype, divisor, step_from_amax
 from torchq.utils import constant_while_tracing
 
@@ -18,36 +19,37 @@ __all__ = ["FakeQuantizeFunction", "LearnedFakeQuantizeFunction", "fake_quantize
 _PER_TENSOR = PerTensor()
 
 
-def _snap(x: Tensor, amax: Tensor, step: Tensor, format: Format) -> Tensor:
-    """Grid values of ``x``, a fresh tensor in the compute dtype. ``amax`` and ``step`` broadcast against ``x``."""
-    return format.snap_(torch.div(x.to(step.dtype), divisor(amax, step)))
-
-
 class FakeQuantizeFunction(torch.autograd.Function):
     """``snap(x / step) * step``; gradient 1 where ``|x| <= amax`` and 0 elsewhere, none to amax.
 
-    The backward keeps one boolean per element, no copy of the input.
+    The backward keeps one boolean per element, no copy of the input. ``backend`` is what
+    :func:`torchq.functional.kernels.backend_for` says; ``with_mask`` asks its kernel for that boolean in the same pass, as a
+    second result.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> Tensor:
-        step = step_from_amax(amax, format, scale_format)
-        return _snap(x, amax, step, format).mul_(step).to(x.dtype)
+    def forward(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, backend: str, with_mask: bool) -> Any:
+        y, mask = kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask)
+        return (y, mask) if with_mask else y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, amax = inputs[:2]
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(x.abs() <= amax)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, amax, _, _, ctx.backend, with_mask = inputs
+        if with_mask:
+            ctx.mark_non_differentiable(output[1])
+            ctx.set_materialize_grads(False)  # or zeros would be made for the mask
+            ctx.save_for_backward(output[1])
+        elif ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gradient_mask(x, amax))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0] or grads[0] is None:
+            return None, None, None, None, None, None
         (mask,) = ctx.saved_tensors
-        return grads[0] * mask, None, None, None
+        return mask_gradient(ctx.backend, grads[0], mask), None, None, None, None, None
 
 
 class LearnedFakeQuantizeFunction(torch.autograd.Function):
@@ -63,12 +65,12 @@ class LearnedFakeQuantizeFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> Tensor:
-        return FakeQuantizeFunction.forward(x, amax, format, scale_format)
+    def forward(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, backend: str) -> Tensor:
+        return kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask=False)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, amax, ctx.format, ctx.scale_format = inputs
+        x, amax, ctx.format, ctx.scale_format, _ = inputs
         ctx.save_for_backward(x, amax)
 
     @staticmethod
@@ -84,7 +86,7 @@ class LearnedFakeQuantizeFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             slope = format.snap_(v.clone()) - v * inside
             grad_amax = ((grad * slope).sum_to_size(amax.shape) / format.qmax).to(amax.dtype)
-        return grad_x, grad_amax, None, None
+        return grad_x, grad_amax, None, None, None
 
 
 def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularity) -> Tensor:
@@ -125,7 +127,13 @@ def fake_quantize(
         tensor([-1.0000, -0.5714,  0.2857,  1.0000])
     """
     amax = _prepare("fake_quantize", x, amax, granularity)
-    return _apply(FakeQuantizeFunction, x, amax, format, granularity, scale_format)
+    if torch.onnx.is_in_onnx_export():
+        return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
+    parts = granularity.split(x)
+    backend = backend_for(parts, amax, format)
+    with_mask = backend != "reference" and torch.is_grad_enabled() and parts.requires_grad
+    result = FakeQuantizeFunction.apply(parts, amax, format, scale_format, backend, with_mask)
+    return granularity.join(result[0] if with_mask else result, x.shape)
 
 
 def learned_fake_quantize(
@@ -133,21 +141,11 @@ def learned_fake_quantize(
 ) -> Tensor:
     """:func:`fake_quantize` with a gradient to ``amax`` too; see :class:`LearnedFakeQuantizeFunction` for the formula."""
     amax = _prepare("learned_fake_quantize", x, amax, granularity)
-    return _apply(LearnedFakeQuantizeFunction, x, amax, format, granularity, scale_format)
-
-
-def _apply(
-    function: type[FakeQuantizeFunction] | type[LearnedFakeQuantizeFunction],
-    x: Tensor,
-    amax: Tensor,
-    format: Format,
-    granularity: Granularity,
-    scale_format: Format | None,
-) -> Tensor:
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
-    parts = function.apply(granularity.split(x), amax, format, scale_format)
-    return granularity.join(parts, x.shape)
+    parts = granularity.split(x)
+    result = LearnedFakeQuantizeFunction.apply(parts, amax, format, scale_format, backend_for(parts, amax, format))
+    return granularity.join(result, x.shape)
 
 
 def quantize(
@@ -162,7 +160,7 @@ def quantize(
         tensor([  0.,   2.,   2.,  -2., 127.])
     """
     amax = _prepare("quantize", x, amax, granularity)
-    codes = _snap(granularity.split(x.detach()), amax, step_from_amax(amax, format, scale_format), format)
+    codes = snap(granularity.split(x.detach()), amax, step_from_amax(amax, format, scale_format), format)
     return granularity.join(codes, x.shape)
 
 

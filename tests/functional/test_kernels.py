@@ -1,0 +1,211 @@
+"""The kernels against the definition, the choice between them, and what they allocate."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, make
+from torchq.errors import ConfigError
+from torchq.formats import CATALOG, INT8, PerAxis
+from torchq.functional import fake_quantize, learned_fake_quantize
+from torchq.functional.kernels import BACKENDS, backend_for, kernels, mask_gradient, tiled, use_backend
+from torchq.functional.kernels import select as choice
+
+
+@pytest.fixture(params=[2**18, 7], ids=["one-tile", "tiny-tiles"])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with so few elements in a tile that every case needs many."""
+    monkeypatch.setattr(tiled, "_TILE", request.param)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+    for name in (*FORMATS, "e8m0"):
+        x, amax = make(case, dtype)
+        assert_equals_definition("tiled", x, amax, name)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize(("format_name", "scales"), [("e4m3", "e8m0"), ("e2m1", "e4m3")])
+def test_tiles_with_rounded_scales(format_name: str, scales: str) -> None:
+    x, amax = make(Case("blocks", (6, 3, 32), (6, 3, 1)), torch.float32)
+    assert_equals_definition("tiled", x, amax.clamp(max=5.0), format_name, scales)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_cover_each_element_once(case: Case) -> None:
+    x, amax = make(case, torch.float32)
+    for limit in (1, 2, 5, 16, 10**6):
+        seen = torch.zeros(x.shape, dtype=torch.int64)
+        shared = torch.arange(amax.numel()).view(amax.shape)
+        for piece, part in tiled._tiles([seen, shared], limit):
+            assert piece.numel() <= limit
+            piece += 1 + part * 1000
+        assert torch.equal(seen, (1 + shared * 1000).expand(x.shape))
+
+
+def test_a_range_that_the_low_dtype_cannot_hold(low_dtype: torch.dtype) -> None:
+    """|x| <= amax is decided in float32: 1.0 does not pass a range just below it, though that range rounds to 1.0."""
+    for backend in ("reference", "tiled"):
+        x = torch.ones(2, dtype=low_dtype, requires_grad=True)
+        with use_backend(backend):
+            fake_quantize(x, torch.tensor(1.0 - 2.0**-14)).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [0.0, 0.0]
+
+
+def test_gradients_of_other_strides_and_second_derivatives() -> None:
+    """An expanded gradient, a transposed one, a batch of them, and a gradient of the gradient."""
+    x = torch.randn(4, 6).mul(2).requires_grad_()
+    mask = (x.detach().abs() <= 1.0).float()
+    assert torch.equal(torch.autograd.grad(fake_quantize(x, 1.0).sum(), x)[0], mask)
+    weight = torch.randn(6, 4).t()
+    assert torch.equal(torch.autograd.grad((fake_quantize(x, 1.0) * weight).sum(), x)[0], mask * weight)
+    batch = torch.randn(3, 4, 6)
+    (grads,) = torch.autograd.grad(fake_quantize(x, 1.0), x, batch, is_grads_batched=True)
+    assert torch.equal(grads, mask * batch)
+    w = torch.randn(4, 6, requires_grad=True)
+    (first,) = torch.autograd.grad((fake_quantize(x, 1.0) * w).sum(), x, create_graph=True)
+    assert torch.equal(torch.autograd.grad(first.sum(), w)[0], mask)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_backward_keeps_one_byte_per_element(backend: str) -> None:
+    kept: list[Tensor] = []
+    x = torch.randn(64, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), use_backend(backend):
+        fake_quantize(x, 1.0)
+    assert [(t.dtype, t.shape) for t in kept] == [(torch.bool, x.shape)]
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every storage that an operator returned first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that an address means one storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, Tensor):
+                self.storages.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_temporary_as_large_as_the_input(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Result, mask and gradient; besides them only tiles."""
+    monkeypatch.setattr(tiled, "_TILE", 256)
+    x = torch.randn(64, 256).to(dtype).requires_grad_()
+    grad = torch.ones_like(x)
+    with Allocations() as seen:
+        fake_quantize(x, 1.0).backward(grad)
+    known = {x.untyped_storage().data_ptr(), grad.untyped_storage().data_ptr()}
+    sizes = sorted(s.nbytes() for address, s in seen.storages.items() if address not in known)
+    large = [size for size in sizes if size > 256 * 4]
+    assert large == [x.numel(), x.numel() * dtype.itemsize, x.numel() * dtype.itemsize]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.export of torch 2.6
+def test_choice() -> None:
+    x = torch.ones(3)
+    assert backend_for(x) == backend_for(x.requires_grad_()) == "tiled"
+    assert backend_for(torch.ones(3, device="meta")) == "reference"
+    assert torch.vmap(lambda v: torch.tensor(BACKENDS.index(backend_for(v))))(torch.ones(2, 3)).tolist() == [0, 0]
+    assert [BACKENDS.index(n) for n in ("reference", "tiled", "triton")] == [0, 1, 2]
+    seen = []
+
+    def run(v: Tensor) -> Tensor:
+        seen.append(backend_for(v))
+        return fake_quantize(v, 1.0)
+
+    with use_backend("tiled"):
+        torch.jit.trace(run, torch.ones(3), check_trace=False)
+        exported = torch.export.export(_Module(run), (torch.ones(3),))
+    assert set(seen) == {"reference"}
+    assert all("torchq" not in str(node.target) for node in exported.graph.nodes)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_forcing_nests_and_ends_after_an_error() -> None:
+    x = torch.ones(3)
+    seen = []
+
+    def fail() -> None:
+        with use_backend("tiled"):
+            seen.append(backend_for(x))
+            raise ZeroDivisionError
+
+    with use_backend("reference"):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        seen.append(backend_for(x))
+    assert [*seen, backend_for(x)] == ["tiled", "reference", "tiled"]
+
+
+def test_wrong_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use_backend: got 'cuda'; expected one of reference, tiled, triton"), use_backend("cuda"):
+        pass
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match=r"'triton', which is not installed; expected .* Run pip install triton"), use_backend("triton"):
+        pass
+
+
+def test_forced_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "supports", lambda x, amax, format: False)
+    with use_backend("tiled"), pytest.raises(ConfigError, match=r"backend 'tiled' cannot do int8 for torch.float32 on cpu .*; expected"):
+        fake_quantize(torch.ones(3), 1.0)
+    assert backend_for(torch.ones(3)) == "reference"
+
+
+def test_one_result_whatever_the_backend() -> None:
+    """Through the public functions, with gradients; per channel in channels_last."""
+    x = torch.randn(2, 6, 3, 5).contiguous(memory_format=torch.channels_last)
+    amax = torch.rand(1, 6, 1, 1) + 0.5
+    for function in (fake_quantize, learned_fake_quantize):
+        results = []
+        for backend in ("reference", "tiled"):
+            a, b = x.clone().requires_grad_(), amax.clone().requires_grad_(function is learned_fake_quantize)
+            with use_backend(backend):
+                y = function(a, b, CATALOG["e4m3"], PerAxis((1,)))
+                y.square().sum().backward()
+            assert y.stride() == x.stride() and a.grad is not None
+            results.append((y.detach(), a.grad, b.grad if b.grad is not None else torch.zeros(())))
+        assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+def test_the_gradient_is_exactly_zero_outside_the_range() -> None:
+    mask = torch.tensor([True, False, False, True])
+    grad = torch.tensor([torch.inf, torch.inf, torch.nan, -0.0])
+    for backend in ("reference", "tiled"):
+        assert mask_gradient(backend, grad, mask).tolist() == [torch.inf, 0.0, 0.0, 0.0]
+
+
+def test_importing_torchq_imports_no_triton() -> None:
+    code = "import sys, torchq, torch; torchq.functional.fake_quantize(torch.ones(3), 1.0); print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_definition_is_the_default_of_quantize() -> None:
+    x, amax = torch.randn(5), torch.tensor(1.0)
+    y, mask = kernels("reference").fake_quantize(x, amax, INT8, None, False)
+    assert mask is None and torch.equal(y, fake_quantize(x, amax))

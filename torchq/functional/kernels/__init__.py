@@ -1,0 +1,15 @@
+"""How a fake-quantize is computed: one definition, and kernels that equal it bit for bit.
+
+=============  ==========================================================  ==================================
+backend        where                                                       how
+=============  ==========================================================  ==================================
+``reference``  anywhere; always under torch.compile, export, torch.func    whole-tensor operations
+``tiled``      CPU                                                         the same on cache-sized tiles
+``triton``     CUDA where Triton is installed                              one pass, gradient mask included
+=============  ==========================================================  ==================================
+"""
+
+from torchq.functional.kernels.reference import gradient_mask, snap
+from torchq.functional.kernels.select import BACKENDS, Kernels, backend_for, kernels, mask_gradient, use_backend
+
+__all__ = ["BACKENDS", "Kernels", "backend_for", "gradient_mask", "kernels", "mask_gradient", "snap", "use_backend"]

@@ -1,0 +1,48 @@
+"""The definition that every kernel equals bit for bit, as whole-tensor torch operations.
+
+It runs wherever torch does, and is what ``torch.compile``, ``torch.export`` and ``torch.func`` see: Inductor fuses it with its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq.formats import Format
+from torchq.functional.scale import divisor, step_from_amax
+
+__all__ = ["fake_quantize", "gradient_mask", "mask_gradient", "snap", "supports"]
+
+
+def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+    """Everything."""
+    return True
+
+
+def snap(x: Tensor, amax: Tensor, step: Tensor, format: Format) -> Tensor:
+    """Grid values of ``x``, a fresh tensor in the compute dtype. ``amax`` and ``step`` broadcast against ``x``."""
+    return format.snap_(torch.div(x.to(step.dtype), divisor(amax, step)))
+
+
+def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+    """``snap(x / step) * step`` in x's dtype, and :func:`gradient_mask` if wanted.
+
+    Args:
+        x: floating point, any shape and strides.
+        amax: in the compute dtype; no dimension, or as many as x with sizes of 1 where it is shared.
+        format, scale_format: see :func:`torchq.functional.step_from_amax`.
+    """
+    step = step_from_amax(amax, format, scale_format)
+    y = snap(x, amax, step, format).mul_(step).to(x.dtype)
+    return y, gradient_mask(x, amax) if with_mask else None
+
+
+def gradient_mask(x: Tensor, amax: Tensor) -> Tensor:
+    """Where the straight-through gradient passes: ``|x| <= amax``, boolean; False for NaN."""
+    return x.to(amax.dtype).abs() <= amax
+
+
+def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
+    """``grad`` where the mask is True and 0 elsewhere, whatever grad is there; differentiable."""
+    return torch.where(mask, grad, 0.0)

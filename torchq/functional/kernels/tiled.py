@@ -1,0 +1,90 @@
+"""The CPU kernels: the operations of the definition, carried out on one cache-sized tile after another.
+
+A chain of whole-tensor operations goes through main memory once for each; on a tile that stays in the cache it costs little more
+than reading the input and writing the result. No temporary is larger than a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchq.formats import Format
+from torchq.functional.kernels.layout import memory_order
+from torchq.functional.scale import divisor, step_from_amax
+
+__all__ = ["fake_quantize", "mask_gradient", "supports"]
+
+# Elements in a tile for each thread: 1 MiB of float32. Smaller ones spend their time in dispatching operations.
+_TILE = 2**18
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+    """Whether the kernels can do this case: everything on a CPU."""
+    return x.device.type == "cpu"
+
+
+def _tile() -> int:
+    return _TILE * torch.get_num_threads()
+
+
+def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Aligned pieces of tensors that broadcast to the first, with at most ``limit`` elements each.
+
+    Sizes of 1 stand for a dimension that is shared; a tensor without dimensions is shared as a whole.
+    """
+    full = tensors[0]
+    if full.numel() <= limit:
+        yield tensors
+        return
+    inner = full.numel() // full.shape[0]
+    if inner > limit:
+        for i in range(full.shape[0]):
+            yield from _tiles([t.select(0, min(i, t.shape[0] - 1)) if t.dim() else t for t in tensors], limit)
+        return
+    rows = limit // inner
+    for start in range(0, full.shape[0], rows):
+        length = min(rows, full.shape[0] - start)
+        yield [t.narrow(0, start, length) if t.dim() and t.shape[0] != 1 else t for t in tensors]
+
+
+def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
+    order = memory_order(dense)
+    return [t.permute(order) if t.dim() else t for t in tensors]
+
+
+def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+    """As :func:`torchq.functional.kernels.reference.fake_quantize`, tile by tile."""
+    step = step_from_amax(amax, format, scale_format)
+    y = torch.empty_like(x)
+    mask = torch.empty_like(x, dtype=torch.bool) if with_mask else None
+    scratch = None if x.dtype is step.dtype else torch.empty(min(x.numel(), _tile()), dtype=step.dtype)
+    tensors = [x, y, amax, divisor(amax, step), step] + ([] if mask is None else [mask])
+    for x_t, y_t, amax_t, divisor_t, step_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
+        if scratch is None:
+            if mask_t:
+                mask_t[0].copy_(torch.abs(x_t, out=y_t).le_(amax_t))  # le into float, then to bytes: both are vectorised, le to bool is not
+            format.snap_(torch.div(x_t, divisor_t, out=y_t)).mul_(step_t)
+        else:
+            work = scratch[: x_t.numel()].view(x_t.shape)
+            if mask_t:
+                mask_t[0].copy_(work.copy_(x_t).abs_().le_(amax_t))
+            y_t.copy_(format.snap_(work.copy_(x_t).div_(divisor_t)).mul_(step_t))
+    return y, mask
+
+
+def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
+    """As :func:`torchq.functional.kernels.reference.mask_gradient`, tile by tile; not differentiable.
+
+    The bits of a number times 0 or 1 are those of 0.0 or its own, also for infinities and NaN; torch vectorises this product,
+    but neither ``where`` on booleans nor their product with floats.
+    """
+    result = torch.empty_like(grad)
+    bits = _BITS[grad.dtype]
+    tensors = [grad.view(bits), result.view(bits), mask.view(torch.int8)]
+    for grad_t, result_t, mask_t in _tiles(_in_memory_order(tensors, result), _tile()):
+        result_t.copy_(mask_t).mul_(grad_t)
+    return result

@@ -1,0 +1,206 @@
+"""Triton kernels: forward with the gradient mask in one pass over memory, and the backward that applies it.
+
+Only :mod:`torchq.functional.kernels.select` imports this file, when it is first needed. With ``TRITON_INTERPRET=1`` in the
+environment before that, Triton runs the kernels on CPU tensors, which is how they are tested without a GPU.
+
+A tensor is seen as a dense matrix of ``rows x cols`` in the order of its memory, chosen so that the index of the amax of an
+element is ``(row // repeat) % groups * row_stride + col * col_stride``. That covers per-tensor, per-axis and block ranges in any
+dense memory format without a division per element.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchq.formats import FloatFormat, Format, IntFormat
+from torchq.functional.kernels.layout import memory_order, merged_dims
+from torchq.functional.scale import TINY, step_from_amax
+
+__all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
+
+#: Whether Triton interprets kernels on the CPU instead of compiling them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+_BLOCK = 1024
+_TINY: tl.constexpr = tl.constexpr(TINY)
+_EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The view of a tensor described above."""
+
+    rows: int
+    cols: int
+    repeat: int = 1
+    groups: int = 1
+    row_stride: int = 0
+    col_stride: int = 0
+
+
+def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
+    """The view for merged dimensions, alternately kept by amax and not; None where one division is not enough."""
+    rows = 1
+    for size in sizes[:-1]:
+        rows *= size
+    cols, inner = (sizes[-1], kept[-1]) if sizes else (1, False)
+    outer = list(zip(sizes[:-1], kept[:-1], strict=True))
+    repeat = outer.pop()[0] if outer and not outer[-1][1] else 1
+    groups = outer.pop()[0] if outer else 1
+    if any(keep for _, keep in outer):
+        return None
+    return _Matrix(rows, cols, repeat, groups, row_stride=cols if inner else 1, col_stride=int(inner))
+
+
+def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+    """Whether the kernels can do this case; the others are left to the definition."""
+    known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
+    if not known or x.dtype not in _DTYPES or not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+        return False
+    return amax.device == x.device and _matrix(*merged_dims(x, amax)) is not None
+
+
+@triton.jit
+def _snapped(v, LO: tl.constexpr, HI: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Nearest grid value. Adding and taking away 1.5 * 2**23 spacings rounds to a whole spacing, ties to even; NaN passes."""
+    v = tl.where(v > HI, HI, v)
+    v = tl.where(v < LO, LO, v)
+    if MANTISSA < 0:
+        magic = 12582912.0  # 1.5 * 2**23: the spacing is 1
+    else:
+        exponent = v.to(tl.int32, bitcast=True) & _EXPONENT
+        exponent = tl.where(exponent < SMALLEST, SMALLEST, exponent)
+        # 1.5 * 2**(23 - MANTISSA) times the power of two, put together from its bits
+        magic = (exponent + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    q = (v + magic) - magic
+    return tl.where(q == 0.0, v * 0.0, q)  # the sign of zero, as torch.round keeps it
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    x_ptr,
+    amax_ptr,
+    step_ptr,
+    y_ptr,
+    mask_ptr,
+    rows,
+    cols,
+    repeat,
+    groups,
+    row_stride,
+    COL_STRIDE: tl.constexpr,
+    QMAX: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    HAS_STEP: tl.constexpr,
+    WITH_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    col_blocks = tl.cdiv(cols, BLOCK_C)
+    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    there = (row < rows) & (col < cols)
+    group = (row // repeat) % groups * row_stride
+    known = row < rows
+    if COL_STRIDE:
+        group = group + col
+        known = there
+    amax = tl.load(amax_ptr + group, mask=known, other=1.0)
+    if HAS_STEP:
+        step = tl.load(step_ptr + group, mask=known, other=1.0)
+    else:
+        step = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
+    divisor = tl.where((amax <= _TINY) | (step == 0.0), float("inf"), step)
+
+    x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
+    y = _snapped(tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST) * step
+    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=there)
+    if WITH_MASK:
+        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    grad = tl.load(grad_ptr + at, mask=there, other=0.0)
+    inside = tl.load(mask_ptr + at, mask=there, other=0)
+    tl.store(out_ptr + at, tl.where(inside != 0, grad, 0.0), mask=there)
+
+
+def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+    """As :func:`torchq.functional.kernels.reference.fake_quantize`, in one pass over memory."""
+    mask = torch.empty_like(x, dtype=torch.bool) if with_mask else None
+    # The interpreter cuts float32 to bfloat16 instead of rounding, so there torch rounds; the hardware rounds to nearest even.
+    stored = torch.float32 if INTERPRETED else x.dtype
+    y = torch.empty_like(x, dtype=stored)
+    if x.numel() == 0:
+        return y.to(x.dtype), mask
+    if x.stride() != y.stride():
+        x = torch.empty_like(x).copy_(x)  # a slice or an expanded tensor: make it dense
+    view = _matrix(*merged_dims(y, amax))
+    if view is None:
+        raise ValueError(f"fake_quantize: got amax of shape {tuple(amax.shape)}; expected a case that supports() accepts")
+    steps = None if scale_format is None else step_from_amax(amax, format, scale_format)
+    order = memory_order(y)
+    _launch_forward(view, x, _dense(amax, order), None if steps is None else _dense(steps, order), y, mask, format)
+    return y.to(x.dtype), mask
+
+
+def _dense(values: Tensor, order: tuple[int, ...]) -> Tensor:
+    return values.permute(order).contiguous() if values.dim() else values
+
+
+def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None, y: Tensor, mask: Tensor | None, format: Format) -> None:
+    block_c = min(triton.next_power_of_2(view.cols), _BLOCK)
+    block_r = min(triton.next_power_of_2(view.rows), _BLOCK // block_c)
+    grid = (triton.cdiv(view.rows, block_r) * triton.cdiv(view.cols, block_c),)
+    with _on(x.device):
+        _forward[grid](
+            x,
+            amax,
+            amax if steps is None else steps,
+            y,
+            y if mask is None else mask.view(torch.uint8),
+            view.rows,
+            view.cols,
+            view.repeat,
+            view.groups,
+            view.row_stride,
+            COL_STRIDE=view.col_stride,
+            QMAX=format.qmax,
+            LO=format.lo,
+            HI=format.hi,
+            MANTISSA=format.mantissa_bits if isinstance(format, FloatFormat) else -1,
+            SMALLEST=(format.min_exponent + 127) << 23 if isinstance(format, FloatFormat) else 0,
+            HAS_STEP=steps is not None,
+            WITH_MASK=mask is not None,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+        )
+
+
+def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
+    """As :func:`torchq.functional.kernels.reference.mask_gradient`. ``grad`` and ``mask`` have the same strides and are dense."""
+    out = torch.empty_like(grad)
+    if grad.numel():
+        with _on(grad.device):
+            _backward[(triton.cdiv(grad.numel(), _BLOCK),)](grad, mask.view(torch.uint8), out, grad.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
