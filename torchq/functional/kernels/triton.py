@@ -86,6 +86,17 @@ def _snapped(v, LO: tl.constexpr, HI: tl.constexpr, MANTISSA: tl.constexpr, SMAL
 
 
 @triton.jit
+def _steps(amax_ptr, step_ptr, group, known, QMAX: tl.constexpr, HAS_STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """amax, step and divisor of each group; the formulas of torchq/functional/scale.py."""
+    amax = tl.load(amax_ptr + group, mask=known, other=1.0)
+    if HAS_STEP:
+        step = tl.load(step_ptr + group, mask=known, other=1.0)
+    else:
+        step = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
+    return amax, step, tl.where((amax <= _TINY) | (step == 0.0), float("inf"), step)
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     x_ptr,
     amax_ptr,
@@ -117,12 +128,7 @@ def _forward(  # type: ignore[no-untyped-def]
     if COL_STRIDE:
         group = group + col
         known = there
-    amax = tl.load(amax_ptr + group, mask=known, other=1.0)
-    if HAS_STEP:
-        step = tl.load(step_ptr + group, mask=known, other=1.0)
-    else:
-        step = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
-    divisor = tl.where((amax <= _TINY) | (step == 0.0), float("inf"), step)
+    amax, step, divisor = _steps(amax_ptr, step_ptr, group, known, QMAX, HAS_STEP)
 
     x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
     y = _snapped(tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST) * step
@@ -189,6 +195,7 @@ def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None
             WITH_MASK=mask is not None,
             BLOCK_R=block_r,
             BLOCK_C=block_c,
+            enable_fp_fusion=False,
         )
 
 
@@ -197,7 +204,8 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     out = torch.empty_like(grad)
     if grad.numel():
         with _on(grad.device):
-            _backward[(triton.cdiv(grad.numel(), _BLOCK),)](grad, mask.view(torch.uint8), out, grad.numel(), BLOCK=_BLOCK)
+            grid = (triton.cdiv(grad.numel(), _BLOCK),)
+            _backward[grid](grad, mask.view(torch.uint8), out, grad.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
     return out
 
 
