@@ -17,7 +17,7 @@ from torchq.fuse.extract import relative_error
 from torchq.fuse.finder import find_flow, find_pairs
 from torchq.fuse.fold import plan_fold
 from torchq.fuse.generic import plan_unknown_blocks
-from torchq.fuse.layers import is_norm
+from torchq.fuse.layers import holds_quantizers, is_norm
 from torchq.fuse.report import FuseReport, Fusion, Refusal
 from torchq.graph.core import call_model, tensors_in
 from torchq.utils import evaluating
@@ -27,6 +27,7 @@ __all__ = ["fuse_"]
 #: Whole-model limits, relative to the largest output: each fold is exact to rounding, but depth and sharp activations amplify rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _COPY = "Make weights that weight_norm or pruning compute permanent first"
+QUANTIZED_TOLERANCE = 5e-2  # rounding noise moves an activation that lies between two codes to the other one
 _PASSES = 4  # a layer between two BatchNorms absorbs one per pass
 
 
@@ -158,6 +159,8 @@ def _compare(model: nn.Module, trial: nn.Module, example: Any, report: FuseRepor
     before, after = outputs
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
+    if holds_quantizers(model):
+        limit = max(limit, QUANTIZED_TOLERANCE)
     errors = [relative_error(a.double().cpu(), b.double().cpu()) for a, b in zip(after, before, strict=True)]
     return replace(report, error=max(errors, default=0.0), tolerance=limit)
 

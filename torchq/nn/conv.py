@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.fold import OutputScaling
 
 __all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d"]
 
 
-class _QuantConv(QuantModule):
+class _QuantConv(OutputScaling, QuantModule):
     """``conv(input_quantizer(x), weight_quantizer(weight)) + bias``; the bias stays float.
 
     Overrides torch's own seam, so every ``padding_mode``, ``"same"``, groups and dilation are torch's.
@@ -37,7 +38,7 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
     """Quantized :class:`torch.nn.Conv3d`; input (N, C, D, H, W) or (C, D, H, W)."""
 
 
-class _QuantConvTranspose(QuantModule):
+class _QuantConvTranspose(OutputScaling, QuantModule):
     """As :class:`_QuantConv`. The weight is (in, out / groups, ...): channels are on axis 1."""
 
     channel_axis: ClassVar[int] = 1

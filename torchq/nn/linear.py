@@ -6,12 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.fold import OutputScaling
 
 __all__ = ["QuantLinear", "QuantEmbedding"]
 
 
 @register(nn.Linear)
-class QuantLinear(QuantModule, nn.Linear):
+class QuantLinear(OutputScaling, QuantModule, nn.Linear):
     """``linear(input_quantizer(x), weight_quantizer(weight), bias)``; input (..., in_features), the bias stays float."""
 
     def forward(self, input: Tensor) -> Tensor:
