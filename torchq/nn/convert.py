@@ -45,6 +45,8 @@ class QuantModule(nn.Module):
     channel_axis: ClassVar[int] = 0
     #: Converted only because a descendant is: it must call its children instead of a fused kernel.
     is_container: ClassVar[bool] = False
+    #: Computes nothing: reported only where a rule names it.
+    is_marker: ClassVar[bool] = False
 
     input_quantizer: nn.Module
     weight_quantizer: nn.Module
@@ -154,7 +156,6 @@ def revert_(module: QuantModule) -> nn.Module:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make ``module`` an instance of ``cls``; for this package alone."""
     """Give ``module`` another class of the same layout: the only assignment to ``__class__`` in torchq. For ``nn/`` alone."""
     module.__class__ = cls
 

@@ -97,3 +97,5 @@ class QuantInstanceNorm3d(_QuantInput, nn.InstanceNorm3d):
 @register(nn.Identity)
 class QuantIdentity(_QuantInput, nn.Identity):
     """Returns ``input_quantizer(x)``: a quantization point to place in a model."""
+
+    is_marker = True

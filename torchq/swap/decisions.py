@@ -75,7 +75,8 @@ class SwapReport:
     def __str__(self) -> str:
         rows = [("module", "type", "what", "rule")]
         for d in self.decisions:
-            what = f"SKIPPED: {d.reason}" if d.reason else f"input {d.input or 'float'}, weight {d.weight or 'float'}"
+            used = ", ".join(f"{slot} {value}" for slot, value in (("input", d.input), ("weight", d.weight)) if value)
+            what = f"SKIPPED: {d.reason}" if d.reason else used or "calls its children"
             rows.append((" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or ""))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in rows]
@@ -108,7 +109,9 @@ def decide(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] =
         parents |= {id(child): module for child in module.children()}
         if reason is None:
             continue
-        decisions.append(Decision(names, module, type(module), reason=reason) if reason else by_rules(names, module, config, include))
+        decision = Decision(names, module, type(module), reason=reason) if reason else by_rules(names, module, config, include)
+        if decision.rule is not None or twin is None or not twin.is_marker:
+            decisions.append(decision)
     swapped = {id(d.module) for d in decisions if not d.reason}
     for names, module in containers:
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
