@@ -1,0 +1,184 @@
+"""Calibrate, evaluate, profile, fine-tune and export a residual net, in the manner of the original's classification example.
+
+Knows nothing of torchq. Prints one JSON line.
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+from absl import logging
+from pytorch_quantization import calib, quant_modules
+from pytorch_quantization import nn as quant_nn
+from pytorch_quantization.tensor_quant import QuantDescriptor
+from torch import nn
+
+logging.set_verbosity(logging.FATAL)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, channels, 1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.residual_quantizer = quant_nn.TensorQuantizer(quant_nn.QuantConv2d.default_quant_desc_input)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += self.residual_quantizer(x)
+        return self.relu(out)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(Bottleneck(8, 4), Bottleneck(8, 4))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
+        return self.fc(torch.flatten(self.avgpool(self.layer1(x)), 1))
+
+
+def data(batches: int):
+    """Four classes told apart by the mean of the three channels."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(batches):
+        target = torch.randint(4, (16,), generator=generator)
+        image = torch.randn(16, 3, 8, 8, generator=generator) * 0.5
+        image[:, 0] += (target % 2)[:, None, None] * 2.0 - 1.0
+        image[:, 1] += (target // 2)[:, None, None] * 2.0 - 1.0
+        yield image, target
+
+
+def evaluate(model) -> float:
+    model.eval()
+    with torch.no_grad():
+        return sum((model(x).argmax(1) == y).float().mean().item() for x, y in data(4)) / 4
+
+
+def train(model, steps: int, lr: float) -> None:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for image, target in data(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(image), target).backward()
+        optimizer.step()
+
+
+def calibrate_model(model, calibrator: str, percentiles) -> dict:
+    for _, module in model.named_modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            if module._calibrator is not None:
+                module.disable_quant()
+                module.enable_calib()
+            else:
+                module.disable()
+    with torch.no_grad():
+        for image, _ in data(2):
+            model(image)
+    for _, module in model.named_modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            if module._calibrator is not None:
+                module.enable_quant()
+                module.disable_calib()
+            else:
+                module.enable()
+    found = {}
+    methods = [("max", {})] if calibrator == "max" else [(m, {}) for m in ("mse", "entropy")]
+    methods += [("percentile", {"percentile": p}) for p in percentiles if calibrator == "histogram"]
+    for method, options in methods:
+        compute_amax(model, method=method, **options)
+        found[f"{method}{options.get('percentile', '')}"] = evaluate(model)
+    return found
+
+
+def compute_amax(model, **kwargs) -> None:
+    for _, module in model.named_modules():
+        if isinstance(module, quant_nn.TensorQuantizer) and module._calibrator is not None:
+            if isinstance(module._calibrator, calib.MaxCalibrator):
+                module.load_calib_amax()
+            else:
+                module.load_calib_amax(**kwargs)
+    model.to("cpu")
+
+
+def sensitivity(model) -> dict:
+    layers = sorted(
+        {
+            name.replace("._input_quantizer", "").replace("._weight_quantizer", "")
+            for name, _ in model.named_modules()
+            if name.endswith("_quantizer")
+        }
+    )
+    for name, module in model.named_modules():
+        if name.endswith("_quantizer"):
+            module.disable()
+    profile = {}
+    for layer in layers:
+        for name, module in model.named_modules():
+            if name.endswith("_quantizer") and layer in name:
+                module.enable()
+        profile[layer] = evaluate(model)
+        for name, module in model.named_modules():
+            if name.endswith("_quantizer") and layer in name:
+                module.disable()
+    for name, module in model.named_modules():
+        if name.endswith("_quantizer"):
+            module.enable()
+    return profile
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calibrator", choices=["max", "histogram"], default="max")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--onnx", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(12345)
+    torch.set_num_threads(1)
+    desc = QuantDescriptor(calib_method=args.calibrator)
+    quant_nn.QuantConv2d.set_default_quant_desc_input(desc)
+    quant_nn.QuantLinear.set_default_quant_desc_input(desc)
+    quant_modules.initialize()
+    model = Net()
+    quant_modules.deactivate()
+    for _, module in model.named_modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.disable()
+    train(model, 20, 0.05)
+    report = {"argv": sys.argv[1:2], "float": evaluate(model)}
+    for _, module in model.named_modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.enable()
+    report["calibrated"] = calibrate_model(model, args.calibrator, [99.9, 99.99])
+    report["sensitivity"] = sensitivity(model)
+    train(model, 5, 0.001)
+    report["finetuned"] = evaluate(model)
+    torch.save(model.state_dict(), args.out + "/model.pth")
+    if args.onnx:
+        quant_nn.TensorQuantizer.use_fb_fake_quant = True
+        model.eval()
+        torch.onnx.export(
+            model,
+            torch.randn(1, 3, 8, 8),
+            args.out + "/model.onnx",
+            verbose=False,
+            opset_version=13,
+            do_constant_folding=True,
+            dynamo=False,
+        )
+        quant_nn.TensorQuantizer.use_fb_fake_quant = False
+    print(json.dumps(report))  # noqa: T201  # how the test reads the outcome
+
+
+if __name__ == "__main__":
+    main()

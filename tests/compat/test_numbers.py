@@ -1,0 +1,170 @@
+"""Values against the exact oracle: the multiplier form, computed in fp32 and rounded to the tensor's dtype once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import reference as ref
+from torchq.compat.pytorch_quantization import cuda_ext, tensor_quant
+from torchq.compat.pytorch_quantization.nn import TensorQuantizer
+from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+
+STORED = {torch.float32: ref.FLOAT32, torch.float16: ref.FLOAT16, torch.bfloat16: ref.BFLOAT16, torch.float64: ref.FLOAT64}
+BITS = [2, 3, 4, 5, 7, 8, 11, 16]
+BOOLS = [False, True]
+
+
+def working(dtype: torch.dtype) -> ref.FloatSpec:
+    return ref.FLOAT64 if dtype is torch.float64 else ref.FLOAT32
+
+
+def data(dtype: torch.dtype, unsigned: bool, amax: float) -> Tensor:
+    """Values on both sides of the range, its ends, and ties between codes of 4 and 8 bits."""
+    generator = torch.Generator().manual_seed(3)
+    ties = (torch.arange(-9, 9) + 0.5) / 7 * amax
+    x = torch.cat([torch.randn(60, generator=generator) * amax, torch.tensor([0.0, -0.0, amax, -amax, 1e-9]), ties, ties * 7 / 127])
+    return (x.abs() if unsigned else x).to(dtype)
+
+
+def expected(x: Tensor, amax: Tensor, bits: int, unsigned: bool, narrow: bool) -> tuple[list[float], list[float]]:
+    """Codes, and values as ``x``'s dtype stores them."""
+    spec = working(x.dtype)
+    rows = [ref.tensor_quant(v, a, bits, unsigned, narrow, spec) for v, a in zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)]
+    return [float(code) for code, _, _ in rows], [ref.round_to(value, STORED[x.dtype]) for _, _, value in rows]
+
+
+@pytest.mark.parametrize("narrow", BOOLS)
+@pytest.mark.parametrize("unsigned", BOOLS)
+@pytest.mark.parametrize("bits", BITS)
+def test_fake_tensor_quant(dtype: torch.dtype, bits: int, unsigned: bool, narrow: bool) -> None:
+    amax = torch.tensor(1.37)
+    x = data(dtype, unsigned, 1.37)
+    codes, values = expected(x, amax, bits, unsigned, narrow)
+    for function in (tensor_quant.fake_tensor_quant, tensor_quant.legacy_fake_tensor_quant, tensor_quant.FakeTensorQuantFunction.apply):
+        found = function(x, amax, bits, unsigned, narrow)
+        assert found.dtype is dtype
+        assert found.double().tolist() == values
+    quantizer = TensorQuantizer(QuantDescriptor(bits, amax=1.37, unsigned=unsigned, narrow_range=narrow))
+    assert quantizer(x).double().tolist() == values
+    found, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
+    assert found.double().tolist() == [ref.round_to(code, STORED[dtype]) for code in codes]
+    assert scale.dtype is dtype
+
+
+def test_defaults_of_each_entry() -> None:
+    """The functions are narrow by default, a descriptor is not."""
+    x = torch.tensor([-2.0])
+    assert tensor_quant.tensor_quant(x, 1.0)[0].item() == -127
+    assert tensor_quant.fake_tensor_quant(x, 1.0).item() == -1.0
+    assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False))(x).item() == -128
+    assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True))(x).item() == -127
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, (0,), (0, 2)])
+@pytest.mark.parametrize("unsigned", BOOLS)
+def test_per_axis_ranges_of_each_call(dtype: torch.dtype, axis: int | tuple[int, ...], unsigned: bool) -> None:
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = x.abs() if unsigned else x
+    kept = {a % 3 for a in ((axis,) if isinstance(axis, int) else axis)}
+    amax = x.abs().amax([d for d in range(3) if d not in kept], keepdim=True).to(torch.float64)
+    flat = amax.expand(x.shape).reshape(-1)
+    _, values = expected(x.reshape(-1), flat, 8, unsigned, False)
+    assert TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x).double().reshape(-1).tolist() == values
+
+
+def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, 4, dtype=dtype)
+    amax = torch.tensor([1.0, 2.0**-24, 0.0]).reshape(1, 3, 1)
+    found = tensor_quant.fake_tensor_quant(x, amax)
+    assert found[:, 0].eq(1).all() and found[:, 1:].eq(0).all()
+    assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(found)
+    codes, scale = tensor_quant.tensor_quant(x.float(), amax)
+    assert codes[0, :, 0].tolist() == [127, 0, 0] and scale.flatten().tolist() == [127, 1, 1]
+
+
+def test_small_ranges_in_half_precision_do_not_overflow(low_dtype: torch.dtype) -> None:
+    """scale = 127 / 1e-4 is beyond fp16; the arithmetic is not done there."""
+    x = torch.linspace(-1e-4, 1e-4, 9).to(low_dtype)
+    amax = torch.tensor(1e-4).to(low_dtype).double()
+    _, values = expected(x, amax, 8, False, True)
+    assert tensor_quant.fake_tensor_quant(x, amax.to(low_dtype)).double().tolist() == values
+    assert any(values)
+
+
+def test_zero_bits_give_zero() -> None:
+    x = torch.tensor([-1.0, 0.5])
+    assert tensor_quant.fake_tensor_quant(x, 1.0, 0).tolist() == [0, 0]
+    assert tensor_quant.tensor_quant(x, torch.tensor(1.0), 0)[0].tolist() == [0, 0]
+    assert TensorQuantizer(QuantDescriptor(num_bits=0))(x).tolist() == [0, 0]
+
+
+def test_gradient_mask_is_inclusive(dtype: torch.dtype) -> None:
+    x = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    weight = torch.arange(1.0, 8.0, dtype=dtype)
+    wanted = (weight * (x.detach().abs() <= 1)).tolist()
+    for call in (
+        lambda: tensor_quant.fake_tensor_quant(x, torch.tensor(1.0)),
+        lambda: tensor_quant.tensor_quant(x, torch.tensor(1.0))[0],
+        lambda: tensor_quant.scaled_e4m3(x, torch.tensor(1.0)),
+        lambda: tensor_quant.fake_affine_tensor_quant(x, torch.tensor(-1.0), torch.tensor(1.0)),
+        lambda: TensorQuantizer(QuantDescriptor(amax=1.0))(x),
+    ):
+        x.grad = None
+        (call() * weight).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == wanted
+
+
+def test_unsigned_maps_negative_values_to_zero() -> None:
+    x = torch.tensor([-1.0, -1e-8, 0.5], requires_grad=True)
+    found = tensor_quant.fake_tensor_quant(x, torch.tensor(1.0), 8, True)
+    assert found[:2].tolist() == [0, 0] and found[2] > 0
+
+
+@pytest.mark.parametrize("amax", [None, 2.0, 0.3])
+def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
+    x = torch.cat([torch.arange(-2, 2, 0.2), torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])]).to(dtype)
+    spec = working(dtype)
+    stored = torch.tensor(448.0 if amax is None else amax).item()  # ranges are kept in fp32
+    scale = ref.round_to(448 / ref.Fraction(stored), spec)
+    wanted = []
+    for value in x.tolist():
+        code = ref.round_to(ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec), ref.E4M3, saturate=True)
+        dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
+        wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
+    assert tensor_quant.scaled_e4m3(x, amax if amax is None else torch.tensor(amax)).double().tolist() == wanted
+    if amax is None:
+        assert cuda_ext.fake_e4m3fy(x).double().tolist() == wanted
+    else:
+        assert TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))(x).double().tolist() == wanted
+
+
+def test_published_e4m3_values() -> None:
+    """Of the FP8 values that the original documents."""
+    x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
+    assert tensor_quant.scaled_e4m3(x).tolist() == [-2.0, -1.75, -1.25, -0.625, 0.203125, 0.8125, 1.375, 1.75]
+    torch.testing.assert_close(
+        tensor_quant.scaled_e4m3(x, torch.tensor(2.0)),
+        torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]),
+        atol=5e-5,  # the four printed digits
+        rtol=0,
+    )
+
+
+def test_fake_affine() -> None:
+    """On its own grid the identity; elsewhere the nearest of 2**bits points from min to max."""
+    grid = torch.tensor([-128.0, -101, -13, -1, 0, 2, 5, 13, 93, 127])
+    assert tensor_quant.fake_affine_tensor_quant(grid, grid.min(), grid.max()).tolist() == grid.tolist()
+    x = torch.tensor([-1.0, -0.1, 0.0, 0.4, 0.7, 2.0, 9.0])
+    # min 0, max 3, 2 bits: step 1
+    assert tensor_quant.fake_affine_tensor_quant(x, 0.0, 3.0, 2).tolist() == [0, 0, 0, 0, 1, 2, 3]
+    assert tensor_quant.fake_affine_tensor_quant(x, torch.tensor(1.0), torch.tensor(1.0)).isfinite().all()
+
+
+def test_compiled_extension_in_place(dtype: torch.dtype) -> None:
+    x = torch.linspace(-1, 1, 11).to(dtype)
+    wanted = tensor_quant.fake_tensor_quant(x, torch.tensor(0.9))
+    found = cuda_ext.fake_tensor_quant_(x, torch.tensor(0.9))
+    assert found is x and x.equal(wanted)

@@ -1,0 +1,138 @@
+"""Scripts written for pytorch-quantization run to the end and find what they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from torchq.compat.__main__ import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(legacy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a script in this process, with the old names installed; its report."""
+
+    def call(name: str, *arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("calibrator", "methods"), [("max", ["max"]), ("histogram", ["mse", "entropy", "percentile99.9", "percentile99.99"])]
+)
+def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[str]) -> None:
+    report = run("resnet_flow.py", "--calibrator", calibrator, "--out", str(tmp_path))
+    assert report["float"] > 0.95
+    assert list(report["calibrated"]) == methods
+    # Four classes, 64 images: INT8 of a net that separates them may cost a few images, and a broken range far more.
+    assert all(accuracy > 0.9 for accuracy in report["calibrated"].values())
+    assert report["finetuned"] > 0.9
+    layers = {"conv1", "fc", "avgpool"} | {
+        f"layer1.{i}.{part}" for i in (0, 1) for part in ("conv1", "conv2", "conv3", "residual_quantizer")
+    }
+    assert set(report["sensitivity"]) == layers
+
+
+def test_yolo_flow(run: Any, tmp_path: Path) -> None:
+    report = run("yolo_qat.py", "--out", str(tmp_path))
+    assert report["ignored"] == ["model.0.conv", "head"]
+    assert report["off"] == 0.0
+    assert 0 < report["distance"] < 1e-3
+    assert list(report["sensitivity"]) == ["1", "2", "3"]
+    assert all(0 < one <= 2 * report["distance"] for one in report["sensitivity"].values())
+    assert max(report["losses"]) < 1e-3
+    assert report["half"] == "torch.float32"
+
+
+def test_bev_flow(run: Any, tmp_path: Path) -> None:
+    report = run("bev_qat.py", "--out", str(tmp_path))
+    assert 0 < report["error"] < 1e-2
+    assert report["lidar"] == [1, 1, 1, 1, 2]
+    assert {"lidar._weight_quantizer._amax", "cat._input_quantizer._amax", "add._input1_quantizer._amax"} <= set(report["keys"])
+    assert report["losses"][-1] < report["losses"][0]
+
+
+# The scripts call the TorchScript exporter, which torch deprecates; how it traces is not what is tested.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("script", "file", "expected"), [("resnet_flow.py", "model.onnx", 19), ("yolo_qat.py", "qat.onnx", 17), ("bev_qat.py", "bev.onnx", 15)]
+)
+def test_export_of_each_flow(run: Any, tmp_path: Path, script: str, file: str, expected: int) -> None:
+    onnx = pytest.importorskip("onnx")
+    run(script, "--out", str(tmp_path), "--onnx")
+    nodes = [node.op_type for node in onnx.load(str(tmp_path / file)).graph.node]
+    assert nodes.count("QuantizeLinear") == nodes.count("DequantizeLinear") == expected
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-W", "ignore", *arguments], env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_script_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:
+    found = python("-m", "torchq.compat", str(SCRIPTS / "resnet_flow.py"), "--calibrator", "max", "--out", str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["argv"] == ["--calibrator"]
+    assert (tmp_path / "model.pth").exists()
+
+
+WORKER = """
+import sys
+from pytorch_quantization import nn as quant_nn
+from torch import multiprocessing
+
+def work(queue):
+    queue.put(type(quant_nn.QuantLinear(2, 2)).__module__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print(queue.get(), sys.argv[1:])
+    process.join()
+"""
+
+
+def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
+    (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
+    found = python("-m", "torchq.compat", str(tmp_path / "spawning.py"), "--flag")
+    assert found.stdout.split(maxsplit=1) == ["torchq.compat.pytorch_quantization.nn.modules.quant_linear", "['--flag']\n"], found.stderr
+
+
+def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("from pytorch_quantization import calib, nn\nprint(calib.__name__)\n", encoding="utf-8")
+    shim = str(ROOT / "torchq" / "compat" / "shim")
+    found = python(str(tmp_path / "old.py"), PYTHONPATH=os.pathsep.join([str(ROOT), shim]))
+    assert found.stdout == "torchq.compat.pytorch_quantization.calib\n", found.stderr
+
+
+def test_a_module_instead_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old_module.py").write_text("import sys, pytorch_quantization as q\nprint(q.__name__, sys.argv[1:])\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    main(["-m", "old_module", "-x", "1"])
+    assert capsys.readouterr().out == "torchq.compat.pytorch_quantization ['-x', '1']\n"
+    assert os.environ["PYTHONPATH"].startswith("before" + os.pathsep)
+
+
+def test_the_command_line_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "usage: python -m torchq.compat" in capsys.readouterr().err

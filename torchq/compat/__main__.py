@@ -1,0 +1,40 @@
+"""``python -m torchq.compat script.py args``: run a pytorch-quantization script as it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchq.compat import install
+
+__all__ = ["main"]
+
+_SHIM = str(Path(__file__).resolve().parent / "shim")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Install the old names, here and for processes started from here, and run a script or a module as ``__main__``."""
+    parser = argparse.ArgumentParser(prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq.")
+    parser.add_argument("-m", dest="module", action="store_true", help="the next argument is a module, not a file")
+    parser.add_argument("script", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    given = parser.parse_args(arguments)
+    install()
+    # Worker processes import the script anew: they find the old names on the search path, which they are given.
+    sys.path.append(_SHIM)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SHIM]))
+    sys.argv = [given.script, *given.arguments]
+    if given.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(given.script).resolve().parent))
+        runpy.run_path(given.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

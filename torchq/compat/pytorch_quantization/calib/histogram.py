@@ -1,0 +1,179 @@
+"""Histograms with the bins of pytorch-quantization: equal ones up to the maximum of the first batch, more of them when it grows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.compat.errors import LegacyTypeError, UnsupportedError
+from torchq.compat.pytorch_quantization.calib import search
+from torchq.compat.pytorch_quantization.calib.calibrator import _Calibrator
+from torchq.compat.pytorch_quantization.descriptor import NumBits
+from torchq.compat.pytorch_quantization.utils import reduce_amax
+from torchq.errors import CalibrationError, ConfigError
+from torchq.functional import TINY
+
+__all__ = ["HistogramCalibrator", "calibrate_weights"]
+
+# float32 counts, which histc makes, are exact up to here.
+_PIECE = 1 << 24
+
+
+class HistogramCalibrator(_Calibrator):
+    """One histogram of magnitudes, read by entropy, mse or percentile. Per tensor.
+
+    Args:
+        num_bits, unsigned: the format to calibrate for.
+        axis: None.
+        num_bins: bins up to the largest magnitude of the first batch.
+        grow_method: has no effect, as in the original.
+        skip_zeros: leave exact zeros out.
+        torch_hist: has no effect: counting is done by torch on the tensor's device.
+
+    A range that grows beyond 8 times the first one doubles the width of the bins instead of adding ever more.
+
+    Raises:
+        UnsupportedError: an axis. :class:`torchq.calib.HistogramCalibrator` has one.
+    """
+
+    # Defaults for objects that the original pickled.
+    _zeros = 0
+    _first_bins = 2048
+
+    def __init__(
+        self,
+        num_bits: NumBits,
+        axis: int | tuple[int, ...] | None,
+        unsigned: bool,
+        num_bins: int = 2048,
+        grow_method: str | None = None,
+        skip_zeros: bool = False,
+        torch_hist: bool = True,
+    ) -> None:
+        super().__init__(num_bits, axis, unsigned)
+        if axis is not None:
+            raise UnsupportedError(f"HistogramCalibrator: got axis={axis}; expected None, per tensor. Use calib_method='max'")
+        self._first_bins = num_bins
+        self._skip_zeros = skip_zeros
+        self._torch_hist = torch_hist
+        self.reset()
+
+    def reset(self) -> None:
+        self._num_bins = self._first_bins
+        self._calib_hist: Tensor | None = None
+        self._calib_bin_edges: Tensor | None = None
+        self._zeros = 0
+
+    def collect(self, x: Tensor) -> None:
+        """Count one tensor of any dtype, by magnitude. Waits for the device.
+
+        Raises:
+            CalibrationError: NaN or infinite values.
+        """
+        x = x.detach().abs().float().reshape(-1)
+        if self._skip_zeros:
+            x = x[x != 0]
+        if not x.numel():
+            return
+        largest = x.max().item()
+        if not math.isfinite(largest):
+            raise CalibrationError("HistogramCalibrator: got NaN or infinite values; expected finite data. Check the layers before")
+        if self._calib_hist is None and largest <= TINY:
+            self._zeros += x.numel()  # no bin width follows from these; they join the first bin later
+            return
+        self._widen(largest, x.device)
+        assert self._calib_hist is not None and self._calib_bin_edges is not None
+        end = self._calib_bin_edges[-1].item()
+        for piece in x.split(_PIECE):
+            counted = torch.histc(piece, bins=self._num_bins, min=0, max=end).long()
+            self._calib_hist += counted.to(self._calib_hist.device)
+
+    def _widen(self, largest: float, device: torch.device) -> None:
+        """Bins up to ``largest``: the first ones, or more of the same width."""
+        if self._calib_hist is None or self._calib_bin_edges is None:
+            self._calib_hist = torch.zeros(self._num_bins, dtype=torch.int64, device=device)
+            self._calib_hist[0] = self._zeros
+            self._calib_bin_edges = torch.linspace(0, largest, self._num_bins + 1, device=device)
+            return
+        if largest <= self._calib_bin_edges[-1].item():
+            return
+        width = self._calib_bin_edges[1].item()
+        counts = self._calib_hist
+        while math.ceil(largest / width) > 8 * max(self._first_bins, 2048):
+            counts = torch.nn.functional.pad(counts, (0, counts.numel() % 2)).view(-1, 2).sum(1)
+            width *= 2
+        self._num_bins = max(math.ceil(largest / width), counts.numel())
+        self._calib_hist = torch.nn.functional.pad(counts, (0, self._num_bins - counts.numel()))
+        self._calib_bin_edges = torch.arange(self._num_bins + 1, device=counts.device) * width
+
+    def compute_amax(self, method: str = "entropy", *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99) -> Tensor | None:
+        """The range for everything collected, 0-d float32; None where nothing was.
+
+        Args:
+            method: "entropy", "mse" or "percentile".
+            stride, start_bin: of the candidates of entropy and mse, in bins.
+            percentile: 0 to 100.
+
+        Raises:
+            LegacyTypeError: another method.
+            ConfigError: a percentile out of range, or a histogram too small for ``start_bin``.
+        """
+        if method not in ("entropy", "mse", "percentile"):
+            raise LegacyTypeError(f"Unknown calibration method {method!r}; expected 'entropy', 'mse' or 'percentile'")
+        if method == "percentile" and not 0 <= percentile <= 100:
+            raise ConfigError(f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99")
+        if self._calib_hist is None or self._calib_bin_edges is None:
+            return torch.zeros(()) if self._zeros else None
+        counts, edges = self._calib_hist, self._calib_bin_edges
+        if method == "percentile":
+            return search.percentile(counts, edges, percentile).float()
+        find = search.entropy if method == "entropy" else search.mse
+        return find(counts, edges, self._num_bits, self._unsigned, stride, start_bin).float()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._calib_hist is not None:  # the original kept arrays, or counts in floating point
+            self._calib_hist = torch.as_tensor(self._calib_hist).long()
+            self._calib_bin_edges = torch.as_tensor(self._calib_bin_edges).float()
+
+    def __repr__(self) -> str:
+        edges = self._calib_bin_edges
+        seen = "nothing" if edges is None else f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
+        return f"{super().__repr__()[:-1]} collected {seen})"
+
+
+def calibrate_weights(
+    model: nn.Module, method: str = "percentile", perchannel: bool = True, percentile: float = 99.99, num_bins: int = 2048
+) -> None:
+    """Set the range of every ``weight_quantizer`` of ``model`` from the ``weight`` beside it.
+
+    Args:
+        model: a model.
+        method: "max", "mse" or "percentile".
+        perchannel: one range for each output channel (axis 1 of transposed convolutions), or one for the tensor.
+        percentile, num_bins: of the histograms.
+
+    Raises:
+        LegacyTypeError: another method.
+    """
+    if method not in ("max", "mse", "percentile"):
+        raise LegacyTypeError(f"Unsupported calibration method {method!r}; expected 'max', 'mse' or 'percentile'")
+    for module in model.modules():
+        weight, quantizer = getattr(module, "weight", None), getattr(module, "weight_quantizer", None)
+        if not isinstance(weight, Tensor) or quantizer is None:
+            continue
+        axis = (1 if getattr(module, "transposed", False) else 0) if perchannel else None
+        if method == "max":
+            quantizer.amax = reduce_amax(weight, None if axis is None else tuple(d for d in range(weight.dim()) if d != axis))
+            continue
+        parts = [weight] if axis is None else list(weight.unbind(axis))
+        ranges = []
+        for part in parts:
+            calibrator = HistogramCalibrator(quantizer.num_bits, None, quantizer.unsigned, num_bins=num_bins)
+            calibrator.collect(part)
+            ranges.append(calibrator.compute_amax(method, percentile=percentile))
+        shape = [] if axis is None else [-1 if d == axis else 1 for d in range(weight.dim())]
+        quantizer.amax = torch.stack([r for r in ranges if r is not None]).reshape(shape)

@@ -1,0 +1,28 @@
+"""The names of the original's compiled extension, in plain torch: they run on any device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchq.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
+from torchq.formats import PerAxis
+
+__all__ = ["fake_e4m3fy", "fake_tensor_quant", "fake_tensor_quant_", "fake_tensor_quant_with_axis"]
+
+
+def fake_tensor_quant_(inputs: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True) -> Tensor:
+    """:func:`fake_tensor_quant` into ``inputs`` itself."""
+    return inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
+
+
+def fake_tensor_quant_with_axis(
+    inputs: Tensor, amax: Tensor, axis: int, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Tensor:
+    """:func:`fake_tensor_quant` with one amax for each index of ``axis``; ``amax`` has that many elements, in any shape."""
+    amax = PerAxis((axis,)).align(amax.reshape(-1), inputs.shape)
+    return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+
+
+def fake_e4m3fy(inputs: Tensor) -> Tensor:
+    """Rounded to FP8 E4M3, saturating, without a scale."""
+    return scaled_e4m3(inputs)

@@ -1,0 +1,167 @@
+"""``QuantDescriptor`` of pytorch-quantization: the keywords, types and error classes of the original.
+
+:class:`torchq.QuantDescriptor` is the frozen successor; :class:`~torchq.compat.pytorch_quantization.nn.TensorQuantizer`
+offers one of those as its ``descriptor``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from typing import Any
+
+import torch
+
+from torchq.compat.errors import LegacyTypeError
+from torchq.errors import ConfigError, MissingExtraError
+
+__all__ = ["ScaledQuantDescriptor", "check_num_bits"]
+
+NumBits = int | tuple[int, int]
+
+_DEFAULTS: builtins.dict[str, Any] = {
+    "fake_quant": True,
+    "axis": None,
+    "amax": None,
+    "learn_amax": False,
+    "scale_amax": None,
+    "calib_method": "max",
+    "unsigned": False,
+    "narrow_range": False,
+}
+
+
+def check_num_bits(num_bits: Any) -> NumBits:
+    """``num_bits`` as an integer >= 0 or ``(4, 3)``.
+
+    Raises:
+        LegacyTypeError: neither an integer nor (4, 3).
+        ConfigError: negative.
+    """
+    if isinstance(num_bits, (tuple, list)) and tuple(num_bits) == (4, 3):
+        return (4, 3)
+    try:
+        bits = operator.index(num_bits)
+    except TypeError:
+        raise LegacyTypeError(f"num_bits: got {num_bits!r}; expected an integer >= 0, or (4, 3) for FP8") from None
+    if bits < 0:
+        raise ConfigError(f"num_bits: got {bits}; expected an integer >= 0, or (4, 3) for FP8")
+    return bits
+
+
+def _as_array(amax: Any) -> Any:
+    """A float32 ndarray, as the original keeps it, from a float, a list or an array."""
+    if isinstance(amax, (float, list)) or (hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)):
+        return torch.tensor(amax.tolist() if hasattr(amax, "tolist") else amax, dtype=torch.float32).numpy()
+    raise LegacyTypeError(f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__}); expected one of these")
+
+
+class ScaledQuantDescriptor:
+    """How a tensor is quantized, with the keywords of pytorch-quantization.
+
+    Args:
+        num_bits: an integer, or ``(4, 3)`` for FP8 E4M3. 0 quantizes everything to 0.
+        name: a label.
+        fake_quant: False returns integer codes instead of dequantized values.
+        axis: None, an integer or a tuple: the axes that keep their own range.
+        amax: a fixed range: a float, list or ndarray; kept as a float32 ndarray.
+        learn_amax: clip to a learned range first.
+        scale_amax: multiplies the range whenever it is used.
+        calib_method: "max" or "histogram".
+        unsigned: codes from 0 up.
+        narrow_range: leave out the lowest code of a signed format.
+
+    Raises:
+        LegacyTypeError: a wrong type, ``learn_amax`` with an axis, or an unknown keyword.
+        ConfigError: a negative ``num_bits``.
+
+    Example:
+        >>> from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+        >>> QuantDescriptor(num_bits=4, axis=(0,)).dict()
+        {'num_bits': 4, 'name': None, 'axis': (0,)}
+    """
+
+    def __init__(self, num_bits: Any = 8, name: str | None = None, **kwargs: Any) -> None:
+        if unused := sorted(set(kwargs) - set(_DEFAULTS)):
+            raise LegacyTypeError(f"Unused keys: got {unused}; expected some of {sorted(_DEFAULTS)}")
+        if name is not None and not isinstance(name, str):
+            raise LegacyTypeError(f"name must be a string or None: got {name!r}")
+        values = {**_DEFAULTS, **kwargs}
+        if values["learn_amax"] and values["axis"] is not None:
+            raise LegacyTypeError(f"axis is ignored and must be None when learn_amax is true: got {values['axis']!r}")
+        self._num_bits = check_num_bits(num_bits)
+        self._name = name
+        self._fake_quant = values["fake_quant"]
+        self._axis = values["axis"]
+        self._amax = None if values["amax"] is None else _as_array(values["amax"])
+        self._learn_amax = values["learn_amax"]
+        self._scale_amax = values["scale_amax"]
+        self._calib_method = values["calib_method"]
+        self._unsigned = values["unsigned"]
+        self._narrow_range = values["narrow_range"]
+
+    num_bits = property(lambda self: self._num_bits, doc="Integer width, or (4, 3).")
+    name = property(lambda self: self._name, doc="The label.")
+    fake_quant = property(lambda self: self._fake_quant, doc="Whether dequantized values come out.")
+    axis = property(lambda self: self._axis, doc="The axes that keep their own range, as given.")
+    amax = property(lambda self: self._amax, doc="The fixed range, a float32 ndarray, or None.")
+    learn_amax = property(lambda self: self._learn_amax, doc="Whether the range is learned.")
+    scale_amax = property(lambda self: self._scale_amax, doc="The multiplier of the range, or None.")
+    calib_method = property(lambda self: self._calib_method, doc='"max" or "histogram".')
+    unsigned = property(lambda self: self._unsigned, doc="Whether codes start at 0.")
+    narrow_range = property(lambda self: self._narrow_range, doc="Whether the lowest signed code is left out.")
+
+    def dict(self) -> builtins.dict[str, Any]:
+        """``num_bits``, ``name`` and everything that differs from the default: keywords that make an equal descriptor."""
+        out: builtins.dict[str, Any] = {"num_bits": self._num_bits, "name": self._name}
+        for key, default in _DEFAULTS.items():
+            value = getattr(self, key)
+            if key == "amax" and value is not None:
+                value = value.tolist()
+            if value != default:
+                out[key] = value
+        return out
+
+    def to_yaml(self) -> str:
+        """:meth:`dict` as YAML, tuples as lists.
+
+        Raises:
+            MissingExtraError: PyYAML is not installed.
+        """
+        data = {key: list(value) if isinstance(value, tuple) else value for key, value in self.dict().items()}
+        return _yaml().dump(data, width=120)
+
+    @classmethod
+    def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
+        """Inverse of :meth:`to_yaml`; reads what pytorch-quantization wrote as well."""
+        data = _yaml().safe_load(yaml_str)
+        for key in ("axis", "num_bits"):
+            if isinstance(data.get(key), list):
+                data[key] = tuple(data[key])
+        return cls(**data)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScaledQuantDescriptor) and self.dict() == other.dict()
+
+    # Mutable by its private attributes, as in the original, and so without a hash.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        parts = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit", "fake" if self._fake_quant else "real"]
+        parts.append("per-tensor" if self._axis is None else f"axis={self._axis}")
+        if self._amax is not None:
+            parts.append(f"amax={self._amax.tolist()}")
+        parts += [flag for flag, on in (("narrow", self._narrow_range), ("learn_amax", self._learn_amax)) if on]
+        if self._scale_amax is not None:
+            parts.append(f"scale_amax={self._scale_amax}")
+        return f"{self._name + ': ' if self._name is not None else 'QuantDescriptor'}({' '.join(parts)})"
+
+    __repr__ = __str__
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingExtraError("QuantDescriptor YAML: PyYAML is not installed; expected it. Run pip install PyYAML") from None
+    return yaml

@@ -1,0 +1,83 @@
+"""One step of an LSTM, and one direction of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["LSTMCell", "direction"]
+
+Quantizer = Callable[[Tensor], Tensor]
+State = tuple[Tensor, Tensor]
+
+
+def LSTMCell(
+    input: Tensor,
+    hidden: State,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    input_quantizer: Quantizer | None = None,
+    weight_quantizer: Quantizer | None = None,
+) -> State:
+    """The next ``(h, c)``.
+
+    Input and hidden state are quantized together, with one range, and so are the two weights: at inference both products are
+    one matrix multiplication. The cell state and the biases stay float.
+
+    Args:
+        input: (batch, input size).
+        hidden: ``(h, c)``, each (batch, hidden size).
+        w_ih, w_hh: (4 * hidden size, input size) and (4 * hidden size, hidden size).
+        b_ih, b_hh: (4 * hidden size,).
+        input_quantizer, weight_quantizer: what quantizes the joined tensors.
+    """
+    h, c = hidden
+    input, h = _joined(input_quantizer, input, h)
+    w_ih, w_hh = _joined(weight_quantizer, w_ih, w_hh)
+    gates = F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
+    i, f, g, o = gates.chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _joined(quantizer: Quantizer | None, a: Tensor, b: Tensor) -> Sequence[Tensor]:
+    if quantizer is None:
+        return a, b
+    return quantizer(torch.cat([a, b], 1)).split([a.shape[1], b.shape[1]], 1)
+
+
+def direction(
+    steps: Sequence[Tensor],
+    hidden: State,
+    weights: Sequence[Tensor],
+    input_quantizer: Quantizer,
+    weight_quantizer: Quantizer,
+    reverse: bool = False,
+) -> tuple[list[Tensor], State]:
+    """One layer in one direction over a sequence whose batch may shrink.
+
+    Args:
+        steps: for each time the inputs of the sequences that last so long, (batch at that time, size); batch sizes never grow.
+        hidden: (batch, hidden size) each, of the longest batch.
+        weights: w_ih, w_hh and, with bias, b_ih, b_hh.
+        input_quantizer, weight_quantizer: as for :func:`LSTMCell`; the weights are quantized once.
+        reverse: from the last time to the first.
+
+    Returns:
+        the outputs of each time, in the order of ``steps``, and the last state of every sequence.
+    """
+    w_ih, w_hh = _joined(weight_quantizer, weights[0], weights[1])
+    b_ih, b_hh = weights[2:] if len(weights) > 2 else (None, None)
+    h, c = hidden
+    outputs = []
+    for x in reversed(steps) if reverse else steps:
+        n = x.shape[0]
+        new_h, new_c = LSTMCell(x, (h[:n], c[:n]), w_ih, w_hh, b_ih, b_hh, input_quantizer)
+        h, c = torch.cat([new_h, h[n:]]), torch.cat([new_c, c[n:]])
+        outputs.append(new_h)
+    return outputs[::-1] if reverse else outputs, (h, c)

@@ -1,0 +1,47 @@
+"""What the legacy layers add to torchq's quantized modules: their constructor, and children with a leading underscore."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from torchq.compat.pytorch_quantization.nn.modules._utils import pop_quant_desc_in_kwargs
+from torchq.nn import QuantModule
+
+__all__ = ["LegacyLayer"]
+
+
+class LegacyLayer(QuantModule):
+    """Base of the legacy layers; goes between a mixin of ``_utils`` and the class in :mod:`torchq.nn`.
+
+    Args:
+        *args, **kwargs: those of the float class, and ``quant_desc_input`` (and ``quant_desc_weight``).
+
+    Raises:
+        LegacyTypeError: an unknown keyword.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {key: kwargs.pop(key) for key in list(kwargs) if key in inspect.signature(self.float_class.__init__).parameters}
+        input_only = "weight" not in self.quantizers
+        descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
+        super(QuantModule, self).__init__(*args, **own)
+        self.init_quantizer(*((descriptors,) if input_only else descriptors))  # type: ignore[operator]
+
+    def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized input and weight; subclasses of the original's convolutions call it."""
+        return self.input_quantizer(input), self.weight_quantizer(self.weight)
+
+    def _detach(self) -> None:
+        for slot in self.quantizers:
+            delattr(self, f"_{slot}_quantizer")
+        self.__dict__.pop("_fake_quant", None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for slot in self.quantizers:  # the names in torchq's own modules
+            new = f"{prefix}{slot}_quantizer."
+            for key in [key for key in state_dict if key.startswith(new)]:
+                state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
+        super(QuantModule, self)._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,66 @@
+"""Parameter groups by name, and weights quantized in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.compat.errors import LegacyTypeError
+
+__all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
+
+
+def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
+    """Lazily, each parameter whose name one of the regular expressions is found in; each parameter once."""
+    for name, parameter in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in patterns):
+            yield parameter
+
+
+def group_parameters(
+    model: nn.Module,
+    patterns_list: Sequence[list[str]],
+    lrs: Sequence[float] | None = None,
+    momentums: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
+) -> list[dict[str, Any]]:
+    """Optimizer groups, one for each list of patterns, with its own learning rate, momentum and weight decay.
+
+    Returns:
+        ``[{"params": iterator, "lr": ..}, ..]``; each iterator can be read once, as an optimizer does.
+
+    Raises:
+        LegacyTypeError: an element of ``patterns_list`` is not a list, or lengths differ.
+    """
+    for patterns in patterns_list:
+        if not isinstance(patterns, list):
+            raise LegacyTypeError(f"patterns_list must be list of list of patterns: got {patterns!r}; expected [{patterns!r}]")
+    groups: list[dict[str, Any]] = [{"params": match_parameters(model, patterns)} for patterns in patterns_list]
+    options = {"lr": ("lrs", lrs), "momentum": ("momentums", momentums), "weight_decay": ("weight_decays", weight_decays)}
+    for key, (argument, values) in options.items():
+        if values is None:
+            continue
+        if len(values) != len(groups):
+            raise LegacyTypeError(f"len({argument}) must match len(patterns_list): got {len(values)}; expected {len(groups)}")
+        for group, value in zip(groups, values, strict=True):
+            group[key] = value
+    return groups
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Turn off the gradient of what :func:`match_parameters` finds."""
+    for parameter in match_parameters(model, patterns):
+        parameter.requires_grad = False
+
+
+def quant_weight_inplace(model: nn.Module) -> None:
+    """Replace every weight that has a ``_weight_quantizer`` by its quantized values (for relax-and-round training)."""
+    for module in model.modules():
+        quantizer = getattr(module, "_weight_quantizer", None)
+        weight = getattr(module, "weight", None)
+        if quantizer is not None and isinstance(weight, torch.Tensor):
+            weight.data.copy_(quantizer(weight))

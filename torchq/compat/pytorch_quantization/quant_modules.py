@@ -1,0 +1,115 @@
+"""Replacing classes in ``torch.nn`` by quantized ones, for models that are built afterwards.
+
+This patches names for the whole process, as the original did, until :func:`deactivate`; :func:`torchq.patch` does the same
+without touching ``torch.nn``.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchq.compat.pytorch_quantization import nn as quant_nn
+
+__all__ = ["deactivate", "enable_onnx_export", "initialize"]
+
+_quant_entry = namedtuple("_quant_entry", "orig_mod mod_name replace_mod")
+
+#: What :func:`initialize` replaces; scripts read it, and append to it.
+_DEFAULT_QUANT_MAP = [
+    _quant_entry(torch.nn, name, getattr(quant_nn, f"Quant{name}"))
+    for name in (
+        *(f"Conv{d}d" for d in (1, 2, 3)),
+        *(f"ConvTranspose{d}d" for d in (1, 2, 3)),
+        *("Linear", "LSTM", "LSTMCell"),
+        *(f"AvgPool{d}d" for d in (1, 2, 3)),
+        *(f"AdaptiveAvgPool{d}d" for d in (1, 2, 3)),
+    )
+]
+
+
+class QuantModuleReplacementHelper:
+    """A replacement that can be undone; also a context manager, which undoes it after an exception too.
+
+    Attributes:
+        default_quant_map: the list of default entries.
+        quant_map: the entries that :meth:`apply_quant_modules` sets, in order.
+        orginal_func_map: for each, what was there before (the original's spelling).
+    """
+
+    def __init__(self) -> None:
+        self.default_quant_map = _DEFAULT_QUANT_MAP
+        self.quant_map: list[Any] = []
+        self.orginal_func_map: list[Any] = []
+
+    def prepare_state(
+        self, float_module_list: Sequence[str] | None = None, custom_map: Iterable[tuple[Any, str, type]] | None = None
+    ) -> None:
+        """Collect what to replace: the defaults whose names are not in ``float_module_list``, then ``custom_map``, which wins."""
+        entries = [entry for entry in self.default_quant_map if entry.mod_name not in (float_module_list or ())]
+        entries += [_quant_entry(*entry) for entry in custom_map or ()]
+        known = {(id(entry.orig_mod), entry.mod_name) for entry in self.orginal_func_map}
+        for entry in entries:
+            if (id(entry.orig_mod), entry.mod_name) not in known:  # what a second call finds there is quantized already
+                known.add((id(entry.orig_mod), entry.mod_name))
+                self.orginal_func_map.append(entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name)))
+        self.quant_map += entries
+
+    def apply_quant_modules(self) -> None:
+        """Replace; all or nothing."""
+        try:
+            for entry in self.quant_map:
+                setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
+        except Exception:
+            self.restore_float_modules()
+            raise
+
+    def restore_float_modules(self) -> None:
+        """Put back what was there before."""
+        for entry in self.orginal_func_map:
+            setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
+        self.quant_map, self.orginal_func_map = [], []
+
+    def __enter__(self) -> QuantModuleReplacementHelper:
+        if not self.quant_map:
+            self.prepare_state()
+        self.apply_quant_modules()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.restore_float_modules()
+
+
+_quant_module_helper_object = QuantModuleReplacementHelper()
+
+
+def initialize(float_module_list: Sequence[str] | None = None, custom_quant_modules: Iterable[tuple[Any, str, type]] | None = None) -> None:
+    """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes from now on, in the whole process.
+
+    Args:
+        float_module_list: names that stay, such as ``["Linear"]``.
+        custom_quant_modules: further ``(module, name, class)``, which may name those too.
+    """
+    _quant_module_helper_object.prepare_state(float_module_list, custom_quant_modules)
+    _quant_module_helper_object.apply_quant_modules()
+
+
+def deactivate() -> None:
+    """Undo every :func:`initialize`. Models that were built stay quantized."""
+    _quant_module_helper_object.restore_float_modules()
+
+
+@contextmanager
+def enable_onnx_export() -> Iterator[None]:
+    """For scripts that have it around ``torch.onnx.export``; exporting works without it too."""
+    before = quant_nn.TensorQuantizer._enable_onnx_export
+    quant_nn.TensorQuantizer._enable_onnx_export = True
+    try:
+        yield
+    finally:
+        quant_nn.TensorQuantizer._enable_onnx_export = before
