@@ -20,6 +20,8 @@ MIN_EXPONENT = -126
 # Temporaries of a CPU piece stay in the second-level cache; those of a device piece stay within a few hundred MB.
 _CPU_PIECE = 1 << 17
 _DEVICE_PIECE = 1 << 24
+# Indices up to here fit int16: the narrower the index, the faster it is made and counted.
+_NARROW = 1 << 15
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -78,10 +80,9 @@ def count_bins_(counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, 
 def count_on_cpu_(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
     """:func:`count_bins_` for finite data in host memory; ``scale`` is the inverse width."""
     bins = counts.shape[1]
-    for part, where in pieces(x, size=max(_CPU_PIECE, bins), groups=max(1, _CPU_PIECE // bins)):
+    for part, where in pieces(x, size=max(_CPU_PIECE, bins), groups=max(1, _NARROW // bins)):
         groups = part.shape[1]
-        # int16 where it fits: the narrower the index, the faster it is made and counted.
-        dtype = torch.int16 if groups * bins <= 2**15 else torch.int32
+        dtype = torch.int16 if groups * bins <= _NARROW else torch.int32
         index = _bins(part, scale[where], signed, dtype)
         if groups > 1:
             index.add_(torch.arange(0, groups * bins, bins, dtype=dtype).view(-1, 1))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchq.calib.counting import MIN_EXPONENT, bin_exponent, count_bins_, merge_bins, power_of_two
-from torchq.calib.groups import group_view
 from torchq.calib.observer import Exchange, Observer, Reduce
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
@@ -100,12 +99,9 @@ class HistogramObserver(Observer):
     def _move(self, device: torch.device) -> None:
         self.counts, self.exponent, self.amax = self.counts.to(device), self.exponent.to(device), self.amax.to(device)
 
-    def _observe(self, x: Tensor, amax: Tensor, finite: Tensor) -> None:
-        amax = amax.reshape(-1)
+    def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
         self._grow(torch.maximum(self.exponent, bin_exponent(amax, self.counts.shape[1])))
         self.amax = torch.maximum(self.amax, amax)
-        kept = tuple(d for d in range(x.dim()) if d not in self.granularity.reduce_dims(x.dim()))
-        parts = group_view(x, kept)
         count_bins_(self.counts, parts, self.exponent, finite, signed=self.signed, skip_zeros=self.skip_zeros)
 
     def _grow(self, exponent: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchq.calib.groups import magnitude
+from torchq.calib.groups import group_view, magnitude
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity
 
@@ -69,10 +69,11 @@ class Observer(ABC):
         # State made inside the caller's inference mode could never be updated or used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.prepare(self.granularity.amax_shape(x.shape), x.device)
-            amax, finite = magnitude(x.detach(), self.granularity, signed=self.signed)
+            parts = group_view(x.detach(), self.granularity)
+            amax, finite = magnitude(parts, signed=self.signed)
             assert self.nonfinite is not None
             self.nonfinite = self.nonfinite + ~finite
-            self._observe(x.detach(), amax, finite)
+            self._observe(parts, amax, finite)
         self.batches += 1
 
     def merge(self, other: Observer) -> None:
@@ -120,8 +121,8 @@ class Observer(ABC):
         """Bring the state to ``device``."""
 
     @abstractmethod
-    def _observe(self, x: Tensor, amax: Tensor, finite: Tensor) -> None:
-        """Take in a tensor with its :func:`~torchq.calib.groups.magnitude`; ``amax`` is 0 where ``finite`` is False."""
+    def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
+        """Take in a :func:`~torchq.calib.groups.group_view` and its magnitude; ``amax`` is 0 where ``finite`` is False."""
 
     @abstractmethod
     def _merge(self, other: Observer, device: torch.device) -> None:
@@ -148,8 +149,8 @@ class MaxObserver(Observer):
     def _move(self, device: torch.device) -> None:
         self.amax = self.amax.to(device)
 
-    def _observe(self, x: Tensor, amax: Tensor, finite: Tensor) -> None:
-        self.amax = torch.maximum(self.amax, amax)
+    def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
+        self.amax = torch.maximum(self.amax, amax.view(self.amax.shape))
 
     def _merge(self, other: Observer, device: torch.device) -> None:
         assert isinstance(other, MaxObserver)
@@ -197,8 +198,9 @@ class MovingAverageObserver(Observer):
     def _move(self, device: torch.device) -> None:
         self.recent = deque((amax.to(device) for amax in self.recent), maxlen=self.window)
 
-    def _observe(self, x: Tensor, amax: Tensor, finite: Tensor) -> None:
-        self.recent.append(amax)
+    def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
+        assert self.shape is not None
+        self.recent.append(amax.view(self.shape))
 
     def _merge(self, other: Observer, device: torch.device) -> None:
         assert isinstance(other, MovingAverageObserver)
