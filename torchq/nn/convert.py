@@ -143,6 +143,9 @@ def convert_(module: nn.Module, *, input: QuantDescriptor | None = None, weight:
     try:
         module._attach(**{slot: given[slot] for slot in twin.quantizers})  # type: ignore[operator]
     except Exception:
+        for slot in twin.quantizers:
+            if hasattr(module, f"{slot}_quantizer"):
+                delattr(module, f"{slot}_quantizer")
         change_class(module, twin.float_class)
         raise
     return module

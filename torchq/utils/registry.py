@@ -40,6 +40,7 @@ class Registry(Generic[K, V]):
 
     def remove(self, key: K) -> None:
         """Take an entry out again (tests and notebooks)."""
+        self[key]  # explains an unknown key
         del self._entries[key]
 
     def __getitem__(self, key: K) -> V:

@@ -77,28 +77,33 @@ def calibrate(
         model = model.module  # the wrapper would exchange buffers in every forward, and wait for ranks that have fewer batches
     todo = _pending(model, force)
     weights = weight_quantizers(model)
-    with torch.no_grad():
-        calibrate_weights(model, only={id(q) for q in todo.values()})
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
-    if batches is None or not (activations or group):
-        return
-    with torch.no_grad(), evaluating(model), _observing(activations, method, options):
-        first = group is None or dist.get_rank(group) == 0
-        count = _feed(model, batches, forward, num_batches, progress and first) if activations else 0
-        if group is not None:
-            sync([q.calibrator for q in activations.values() if q.calibrator], group, timeout=timeout, names=tuple(activations))
-        elif not count:
-            raise CalibrationError("calibrate: got no batch; expected at least one")
-        unseen = _finish(activations)
+    try:
+        if batches is not None and (activations or group):
+            with torch.no_grad(), evaluating(model), _observing(model, activations, method, options):
+                first = group is None or dist.get_rank(group) == 0
+                count = _feed(model, batches, forward, num_batches, progress and first) if activations else 0
+                if group is not None:
+                    sync([q.calibrator for q in activations.values() if q.calibrator], group, timeout=timeout, names=tuple(activations))
+                elif not count:
+                    raise CalibrationError("calibrate: got no batch; expected at least one")
+                unseen = _finish(activations)
+            _treat_unseen({name: activations[name] for name in unseen}, on_unseen, count)
+    finally:
+        with torch.no_grad():  # last: weight_norm and its like compute the weight in a forward pass
+            calibrate_weights(model, only={id(q) for q in todo.values()})
+
+
+def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
+    log.debug("calibrated on %d batches, unseen: %s", count, list(unseen))
     if unseen and on_unseen == "error":
         raise CalibrationError(
             f"calibrate: no tensor reached {', '.join(unseen)} in {count} batches; expected every quantizer to see data. "
             "Pass on_unseen='disable' or 'dynamic', or batches that use these branches"
         )
     if on_unseen == "disable":
-        for name in unseen:
-            activations[name].mode = "off"
-    log.debug("calibrated %d quantizers on %d batches, unseen: %s", len(activations) - len(unseen), count, unseen)
+        for quantizer in unseen.values():
+            quantizer.mode = "off"
 
 
 def _pending(model: nn.Module, force: bool) -> dict[str, TensorQuantizer]:
@@ -140,17 +145,20 @@ def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None
 
 
 @contextmanager
-def _observing(chosen: dict[str, TensorQuantizer], method: str | None, options: dict[str, Any]) -> Iterator[None]:
-    """The chosen quantizers observe and do not quantize; afterwards all are as before, but for the ranges."""
-    before = [(q, q.mode) for q in chosen.values()]
+def _observing(model: nn.Module, chosen: dict[str, TensorQuantizer], method: str | None, options: dict[str, Any]) -> Iterator[None]:
+    """The chosen quantizers observe and none of the model quantizes; afterwards all are as before, but for the ranges."""
+    before = [(q, q.mode) for q in quantizers(model).values()]
     try:
         for quantizer in chosen.values():
             quantizer.start_calibration(method, **options)
+        for quantizer, _ in before:
             quantizer.quantizing = False
         yield
     finally:
         for quantizer, mode in before:
-            quantizer.mode, quantizer.calibrator = mode, None
+            quantizer.mode = mode
+        for quantizer in chosen.values():
+            quantizer.calibrator = None
 
 
 def _feed(model: nn.Module, batches: Iterable[Any], forward: Forward | None, num_batches: int | None, progress: bool) -> int:

@@ -1,0 +1,160 @@
+"""What every quantized module of the ``float_class(input_quantizer, weight_quantizer)`` kind promises, and the table of constructors.
+
+A new row is a float module with its arguments for one call; every check runs over every row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq import QuantDescriptor
+from torchq.functional import fake_quantize, reduce_amax
+from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_
+
+__all__ = ["CASES", "Case", "by_hand", "convert", "set_modes", "snapshot"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A float module and one call of it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    indices: int = 0  # for Embedding: the input is indices below this
+
+    def input(self) -> Tensor:
+        """The positional argument; a leaf that requires a gradient where it is floating point."""
+        generator = torch.Generator().manual_seed(1)
+        if self.indices:
+            return torch.randint(self.indices, self.shape, generator=generator)
+        return torch.randn(self.shape, generator=generator).requires_grad_()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _shape(d: int, channels: int, size: int = 7, batch: int | None = 2) -> tuple[int, ...]:
+    """(N, C, size, size + 1, ..) with d spatial axes."""
+    return (*(() if batch is None else (batch,)), channels, *(size + i for i in range(d)))
+
+
+def _convolutions() -> list[Case]:
+    cases = []
+    for d, cls in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
+        settings: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "stride": {"stride": 2, "bias": False},
+            "padding": {"padding": 1, "dilation": 2},
+            "groups": {"groups": 2, "padding": tuple(range(d))},
+            "depthwise": {"groups": 4},
+            "same": {"padding": "same", "dilation": 2},
+            "valid": {"padding": "valid"},
+            "even same": {"kernel_size": 2, "padding": "same"},
+        }
+        settings |= {mode: {"padding": 2, "padding_mode": mode} for mode in ("zeros", "reflect", "replicate", "circular")}
+        settings |= {f"{mode} same": {"padding": "same", "padding_mode": mode} for mode in ("reflect", "replicate", "circular")}
+        for name, options in settings.items():
+            make = _maker(cls, 4, 8, **({"kernel_size": 3} | options))
+            cases.append(Case(f"{cls.__name__} {name}", make, _shape(d, 4)))
+        cases.append(Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3, padding=1), _shape(d, 4, batch=None)))
+        cases.append(Case(f"{cls.__name__} empty", _maker(cls, 4, 8, 3), (0, *_shape(d, 4)[1:])))
+    return cases
+
+
+def _transposed() -> list[Case]:
+    cases = []
+    for d, cls in ((1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d)):
+        settings: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "stride": {"stride": 2, "bias": False},
+            "output_padding": {"stride": 2, "output_padding": 1, "padding": 1},
+            "groups": {"groups": 2, "dilation": 2},
+        }
+        for name, options in settings.items():
+            cases.append(Case(f"{cls.__name__} {name}", _maker(cls, 4, 8, 3, **options), _shape(d, 4, 4)))
+        sizes = [9 + 2 * i + 1 for i in range(d)]
+        cases.append(Case(f"{cls.__name__} output_size", _maker(cls, 4, 8, 3, stride=2), _shape(d, 4, 4), {"output_size": sizes}))
+        cases.append(Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3), _shape(d, 4, 4, batch=None)))
+    return cases
+
+
+def _maker(cls: type[nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    return lambda: cls(*args, **kwargs)
+
+
+def _others() -> list[Case]:
+    cases = [
+        Case("Linear", _maker(nn.Linear, 5, 3), (4, 5)),
+        Case("Linear no bias, 3-d", _maker(nn.Linear, 5, 3, bias=False), (2, 4, 5)),
+        Case("Linear unbatched", _maker(nn.Linear, 5, 3), (5,)),
+        Case("Linear empty", _maker(nn.Linear, 5, 3), (0, 5)),
+        Case("Embedding", _maker(nn.Embedding, 10, 3), (4, 6), indices=10),
+        Case("Embedding padding_idx", _maker(nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True), (40,), indices=10),
+        Case("Embedding max_norm", _maker(nn.Embedding, 10, 3, max_norm=0.5), (4,), indices=10),
+        Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
+    ]
+    for d in (1, 2, 3):
+        pools = {
+            "MaxPool": {"stride": 2, "padding": 1, "ceil_mode": True},
+            "AvgPool": {"stride": 2, "count_include_pad": False, "padding": 1},
+        }
+        for kind, options in pools.items():
+            cls = getattr(nn, f"{kind}{d}d")
+            cases.append(Case(f"{cls.__name__} plain", _maker(cls, 3), _shape(d, 3)))
+            cases.append(Case(f"{cls.__name__} options", _maker(cls, 3, **options), _shape(d, 3, batch=None)))
+        cases.append(Case(f"MaxPool{d}d indices", _maker(getattr(nn, f"MaxPool{d}d"), 2, return_indices=True), _shape(d, 3)))
+        cases.append(Case(f"AdaptiveAvgPool{d}d", _maker(getattr(nn, f"AdaptiveAvgPool{d}d"), 2), _shape(d, 3)))
+        norm = getattr(nn, f"InstanceNorm{d}d")
+        cases.append(Case(f"{norm.__name__} plain", _maker(norm, 3), _shape(d, 3)))
+        cases.append(Case(f"{norm.__name__} affine, running", _maker(norm, 3, affine=True, track_running_stats=True), _shape(d, 3)))
+        cases.append(Case(f"{norm.__name__} unbatched", _maker(norm, 3), _shape(d, 3, batch=None)))
+    return cases
+
+
+CASES = [*_convolutions(), *_transposed(), *_others()]
+
+
+def convert(case: Case) -> tuple[nn.Module, QuantModule]:
+    """A float module and its quantized copy: INT8, weights per channel, the input per tensor."""
+    plain = case.make()
+    module = convert_(copy.deepcopy(plain), input=QuantDescriptor(), weight=QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis))
+    assert isinstance(module, QuantModule)
+    return plain, module
+
+
+def set_modes(module: nn.Module, mode: str) -> None:
+    """The mode of every quantizer."""
+    for part in module.modules():
+        if isinstance(part, TensorQuantizer):
+            part.mode = mode
+
+
+def by_hand(case: Case, plain: nn.Module, x: Tensor) -> Any:
+    """What the quantized module must give: the float module, on a quantized input, with a quantized weight in the place of its own."""
+    slots = QUANTIZED[type(plain)].quantizers
+    if isinstance(plain, nn.Embedding) and plain.max_norm is not None:
+        plain(x)  # renormalises the table before it is quantized
+        plain.max_norm = None
+    inner = fake_quantize(x, reduce_amax(x)) if "input" in slots else x
+    if "weight" not in slots:
+        return plain(inner, **case.kwargs)
+    assert isinstance(plain.weight, Tensor)
+    granularity = QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis).granularity
+    weight = fake_quantize(plain.weight, reduce_amax(plain.weight, granularity), granularity=granularity)
+    return torch.func.functional_call(plain, {"weight": weight}, (inner,), case.kwargs)
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """Everything a conversion must leave alone: all attributes, by identity, and the entries of torch's registries."""
+    out: dict[str, Any] = {"class": type(module)}
+    for key, value in vars(module).items():
+        out[key] = {name: id(entry) for name, entry in value.items()} if isinstance(value, dict) else id(value)
+    return out
