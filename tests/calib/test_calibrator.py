@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchq.calib import CALIBRATORS, Calibrator, HistogramCalibrator, MaxCalibrator, make_calibrator, methods
+from torchq.calib import CALIBRATORS, ESTIMATORS, Calibrator, Histogram, HistogramCalibrator, MaxCalibrator, make_calibrator, methods
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import E4M3, INT4, INT8, PerAxis, PerBlock, PerTensor
+from torchq.formats import E4M3, INT4, INT8, Format, PerAxis, PerBlock, PerTensor
 
 
 def test_max_is_the_largest_magnitude_of_all_batches() -> None:
@@ -105,7 +105,9 @@ def test_axis_names_the_granularity(axis: int | tuple[int, ...] | None, granular
 
 def test_registry_lists_refuses_and_takes() -> None:
     assert methods() == ("max", "moving_average", "histogram", "percentile", "mse", "entropy")
-    with pytest.raises(ConfigError, match="unknown calibration method 'kl'; expected one of: 'entropy', 'histogram', 'max'"):
+    with pytest.raises(
+        ConfigError, match="unknown calibration method 'kl'; expected one of: max, moving_average, histogram, percentile, mse, entropy"
+    ):
         make_calibrator("kl", format=INT8, granularity=PerTensor())
     with pytest.raises(ConfigError, match=r"calibration method 'max': got options \['percentile'\]"):
         make_calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
@@ -113,6 +115,21 @@ def test_registry_lists_refuses_and_takes() -> None:
         make_calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
     with pytest.raises(ConfigError, match="registered already"):
         CALIBRATORS.add("max", MaxCalibrator)
+
+
+def test_an_estimator_that_is_added_is_a_method() -> None:
+    def half(histogram: Histogram, format: Format, *, factor: float = 0.5) -> torch.Tensor:
+        return (factor * histogram.amax).reshape(histogram.shape)
+
+    ESTIMATORS.add("half", half)
+    try:
+        calibrator = make_calibrator("half", format=INT8, granularity=PerTensor(), factor=0.25)
+        calibrator.collect(torch.tensor([1.0, -8.0]))
+        assert "half" in methods()
+        assert calibrator.compute_amax().item() == 2.0
+        assert calibrator.compute_amax(factor=0.5).item() == 4.0
+    finally:
+        ESTIMATORS.remove("half")
 
 
 def test_merge_needs_the_same_kind() -> None:

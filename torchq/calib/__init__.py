@@ -2,7 +2,7 @@
 
 An *observer* gathers (:mod:`~torchq.calib.observer`, :mod:`~torchq.calib.histogram`), an *estimator* is a pure function of what it
 gathered (:mod:`~torchq.calib.estimators`), a *calibrator* is both. May import errors, utils, formats and functional. A new method is a
-function added to ``ESTIMATORS``, or a :class:`Calibrator` added to ``CALIBRATORS``; the contract suite runs over every name there.
+function of a histogram added to ``ESTIMATORS``, or else a :class:`Calibrator` added to ``CALIBRATORS``; the contract suite runs over all.
 """
 
 from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator

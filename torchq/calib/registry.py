@@ -13,7 +13,7 @@ from torchq.utils import Registry
 
 __all__ = ["CALIBRATORS", "make_calibrator", "methods"]
 
-#: ``factory(*, format, granularity, **options) -> Calibrator`` for each method. Add your own with ``CALIBRATORS.add(name, factory)``.
+#: ``factory(*, format, granularity, **options) -> Calibrator`` for the methods that are no function of a histogram.
 CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration method")
 
 
@@ -24,18 +24,15 @@ def _moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
 CALIBRATORS.add("max", MaxCalibrator)
 CALIBRATORS.add("moving_average", _moving_average)
 CALIBRATORS.add("histogram", HistogramCalibrator)
-for _method in ESTIMATORS:
-    if _method not in CALIBRATORS:
-        CALIBRATORS.add(_method, partial(HistogramCalibrator, method=_method))
 
 
 def methods() -> tuple[str, ...]:
-    """The names that :func:`make_calibrator` knows.
+    """The names that :func:`make_calibrator` knows: those of ``CALIBRATORS``, and of ``ESTIMATORS`` for histograms.
 
     >>> methods()
     ('max', 'moving_average', 'histogram', 'percentile', 'mse', 'entropy')
     """
-    return tuple(CALIBRATORS)
+    return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
 
 
 def make_calibrator(method: str, *, format: Format, granularity: Granularity, **options: Any) -> Calibrator:
@@ -55,7 +52,9 @@ def make_calibrator(method: str, *, format: Format, granularity: Granularity, **
         >>> make_calibrator("percentile", format=INT8, granularity=PerTensor(), percentile=99.9).method
         'percentile'
     """
-    factory = CALIBRATORS[method]
+    if method not in methods():
+        raise ConfigError(f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}")
+    factory = CALIBRATORS.get(method) or partial(HistogramCalibrator, method=method)
     try:
         return factory(format=format, granularity=granularity, **options)
     except TypeError as error:
