@@ -1,0 +1,198 @@
+"""plan: which modules, by which rule, and every reason why not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import torchq
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ConfigError
+
+INT8, INT4 = QuantDescriptor(), QuantDescriptor(4)
+
+
+class Net(nn.Module):
+    """Two convolutions, a head of two layers, and a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(x)).mean((2, 3)))
+
+
+class SamePad(nn.Conv2d):
+    """As timm's Conv2dSame: pads by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, [1, 1, 1, 1]))
+
+
+def replaced(config: QuantConfig | None = None, **options: Any) -> list[str]:
+    return [d.name for d in torchq.plan(Net(), config, **options).replaced]
+
+
+ALL = ["stem", "body.0", "head.0", "head.1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ALL),
+        ({"include": "stem"}, ["stem"]),
+        ({"include": ["stem", "head.*"]}, ["stem", "head.0", "head.1"]),
+        ({"include": nn.Linear}, ["head.0", "head.1"]),
+        ({"include": "type:Conv2d"}, ["stem", "body.0"]),
+        ({"include": "re:^(stem|head)"}, ["stem", "head.0", "head.1"]),
+        ({"include": lambda name, module: "0" in name}, ["body.0", "head.0"]),
+        ({"exclude": "head.*"}, ["stem", "body.0"]),
+        ({"exclude": ["stem", nn.Linear]}, ["body.0"]),
+        ({"include": nn.Conv2d, "exclude": ["stem"]}, ["body.0"]),
+    ],
+)
+def test_include_and_exclude(options: dict[str, Any], expected: list[str]) -> None:
+    assert replaced(**options) == expected
+
+
+def test_the_last_rule_that_matches_decides() -> None:
+    config = QuantConfig(
+        (
+            Rule("*", input=INT8, weight=INT8),
+            Rule("type:Linear", input=INT4, weight=INT4),
+            Rule("head.1", skip=True),
+            Rule("re:^body", weight=INT4),
+        )
+    )
+    report = torchq.plan(Net(), config)
+    found = {d.name: (d.rule, d.input, d.weight, d.reason) for d in report.decisions}
+    assert found["stem"] == ("*", INT8, INT8, "")
+    assert found["head.0"] == ("type:Linear", INT4, INT4, "")
+    assert found["head.1"] == ("head.1", None, None, "excluded")
+    assert found["body.0"] == ("re:^body", None, INT4, "")
+    assert found["body.3"] == ("re:^body", None, None, "the rule has no descriptor for it")  # a pool has no weight
+    assert [d.name for d in report.replaced] == ["stem", "body.0", "head.0"]
+
+
+def test_a_pool_is_quantized_where_a_rule_says_so() -> None:
+    config = torchq.recipes.int8().with_rules(Rule("type:MaxPool2d", input=INT8, weight=INT8))
+    pool = next(d for d in torchq.plan(Net(), config).replaced if d.name == "body.3")
+    assert (pool.input, pool.weight) == (INT8, None)
+
+
+def test_nothing_is_changed() -> None:
+    model = Net()
+    before = [(type(m), list(vars(m))) for m in model.modules()]
+    torchq.plan(model)
+    with pytest.raises(ConfigError):
+        torchq.quantize_(model, exclude="nope")
+    assert [(type(m), list(vars(m))) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: torchq.plan(Net(), exclude="nope*"),
+            r"Net: pattern 'nope\*' matches no module that could .*; candidates are stem",
+        ),
+        (lambda: torchq.plan(Net(), include=["stem", "nope"]), "pattern 'nope' matches no module"),
+        (lambda: torchq.plan(Net(), exclude="head"), r"pattern 'head' matches no module .* For everything below it write 'head\.\*'"),
+        (lambda: torchq.plan(Net(), exclude=["a", "b"]), "pattern 'a', 'b' matches no module"),
+        (lambda: torchq.plan(Net(), QuantConfig((Rule("body.2", input=INT8),))), "pattern 'body.2' matches no module"),
+        (lambda: torchq.plan(Net(), exclude=nn.Conv1d), "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module"),
+        (lambda: torchq.plan(Net(), exclude=""), "pattern: got an empty string"),
+        (lambda: torchq.plan(Net(), include="re:("), r"pattern 're:\(': not a regular expression"),
+        (lambda: torchq.plan(Net(), exclude="*"), r"Net: nothing to quantize \(.*stem: excluded.*\); expected at least one module"),
+        (lambda: torchq.plan(nn.Sequential(nn.ReLU())), r"Sequential: nothing to quantize \(it has no layer that torchq knows\)"),
+        (lambda: torchq.plan(Net(), QuantConfig(())), r"nothing to quantize \(.*no rule matches"),
+    ],
+)
+def test_patterns_and_models_that_select_nothing(call: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        call()
+
+
+def test_an_optional_rule_may_match_nothing() -> None:
+    config = torchq.recipes.int8().with_rules(Rule("nope", skip=True, optional=True))
+    assert replaced(config) == ALL
+
+
+def own_forward() -> nn.Module:
+    module = nn.Conv2d(3, 4, 3)
+    module.forward = module.forward  # type: ignore[method-assign]
+    return module
+
+
+class Functional(nn.Module):
+    """Has a weight that it uses by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(4, 3, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.kernel)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        (
+            lambda: SamePad(3, 4, 3),
+            "1",
+            r"a subclass of Conv2d may compute .*; register a twin with torchq.register\(SamePad\)",
+        ),
+        (own_forward, "1", "forward was replaced on the instance"),
+        (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "1", "parametrized; bake it"),
+        (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
+        (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),
+        (lambda: nn.LSTM(3, 4), "1", r"no quantized twin of LSTM; register one with torchq.register\(LSTM\)"),
+        (lambda: nn.Bilinear(3, 3, 2), "1", "no quantized twin of Bilinear"),
+        (Functional, "1", "no quantized twin of Functional"),
+        (lambda: nn.MultiheadAttention(4, 2), "1.out_proj", "its weight is read by nn.MultiheadAttention directly"),
+        (lambda: nn.MultiheadAttention(4, 2), "1", "no quantized twin of MultiheadAttention"),
+        (lambda: torchq.nn.QuantLinear(2, 2), "1", "quantized already"),
+        (lambda: nn.MaxPool2d(2), "1", "no rule matches"),
+    ],
+)
+def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, reason: str) -> None:
+    report = torchq.quantize_(nn.Sequential(nn.Linear(2, 2), make()))
+    assert [d.name for d in report.replaced] == ["0"]
+    skipped = {d.name: d.reason for d in report.skipped}
+    assert name in skipped
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(skipped[name])
+
+
+def test_report_reads_well() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), SamePad(1, 1, 3), nn.Linear(2, 2))
+    lines = str(torchq.plan(model, exclude="2")).splitlines()
+    assert len({line.index(word) for line, word in zip(lines, ("what", "input", "SKIPPED", "SKIPPED"), strict=False)}) == 1  # aligned
+    skipped = "a subclass of Conv2d may compute something else; register a twin with torchq.register(SamePad)"
+    assert [re.split(r"  +", line) for line in lines] == [
+        ["module", "type", "what", "rule"],
+        ["0", "Linear", "input int8 per-tensor max, weight int8 axis=0 max", "type:torch.nn.modules.linear.Linear"],
+        ["1", "SamePad", f"SKIPPED: {skipped}"],
+        ["2", "Linear", "SKIPPED: excluded", "2"],
+        ["1 quantized, 2 skipped, recipe int8"],
+    ]
+
+
+def test_shared_modules_are_decided_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    report = torchq.plan(model)
+    assert [d.names for d in report.decisions] == [("0", "1.0")]
+    assert "0 = 1.0" in str(report)
+    assert torchq.plan(model, include="1.*").replaced[0].module is shared
+    with pytest.raises(ConfigError, match="nothing to quantize"):
+        torchq.plan(model, exclude="1.0")
