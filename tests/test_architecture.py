@@ -26,7 +26,7 @@ LAYERS = [
     ["torchq.swap"],  # 5
     ["torchq.workflow"],  # 6
     ["torchq.qat", "torchq.ptq"],
-    ["torchq.export", "torchq.deploy", "torchq.analysis", "torchq.graph.frontends"],  # 7
+    ["torchq.export", "torchq.deployment", "torchq.analysis", "torchq.graph.frontends"],  # 7
     ["torchq.graph"],  # the names that torchq.graph shows, gathered from core and frontends
     ["torchq.compat"],  # 8
     ["torchq"],  # 9
