@@ -19,9 +19,12 @@ from torchq.export.extras import need
 from torchq.export.grids import write_record
 from torchq.export.proto import Graph
 from torchq.export.report import ExportReport
-from torchq.export.run import Call, run_dynamo, run_torchscript
+from torchq.export.retarget import retarget
+from torchq.export.rules import findings
+from torchq.export.run import Call, plain_attention, run_dynamo, run_torchscript
 from torchq.functional.onnx_ops import mark
 from torchq.nn import TensorQuantizer
+from torchq.swap import TARGETS
 from torchq.utils import evaluating
 
 __all__ = ["export_onnx", "unwrap"]
@@ -77,6 +80,8 @@ def export_onnx(
     need("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
     modern = _choose(dynamo, opset)
+    if target is not None:
+        TARGETS[target]  # an unknown one is an error that lists the known
     active = check_quantizers(model, opset, modern)
     if not active:
         warnings.warn(f"export_onnx: {type(model).__name__} has no active quantizer; the file will hold a float model", stacklevel=2)
@@ -85,18 +90,21 @@ def export_onnx(
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         stack.enter_context(_marked(active))
+        stack.enter_context(plain_attention())
         graph = Graph(run_dynamo(call, opset) if modern else run_torchscript(call, opset))
     constants_to_initializers(graph)
     names = name_quantizers(graph)
     weights = fold_weights(graph, {name: q.descriptor.format for name, q in active.items()})
     merged = merge_duplicates(graph)
     strip_metadata(graph)
+    retarget(graph, target)
+    found = findings(graph, target)
     write_record(graph, target=target, merged=merged)
     activations = tuple(n for n in names if n not in weights and n not in merged)
     exporter = "dynamo" if modern else "torchscript"
     size = graph.save(path)
     full = 4 * sum(_elements(tensor) for tensor in graph.initializers.values())
-    return ExportReport(path, target, graph.opset, exporter, size, full, activations, tuple(weights), merged)
+    return ExportReport(path, target, graph.opset, exporter, size, full, activations, tuple(weights), merged, tuple(found))
 
 
 def _elements(tensor: Any) -> int:

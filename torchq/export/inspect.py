@@ -135,7 +135,17 @@ def _matters(graph: Graph, node: Any, kind: str) -> bool:
     """Arithmetic on constants or on shapes, and data movement in a float model, is not worth a line."""
     if kind in _MOVES:
         return any(_dequantized(graph, value) for value in node.input[:1])
-    return any(value not in graph.initializers for value in node.input)
+    return not all(_is_shape(graph, value) for value in node.input if value)
+
+
+def _is_shape(graph: Graph, value: str, depth: int = 32) -> bool:
+    """Whether ``value`` follows from constants and from shapes of tensors alone."""
+    node = graph.producer(value)
+    if node is None:
+        return value in graph.initializers
+    if node.op_type in ("Shape", "Size") or depth == 0:
+        return True
+    return all(_is_shape(graph, source, depth - 1) for source in node.input if source)
 
 
 def _dequantized(graph: Graph, value: str) -> bool:
@@ -150,6 +160,8 @@ def _reason(graph: Graph, node: Any, kind: str) -> str:
     floats = [value for value in node.input[:2] if value and not _dequantized(graph, value)]
     if floats:
         return f"input {floats[0]} is not quantized; put a quantizer there (quantize_(..., target='onnxruntime', example=...))"
+    if kind == "Gemm":
+        return "its output is not quantized, and ONNX Runtime has no Gemm from integers to float; MatMul and Add would be"
     if node.op_type == "FusedConv" or any(reader.op_type in ("Relu", "Clip") for reader in graph.readers(node.output[0])):
         return "the activation after it keeps a signed quantizer away; export with target='onnxruntime' for uint8 there"
     if not all(reader.op_type == "QuantizeLinear" for reader in graph.readers(node.output[0])) or graph.is_output(node.output[0]):

@@ -47,9 +47,10 @@ class Graph:
         self.model = model
         self.proto = model.graph
         self.initializers: dict[str, Any] = {t.name: t for t in self.proto.initializer}
-        self._index()
+        self.reindex()
 
-    def _index(self) -> None:
+    def reindex(self) -> None:
+        """Look at the nodes again, after their inputs were edited from outside."""
         self._producer: dict[str, Any] = {}
         self._readers: dict[str, list[Any]] = {}
         for node in self.proto.node:
@@ -155,7 +156,7 @@ class Graph:
             if id(self.proto.node[index]) in gone:
                 del self.proto.node[index]
         if gone:
-            self._index()
+            self.reindex()
 
     def add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> Any:
         """Append a node called as its output, and return it; :meth:`sort` brings it to its place."""
@@ -184,7 +185,7 @@ class Graph:
                 raise ExportError(f"{later[0].name}: the graph has a cycle; expected none")
             waiting = later
         self.proto.node.sort(key=lambda node: place[node.output[0]])
-        self._index()
+        self.reindex()
 
     def prune(self) -> None:
         """Drop nodes whose results nobody reads, then unused initializers and stale type information."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchq.errors import ExportError
 from torchq.export.extras import need
 from torchq.functional.onnx_ops import MARK
 
-__all__ = ["TORCHSCRIPT_MAX", "Call", "run_dynamo", "run_torchscript"]
+__all__ = ["TORCHSCRIPT_MAX", "Call", "plain_attention", "run_dynamo", "run_torchscript"]
 
 #: The last opset that the TorchScript exporter knows. What changed up to opset 23 only adds types, but for GroupNormalization, which
 #: that exporter never writes; so its graphs are valid there as they are.
@@ -85,6 +86,17 @@ def _parameters(model: nn.Module, count: int) -> list[str]:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(parameter.name)
     return [*names, *(f"input_{i}" for i in range(len(names), count))][:count]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Inside, attention runs operator by operator: its fused kernel has no ONNX form, and reads weights past their quantizers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def run_dynamo(call: Call, opset: int) -> Any:

@@ -110,7 +110,7 @@ def _simulating(known: Mapping[str, TensorQuantizer], grids: Mapping[str, Grid],
         else:
             codes = grid.codes(steps)
             out = grid.values(codes).to(out.dtype)
-        seen[own] = (steps, codes, out)
+        seen[own] = (steps, codes, out.clone())  # the layer may work in place
         return out
 
     try:

@@ -4,6 +4,8 @@ To add one: a class deriving from :class:`QuantModule` and the float class, deco
 everything below: calib, functional, descriptor, formats, utils.
 """
 
+from torchq.nn.activation import QuantELU, QuantHardsigmoid, QuantHardswish, QuantLeakyReLU, QuantMish, QuantSigmoid, QuantSiLU
+from torchq.nn.branches import Branches, QuantBranches
 from torchq.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from torchq.nn.convert import QUANTIZED, QuantModule, convert_, is_weight_quantizer, register, revert_
 from torchq.nn.elementwise import Add, Cat, MatMul, Mul, QuantAdd, QuantCat, QuantMatMul, QuantMul, QuantTap, Tap
@@ -27,12 +29,13 @@ from torchq.nn.linear import QuantEmbedding, QuantLinear
 from torchq.nn.sharing import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.transformer import QuantTransformerEncoderLayer
-from torchq.nn.wired import WiredModule, trace_forward, wire_
+from torchq.nn.wired import WiredModule, rewire_, trace_forward, wire_
 
 __all__ = [
     "FROZEN_NORMS",
     "QUANTIZED",
     "Add",
+    "Branches",
     "Cat",
     "MatMul",
     "Mul",
@@ -43,6 +46,7 @@ __all__ = [
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantBranches",
     "QuantCat",
     "QuantConv1d",
     "QuantConv2d",
@@ -62,6 +66,13 @@ __all__ = [
     "QuantMaxPool3d",
     "QuantModule",
     "QuantMul",
+    "QuantELU",
+    "QuantHardsigmoid",
+    "QuantHardswish",
+    "QuantLeakyReLU",
+    "QuantMish",
+    "QuantSiLU",
+    "QuantSigmoid",
     "QuantTap",
     "QuantTransformerEncoderLayer",
     "Tap",
@@ -72,6 +83,7 @@ __all__ = [
     "is_weight_quantizer",
     "register",
     "revert_",
+    "rewire_",
     "share_quantizers_",
     "shared_groups",
     "trace_forward",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
 
-__all__ = ["Add", "Cat", "MatMul", "Mul", "QuantAdd", "QuantCat", "QuantMatMul", "QuantMul", "QuantTap", "Tap"]
+__all__ = ["ELEMENTWISE", "Add", "Cat", "MatMul", "Mul", "QuantAdd", "QuantCat", "QuantMatMul", "QuantMul", "QuantTap", "Tap"]
 
 
 class Add(nn.Module):
@@ -59,6 +59,10 @@ class Cat(nn.Module):
 
 class Tap(nn.Identity):
     """Returns its input: a place in a forward where a quantizer can sit."""
+
+
+#: The float modules of this file by name.
+ELEMENTWISE: dict[str, type[nn.Module]] = {cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, Tap)}
 
 
 class _QuantBinary(QuantModule):

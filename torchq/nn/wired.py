@@ -17,10 +17,10 @@ from torch import fx, nn
 
 from torchq.errors import QuantizationError
 from torchq.nn.convert import QuantModule, change_class
-from torchq.nn.elementwise import Tap
+from torchq.nn.elementwise import ELEMENTWISE, Tap
 from torchq.utils import qualified_name
 
-__all__ = ["WiredModule", "trace_forward", "wire_"]
+__all__ = ["WiredModule", "rewire_", "trace_forward", "wire_"]
 
 
 class WiredModule(QuantModule):
@@ -39,6 +39,14 @@ class WiredModule(QuantModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
+
+    def wiring_record(self) -> dict[str, Any]:
+        """What :func:`rewire_` needs to wire a float twin of this module, as JSON data."""
+        kinds = {}
+        for child in self.wiring.values():
+            module = self.get_submodule(child)
+            kinds[child] = (type(module).float_class if isinstance(module, QuantModule) else type(module)).__name__
+        return {"class": qualified_name(type(self).float_class), "nodes": dict(self.wiring), "children": kinds}
 
     def _compile(self) -> None:
         self._eval_run, self._train_run = (_rewired(self, self.wiring, training) for training in (False, True))
@@ -72,7 +80,7 @@ def _twin(cls: type[nn.Module]) -> type[WiredModule]:
 
 
 def _blank(cls: type[nn.Module]) -> WiredModule:
-    twin = _twin(cls)
+    twin: type[WiredModule] = _twin(cls)  # type: ignore[arg-type]
     return twin.__new__(twin)
 
 
@@ -111,12 +119,19 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
 
 def _rewired(module: nn.Module, wiring: Mapping[str, str], training: bool) -> Callable[..., Any]:
     """The forward with the operators in ``wiring`` replaced, as a function of the module and its arguments."""
-    graph = trace_forward(module, training)
+    children = {name: module.get_submodule(name) for name in wiring.values()}
+    for name in children:  # a forward that iterates over its children must not meet them
+        delattr(module, name)
+    try:
+        graph = trace_forward(module, training)
+    finally:
+        for name, child in children.items():
+            module.add_module(name, child)
     nodes = {node.name: node for node in graph.nodes}
-    for name, child in wiring.items():
-        if name not in nodes:
-            raise QuantizationError(f"{qualified_name(type(module))}: its forward has no operator {name}; expected the code that was wired")
-        _substitute(graph, nodes[name], child, isinstance(getattr(module, child), Tap))
+    for node, name in wiring.items():
+        if node not in nodes:
+            raise QuantizationError(f"{qualified_name(type(module))}: its forward has no operator {node}; expected the code that was wired")
+        _substitute(graph, nodes[node], name, isinstance(children[name], Tap))
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(compile(code.src, f"<wired forward of {qualified_name(type(module))}>", "exec"), namespace)
@@ -151,8 +166,21 @@ def wire_(module: nn.Module, wiring: Mapping[str, str]) -> nn.Module:
     if "forward" in vars(module):
         raise QuantizationError(f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own")
     runs = [_rewired(module, wiring, training) for training in (False, True)]
-    change_class(module, _twin(type(module)))
+    change_class(module, _twin(type(module)))  # type: ignore[arg-type]
     wired: Any = module
     wired.wiring = dict(wiring)
     wired._eval_run, wired._train_run = runs
     return module
+
+
+def rewire_(module: nn.Module, record: Mapping[str, Any]) -> nn.Module:
+    """Wire a float ``module`` as :meth:`WiredModule.wiring_record` says, with float children, in place, and return it.
+
+    Raises:
+        QuantizationError: another class, or another forward.
+    """
+    if qualified_name(type(module)) != record["class"]:
+        raise QuantizationError(f"{qualified_name(type(module))}: got this class; expected {record['class']}")
+    for child, kind in record["children"].items():
+        module.add_module(child, ELEMENTWISE[kind]().train(module.training))
+    return wire_(module, record["nodes"])

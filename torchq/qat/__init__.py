@@ -1,6 +1,8 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
+from torchq.qat.branches import BranchReport, quantize_branches_
 from torchq.qat.norm import Reestimate, freeze_bn_, reestimate_bn, unfreeze_bn_
 from torchq.qat.optim import param_groups
+from torchq.qat.share import share_range
 
-__all__ = ["Reestimate", "freeze_bn_", "param_groups", "reestimate_bn", "unfreeze_bn_"]
+__all__ = ["BranchReport", "Reestimate", "freeze_bn_", "param_groups", "quantize_branches_", "reestimate_bn", "share_range", "unfreeze_bn_"]

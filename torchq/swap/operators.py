@@ -23,9 +23,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cat": [torch.cat, torch.concat, torch.concatenate],
     "pool": [F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.max_pool2d, torch.avg_pool1d]
     + [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d],
+    "activation": [F.silu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.elu, F.mish, F.sigmoid, torch.sigmoid, "sigmoid"],
 }
 _KINDS = {target: kind for kind, targets in _FUNCTIONS.items() for target in targets}
-_MODULES: dict[str, Callable[[], nn.Module]] = {"add": Add, "mul": Mul, "matmul": MatMul, "cat": Cat, "pool": Tap}
+_MODULES: dict[str, Callable[[], nn.Module]] = {"add": Add, "mul": Mul, "matmul": MatMul, "cat": Cat, "pool": Tap, "activation": Tap}
 #: Methods and attributes whose results are numbers.
 _NUMBERS = frozenset(["size", "shape", "dim", "ndim", "numel", "device", "dtype", "__len__", "stride"])
 _LINEAR = (
@@ -43,7 +44,7 @@ class Operator:
     Attributes:
         owner, owner_names: the module and its dotted paths.
         node: the node in its traced forward.
-        kind: "add", "mul", "matmul", "cat", or "pool".
+        kind: "add", "mul", "matmul", "cat", "pool" or "activation".
         child: name of the child that will stand there.
         main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or BatchNorm; the later one of two.
     """
@@ -135,15 +136,15 @@ def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
-    if kind == "pool":
+    if kind in ("pool", "activation"):
         operands, rest = list(node.args[:1]), {}
     elif kind == "cat":
-        operands = list(node.args[0]) if node.args and isinstance(node.args[0], (list, tuple)) else [None]
+        operands = list(node.args[0]) if node.args and isinstance(node.args[0], (list, tuple)) else list(node.args[:1])
         rest = {name: value for name, value in node.kwargs.items() if name != "dim"}
     else:
         operands, rest = list(node.args), dict(node.kwargs)
     tensors = all(isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands)
-    return tensors and not rest and (kind in ("cat", "pool") or len(operands) == 2)
+    return tensors and not rest and (kind in ("cat", "pool", "activation") or len(operands) == 2)
 
 
 def _main_operand(module: nn.Module, node: fx.Node) -> int | None:

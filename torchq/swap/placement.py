@@ -23,7 +23,7 @@ from torchq.utils import Pattern, evaluating, matches
 
 __all__ = ["Placement", "keep_inputs_float", "plan_placement", "share_common_ranges_"]
 
-_TYPES = {"add": "Add", "mul": "Mul", "matmul": "MatMul", "cat": "Cat", "pool": "Tap"}
+_TYPES = {"add": "Add", "mul": "Mul", "matmul": "MatMul", "cat": "Cat", "pool": "Tap", "activation": "Tap"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def plan_placement(model: nn.Module, config: QuantConfig, target: Target, includ
     if descriptor is None:
         return Placement(config, (), ())
     patterns = [f"type:torchq.nn.elementwise.{_TYPES[kind]}" for kind in sorted(target.operators)]
-    rules = [Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.pools)]
+    rules = [Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
     operators, untraceable = find_operators(model, target.operators)
     decisions = [(operator, by_rules(operator.names, operator.module(), config, include)) for operator in operators]
@@ -137,20 +137,8 @@ class _ValueFlow(TorchFunctionMode):
     """Which quantizers see the same values, while active."""
 
     _MOVES = frozenset(
-        [
-            "max_pool1d",
-            "max_pool2d",
-            "max_pool3d",
-            "flatten",
-            "reshape",
-            "view",
-            "permute",
-            "transpose",
-            "squeeze",
-            "unsqueeze",
-            "contiguous",
-        ]
-        + ["_max_pool1d", "_max_pool2d", "_max_pool3d", "channel_shuffle", "pixel_shuffle", "swapaxes", "movedim", "unflatten"]
+        ["max_pool1d", "max_pool2d", "max_pool3d", "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze"]
+        + ["contiguous", "_max_pool1d", "_max_pool2d", "_max_pool3d", "channel_shuffle", "pixel_shuffle", "swapaxes", "movedim"]
     )
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ class Target:
 
     Attributes:
         name: of the runtime.
-        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "cat", "pool".
-        pools: patterns of pooling modules whose input is quantized.
+        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "cat", "pool", "activation".
+        modules: patterns of modules without weights whose input is quantized.
         one_branch: of an addition, leave the branch that ends in a convolution or linear layer unquantized.
         float_inputs: patterns of modules whose input stays float, as the runtime has no integer kernel; their weights are still stored
             as integers.
@@ -28,17 +28,22 @@ class Target:
 
     name: str
     operators: frozenset[str]
-    pools: tuple[str, ...]
+    modules: tuple[str, ...]
     one_branch: bool = False
     float_inputs: tuple[str, ...] = ()
 
 
 _MAX, _AVERAGE = "type:torch.nn.modules.pooling.MaxPool[123]d", "type:torch.nn.modules.pooling.*AvgPool[123]d"
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
+# An activation that no convolution kernel takes in: without a quantizer before it, the convolution would have to return floats.
+_ACTIVATIONS = tuple(
+    f"type:torch.nn.modules.activation.{name}" for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
+)
+_BETWEEN = frozenset(["add", "mul", "cat", "pool"])
 
 TARGETS: Registry[str, Target] = Registry("target")
 # A convolution whose sum is its only reader adds in int32 there, before the result is rounded. Q moves through max pooling by itself.
 TARGETS.add("tensorrt", Target("tensorrt", frozenset(["add", "cat"]), (_AVERAGE,), one_branch=True))
 # Integer kernels exist between Q/DQ alone, so every tensor between layers needs one. Integer products of activations gain nothing there.
-TARGETS.add("onnxruntime", Target("onnxruntime", frozenset(["add", "mul", "cat", "pool"]), (_MAX, _AVERAGE), float_inputs=(_TRANSPOSED,)))
-TARGETS.add("openvino", Target("openvino", frozenset(["add", "mul", "cat", "pool", "matmul"]), (_MAX, _AVERAGE)))
+TARGETS.add("onnxruntime", Target("onnxruntime", _BETWEEN | {"activation"}, (_MAX, _AVERAGE, *_ACTIVATIONS), float_inputs=(_TRANSPOSED,)))
+TARGETS.add("openvino", Target("openvino", _BETWEEN | {"matmul"}, (_MAX, _AVERAGE)))

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn import QuantModule, TensorQuantizer, convert_
+from torchq.nn import QuantModule, TensorQuantizer, WiredModule, convert_, rewire_, share_quantizers_, shared_groups
 from torchq.swap.modules import name_quantizers
 from torchq.utils import modules_with_names, qualified_name
 from torchq.workflow.modes import quantizers
@@ -22,13 +22,16 @@ _VERSION = 1
 
 def swap_record(model: nn.Module) -> dict[str, Any]:
     """What was swapped in ``model`` and how, as JSON data."""
-    modules = {}
+    modules, wirings = {}, {}
     for names, module in modules_with_names(model):
-        if isinstance(module, QuantModule):
+        if isinstance(module, WiredModule):
+            wirings[names[0]] = module.wiring_record()
+        elif isinstance(module, QuantModule):
             slots = {slot: getattr(module, f"{slot}_quantizer") for slot in module.quantizers}
             descriptors = {slot: q.descriptor.to_dict() for slot, q in slots.items() if isinstance(q, TensorQuantizer)}
             modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
-    return {"version": _VERSION, "modules": modules, "modes": {name: q.mode for name, q in quantizers(model).items()}}
+    modes = {name: q.mode for name, q in quantizers(model).items()}
+    return {"version": _VERSION, "wirings": wirings, "modules": modules, "shared": shared_groups(model), "modes": modes}
 
 
 def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
@@ -40,6 +43,7 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
     """
     if record.get("version") != _VERSION:
         raise ConfigError(f"load: got a record of version {record.get('version')!r}; expected {_VERSION}")
+    _rewire(model, record.get("wirings", {}))
     found = dict(model.named_modules())
     todo = []
     for name, entry in record["modules"].items():
@@ -52,11 +56,23 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
             todo.append((module, {slot: QuantDescriptor.from_dict(entry[slot]) for slot in ("input", "weight") if slot in entry}))
     for module, descriptors in todo:
         convert_(module, **descriptors)
+    for paths in record.get("shared", []):
+        share_quantizers_(model, paths)
     known = quantizers(model)
     for name, mode in record["modes"].items():
         if name in known:
             known[name].mode = mode
     name_quantizers(model)
+
+
+def _rewire(model: nn.Module, wirings: dict[str, Any]) -> None:
+    """Put the recorded operators of modules back in place."""
+    found = dict(model.named_modules())
+    for name, entry in wirings.items():
+        if name not in found:
+            raise QuantizationError(f"{name}: got no such module; expected {entry['class']}. Load into the architecture that was saved")
+        if not isinstance(found[name], WiredModule):
+            rewire_(found[name], entry)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -1,0 +1,116 @@
+"""Rewriting the activations of a file for a runtime: which integer type, which zero point. Weights stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchq.export.cleanup import attribute, element_type, merge_duplicates
+from torchq.export.proto import Graph
+
+__all__ = ["nonnegative", "retarget"]
+
+_UINT8, _INT8 = 2, 3
+#: Operators whose result is never negative, whatever they read.
+_POSITIVE = frozenset(["Relu", "Sigmoid", "Softmax", "HardSigmoid", "Abs", "Exp", "Softplus", "ReduceL2", "ReduceSumSquare"])
+#: Operators whose result is not negative where all that they read is not. The number of operands that count, or None for all.
+_KEEPING: dict[str, int | None] = {
+    **dict.fromkeys(["MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "ReduceSum"], 1),
+    **dict.fromkeys(["Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Gather", "Split", "Expand", "Tile"], 1),
+    **dict.fromkeys(["Identity", "Dropout", "Cast", "DepthToSpace", "SpaceToDepth", "DequantizeLinear", "QuantizeLinear", "Sqrt"], 1),
+    **dict.fromkeys(["Concat", "Add", "Mul", "Max"], None),
+}
+
+
+def nonnegative(graph: Graph, value: str) -> bool:
+    """Whether the operators alone say that ``value`` has no negative element."""
+    pending, seen = [value], {value}
+    while pending:
+        node = graph.producer(pending.pop())
+        if node is None:
+            return False
+        if node.op_type in _POSITIVE or (node.op_type == "Clip" and _clips_at_zero(graph, node)):
+            continue
+        if node.op_type not in _KEEPING:
+            return False
+        operands = [name for name in node.input if name][: _KEEPING[node.op_type]]
+        pending += [name for name in operands if name not in seen]
+        seen.update(operands)
+    return True
+
+
+def _clips_at_zero(graph: Graph, node: Any) -> bool:
+    low = node.input[1] if len(node.input) > 1 else ""
+    if low:
+        return low in graph.initializers and bool((graph.value(low) >= 0).all())
+    return bool(attribute(node, "min", -1.0) >= 0)
+
+
+def retarget(graph: Graph, target: str | None) -> None:
+    """Rewrite every int8 or uint8 activation, in place.
+
+    "onnxruntime": uint8 everywhere. A tensor that cannot be negative gets zero point 0 and the scale times 127/255: the same range on a
+    finer grid; any other gets zero point 128: the same grid. Kernels for uint8 take ReLU in, and are never refused.
+    "tensorrt": int8 with zero point 0; the inverse of both. "openvino" and None: as they are.
+    """
+    if target not in ("onnxruntime", "tensorrt"):
+        return
+    signed = {_shared_name(node) for node in graph.of("QuantizeLinear") if not nonnegative(graph, node.input[0])}
+    for quantize in graph.of("QuantizeLinear"):
+        dequantize = [node for node in graph.readers(quantize.output[0]) if node.op_type == "DequantizeLinear"]
+        if any(name not in graph.initializers for name in quantize.input[1:]) or element_type(graph, quantize) not in (_UINT8, _INT8):
+            continue
+        scale, kind = graph.value(quantize.input[1]), element_type(graph, quantize)
+        zero = graph.value(quantize.input[2]) if len(quantize.input) > 2 else torch.zeros(scale.shape, dtype=torch.uint8)
+        if scale.numel() > 1:
+            continue
+        if target == "onnxruntime" and kind == _INT8 and int(zero) == 0:
+            positive = _shared_name(quantize) not in signed
+            _set(graph, [quantize, *dequantize], scale * (127 / 255) if positive else scale, _number(0 if positive else 128))
+        elif target == "tensorrt" and kind == _UINT8 and int(zero) in (0, 128):
+            _set(graph, [quantize, *dequantize], scale if int(zero) else scale * (255 / 127), torch.tensor(0, dtype=torch.int8))
+    merge_duplicates(graph)
+    if target == "onnxruntime":
+        _close_concatenations(graph)
+
+
+def _shared_name(node: Any) -> str:
+    """The quantizer that a node belongs to, whichever of its calls it is: all of them keep one grid."""
+    return str(node.name).rpartition("/")[0].partition("#")[0] or str(node.output[0])
+
+
+def _close_concatenations(graph: Graph) -> None:
+    """Quantize the result of each Concat of equally quantized tensors once more: it changes nothing, and makes an integer kernel fit."""
+    for node in graph.of("Concat", "MaxPool"):
+        pairs = [graph.producer(value) for value in node.input]
+        if any(pair is None or pair.op_type != "DequantizeLinear" for pair in pairs):
+            continue
+        settings = {tuple(pair.input[1:]) for pair in pairs if pair is not None}
+        readers = graph.readers(node.output[0])
+        if len(settings) != 1 or graph.is_output(node.output[0]) or all(reader.op_type == "QuantizeLinear" for reader in readers):
+            continue
+        name, inputs = graph.fresh(f"{node.name}/same"), list(settings.pop())
+        graph.replace_uses(node.output[0], f"{name}/value")
+        graph.add("QuantizeLinear", [node.output[0], *inputs], f"{name}/codes")
+        graph.add("DequantizeLinear", [f"{name}/codes", *inputs], f"{name}/value")
+    graph.sort()
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.uint8)
+
+
+def _set(graph: Graph, nodes: list[Any], scale: torch.Tensor, zero: torch.Tensor) -> None:
+    """Give a Q and its DQs another scale and zero point."""
+    name = nodes[0].name.rpartition("/")[0]
+    scale_name = graph.add_initializer(f"{name}/scale", scale)
+    zero_name = graph.add_initializer(f"{name}/zero_point", zero.reshape(scale.shape))
+    for node in nodes:
+        rest = list(node.attribute)
+        del node.input[1:]
+        node.input.extend([scale_name, zero_name])
+        for index in reversed(range(len(rest))):
+            if rest[index].name == "output_dtype":
+                del node.attribute[index]
+    graph.reindex()
