@@ -137,6 +137,14 @@ def sensitivity(model) -> dict:
     return profile
 
 
+def export(model, path: str) -> None:
+    quant_nn.TensorQuantizer.use_fb_fake_quant = True
+    model.eval()
+    options = {"verbose": False, "opset_version": 13, "do_constant_folding": True, "dynamo": False}
+    torch.onnx.export(model, torch.randn(1, 3, 8, 8), path, **options)
+    quant_nn.TensorQuantizer.use_fb_fake_quant = False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--calibrator", choices=["max", "histogram"], default="max")
@@ -165,18 +173,7 @@ def main() -> None:
     report["finetuned"] = evaluate(model)
     torch.save(model.state_dict(), args.out + "/model.pth")
     if args.onnx:
-        quant_nn.TensorQuantizer.use_fb_fake_quant = True
-        model.eval()
-        torch.onnx.export(
-            model,
-            torch.randn(1, 3, 8, 8),
-            args.out + "/model.onnx",
-            verbose=False,
-            opset_version=13,
-            do_constant_folding=True,
-            dynamo=False,
-        )
-        quant_nn.TensorQuantizer.use_fb_fake_quant = False
+        export(model, args.out + "/model.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome
 
 

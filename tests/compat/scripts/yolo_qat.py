@@ -227,6 +227,27 @@ def finetune(model, origin) -> list:
     return losses
 
 
+def sensitivity_analysis(model, origin) -> dict:
+    """The distance with one block quantized at a time."""
+    found = {}
+    disable_quantization(model).apply(True)
+    for i in range(len(model.model)):
+        if have_quantizer(model.model[i]):
+            disable_quantization(model.model[i]).apply(False)
+            found[str(i)] = distance(model, origin)
+            disable_quantization(model.model[i]).apply(True)
+    disable_quantization(model).apply(False)
+    return found
+
+
+def export(model, path: str) -> None:
+    quant_nn.TensorQuantizer.use_fb_fake_quant = True
+    names = {"input_names": ["images"], "output_names": ["out"], "dynamic_axes": {"images": {0: "batch"}, "out": {0: "batch"}}}
+    with torch.no_grad():
+        torch.onnx.export(model, torch.zeros(1, 3, 16, 16), path, opset_version=13, dynamo=False, **names)
+    quant_nn.TensorQuantizer.use_fb_fake_quant = False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -247,33 +268,13 @@ def main() -> None:
     report = {"ignored": ignored, "distance": distance(model, origin)}
     with disable_quantization(model):
         report["off"] = distance(model, origin)
-    sensitivity = {}
-    disable_quantization(model).apply(True)
-    for i in range(len(model.model)):
-        if have_quantizer(model.model[i]):
-            disable_quantization(model.model[i]).apply(False)
-            sensitivity[str(i)] = distance(model, origin)
-            disable_quantization(model.model[i]).apply(True)
-    disable_quantization(model).apply(False)
-    report["sensitivity"] = sensitivity
+    report["sensitivity"] = sensitivity_analysis(model, origin)
     report["losses"] = finetune(model, origin)
     model.eval()
     torch.save({"model": model}, args.out + "/qat.pt")
     report["half"] = str(deepcopy(model).half().model[1].cv1.conv._input_quantizer._amax.dtype)
     if args.onnx:
-        quant_nn.TensorQuantizer.use_fb_fake_quant = True
-        with torch.no_grad():
-            torch.onnx.export(
-                model,
-                torch.zeros(1, 3, 16, 16),
-                args.out + "/qat.onnx",
-                opset_version=13,
-                input_names=["images"],
-                output_names=["out"],
-                dynamic_axes={"images": {0: "batch"}, "out": {0: "batch"}},
-                dynamo=False,
-            )
-        quant_nn.TensorQuantizer.use_fb_fake_quant = False
+        export(model, args.out + "/qat.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome
 
 

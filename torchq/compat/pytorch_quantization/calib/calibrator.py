@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__: list[str] = []
+__all__ = ["_Calibrator"]
 
 
 class _Calibrator:

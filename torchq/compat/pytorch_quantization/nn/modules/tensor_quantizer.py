@@ -182,8 +182,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
                     f"{self._where()}: Quantizer has not been calibrated; expected a fixed range to export. Run load_calib_amax() first"
                 )
             amax = reduce_amax(inputs, self.granularity)
-        amax = amax.detach() if self._scale_amax is None else amax.detach() * self._scale_amax
-        return amax if amax.dtype in (torch.float32, torch.float64) else amax.float()
+        elif amax.dtype in (torch.float16, torch.bfloat16):  # assigned by a script
+            amax = amax.float()
+        return amax.detach() if self._scale_amax is None else amax.detach() * self._scale_amax
 
     def _learned_amax(self) -> Tensor:
         return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach().float()

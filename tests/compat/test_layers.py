@@ -1,0 +1,244 @@
+"""Quantized layers: torch's own function on quantized input and weight."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.compat.pytorch_quantization import nn as quant_nn
+from torchq.compat.pytorch_quantization import tensor_quant, utils
+from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
+from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+
+SHAPES = {1: (2, 4, 9), 2: (2, 4, 9, 8), 3: (2, 4, 6, 5, 7)}
+WEIGHTED: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
+    *((f"Conv{d}d", (4, 6, 3), SHAPES[d], 0) for d in (1, 2, 3)),
+    *((f"ConvTranspose{d}d", (4, 6, 3), SHAPES[d], 1) for d in (1, 2, 3)),
+    ("Linear", (5, 6), (2, 3, 5), 0),
+]
+INPUT_ONLY: list[tuple[str, tuple[Any, ...], tuple[int, ...]]] = [
+    *((f"{kind}{d}d", (3, 1), SHAPES[d]) for kind in ("MaxPool", "AvgPool") for d in (1, 2, 3)),
+    *((f"AdaptiveAvgPool{d}d", (3,), SHAPES[d]) for d in (1, 2, 3)),
+    *((f"InstanceNorm{d}d", (4,), SHAPES[d]) for d in (1, 2, 3)),
+]
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {f"Conv{d}d": getattr(F, f"conv{d}d") for d in (1, 2, 3)}
+FUNCTIONS |= {f"ConvTranspose{d}d": getattr(F, f"conv_transpose{d}d") for d in (1, 2, 3)} | {"Linear": F.linear}
+
+
+def make(name: str, arguments: tuple[Any, ...], **options: Any) -> Any:
+    return getattr(quant_nn, f"Quant{name}")(*arguments, **options)
+
+
+def per_channel(weight: Tensor, axis: int) -> Tensor:
+    return utils.reduce_amax(weight, axis=tuple(d for d in range(weight.dim()) if d != axis))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("name", "arguments", "shape", "axis"), WEIGHTED, ids=[row[0] for row in WEIGHTED])
+def test_weighted_layers(name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], axis: int, bias: bool) -> None:
+    x = torch.randn(shape)
+    layer = make(name, arguments, bias=bias)
+    function = FUNCTIONS[name]
+    weight, quantize = layer.weight.detach(), tensor_quant.fake_tensor_quant
+    quantized = quantize(weight, per_channel(weight, axis)), quantize(x, x.abs().max())
+    assert layer(x).equal(function(quantized[1], quantized[0], layer.bias))
+    layer.input_quantizer.disable()
+    assert layer(x).equal(function(x, quantized[0], layer.bias))
+    layer._weight_quantizer.disable()
+    assert layer(x).equal(function(x, weight, layer.bias))
+    layer.input_quantizer.enable()
+    assert layer(x).equal(function(quantized[1], weight, layer.bias))
+    flat = make(name, arguments, bias=bias, quant_desc_weight=QuantDescriptor(num_bits=3), quant_desc_input=QuantDescriptor(num_bits=4))
+    flat.load_state_dict(layer.state_dict())
+    assert flat(x).equal(function(quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3), layer.bias))
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), INPUT_ONLY, ids=[row[0] for row in INPUT_ONLY])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_input_layers(name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], bits: int) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    layer = make(name, arguments, quant_desc_input=QuantDescriptor(num_bits=bits))
+    plain = getattr(nn, name)(*arguments)
+    assert layer(x).equal(plain(tensor_quant.fake_tensor_quant(x, x.abs().max(), bits)))
+    layer.input_quantizer.disable()
+    assert layer(x).equal(plain(x))
+    assert isinstance(layer, (getattr(nn, name), _utils.QuantInputMixin)) and not isinstance(layer, _utils.QuantMixin)
+
+
+def test_an_input_with_several_axes() -> None:
+    x = torch.randn(3, 7, 5, 5)
+    layer = quant_nn.QuantMaxPool2d(3, 1, quant_desc_input=QuantDescriptor(axis=(0, 1)))
+    expected = tensor_quant.fake_tensor_quant(x, x.abs().amax((2, 3), keepdim=True))
+    assert layer(x).equal(F.max_pool2d(expected, 3, 1))
+
+
+def test_pooling_takes_its_arguments_by_position() -> None:
+    layer = quant_nn.QuantMaxPool2d(3, 2, 1, 1, True, True)
+    assert (layer.padding, layer.return_indices, layer.ceil_mode) == (1, True, True)
+    assert len(layer(torch.randn(1, 1, 6, 6))) == 2
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [1, (1, 2), "same"])
+def test_every_padding_mode(mode: str, padding: Any) -> None:
+    """The original padded with zeros for reflect and replicate, and by half for circular."""
+    x = torch.randn(1, 3, 8, 8)
+    layer = quant_nn.QuantConv2d(3, 4, 3, padding=padding, padding_mode=mode)
+    plain = nn.Conv2d(3, 4, 3, padding=padding, padding_mode=mode)
+    plain.load_state_dict(layer.state_dict())
+    for quantizer in (layer.input_quantizer, layer.weight_quantizer):
+        quantizer.disable()
+    assert layer(x).equal(plain(x))
+
+
+def test_transposed_output_size_groups_and_dilation() -> None:
+    x = torch.randn(1, 4, 5, 5)
+    layer = quant_nn.QuantConvTranspose2d(4, 8, 3, stride=2, padding=1, groups=2, dilation=2)
+    plain = nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, groups=2, dilation=2)
+    plain.load_state_dict(layer.state_dict())
+    layer.input_quantizer.disable()
+    layer.weight_quantizer.disable()
+    assert layer(x, output_size=[12, 12]).equal(plain(x, output_size=[12, 12]))
+
+
+def test_device_and_dtype_keywords() -> None:
+    layer = quant_nn.QuantConv2d(3, 4, 3, dtype=torch.float64, device="meta")
+    assert layer.weight.dtype is torch.float64 and layer.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    "name", ["Conv2d", "ConvTranspose1d", "Linear", "MaxPool1d", "AdaptiveAvgPool3d", "InstanceNorm2d", "LSTM", "LSTMCell"]
+)
+def test_errors(name: str) -> None:
+    arguments = {"Linear": (7, 9), "MaxPool1d": (3,), "AdaptiveAvgPool3d": (3,), "InstanceNorm2d": (3,), "LSTM": (3, 4), "LSTMCell": (3, 4)}
+    given = arguments.get(name, (3, 4, 3))
+    with pytest.raises(TypeError, match=r"Unused keys: got \['descriptor'\]"):
+        make(name, given, descriptor="oops")
+    with pytest.raises(ValueError, match="Only fake quantization is supported"):
+        make(name, given, quant_desc_input=QuantDescriptor(fake_quant=False))
+
+
+def test_a_weight_needs_fake_quantization_too() -> None:
+    with pytest.raises(ValueError, match="Only fake quantization is supported"):
+        quant_nn.QuantLinear(7, 9, bias=False, quant_desc_weight=QuantDescriptor(fake_quant=False))
+
+
+def test_defaults_belong_to_the_class() -> None:
+    quant_conv.QuantConv2d.set_default_quant_desc_input(QuantDescriptor(num_bits=11))
+    quant_conv.QuantConv2d.set_default_quant_desc_weight(QuantDescriptor(num_bits=13, axis=1))
+    layer = quant_conv.Conv2d(2, 3, 3)
+    assert layer.input_quantizer._num_bits == 11 and layer.weight_quantizer._axis == 1
+    other = quant_conv.Conv3d(2, 3, 3)
+    assert other.input_quantizer._num_bits == 8 and other.weight_quantizer._axis == 0
+    quant_nn.Linear.set_default_quant_desc_weight(QuantDescriptor(num_bits=5))
+    assert quant_nn.QuantLinear(2, 2).weight_quantizer.num_bits == 5
+    with pytest.raises(ValueError, match="expected an instance of QuantDescriptor"):
+        quant_nn.QuantLinear.set_default_quant_desc_input(8)
+
+
+def test_defaults_were_put_back() -> None:
+    """By the fixture of these tests, after the one above."""
+    assert quant_conv.Conv2d(2, 3, 3).input_quantizer._num_bits == 8
+
+
+def test_every_module_called_quantizer_can_be_disabled() -> None:
+    model = nn.ModuleList([quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True)), quant_nn.QuantLSTM(2, 2, 2)])
+    names = [name for name, module in model.named_modules() if "quantizer" in name and module.disable() is None]
+    assert len(names) == 2 + 1 + 2 * (1 + 2)  # two quantizers and a clip; two lists of two
+    assert all(m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer))
+    model[1]._input_quantizers.enable()
+    assert not model[1]._input_quantizers[1]._disabled
+
+
+class QuantScale(nn.Linear, _utils.QuantMixin):
+    """A user's layer, as the original's documentation shows how to write one."""
+
+    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.init_quantizer(*_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self._input_quantizer(input), self._weight_quantizer(self.weight), bias=self.bias)
+
+
+class QuantTwice(quant_nn.QuantConv2d):
+    """A user's subclass of a quantized layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight = self._quant(input)
+        return 2 * F.conv2d(x, weight, self.bias)
+
+
+def test_user_classes() -> None:
+    layer, plain = QuantScale(3, 4), quant_nn.QuantLinear(3, 4)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 3)
+    assert layer(x).equal(plain(x))
+    assert layer.input_quantizer is layer._input_quantizer and layer.weight_quantizer.axis == 0
+    twice, conv = (
+        QuantTwice(2, 3, 3, quant_desc_input=QuantDescriptor(4)),
+        quant_nn.QuantConv2d(2, 3, 3, quant_desc_input=QuantDescriptor(4)),
+    )
+    conv.load_state_dict(twice.state_dict())
+    y = torch.randn(1, 2, 5, 5)
+    assert twice(y).equal(2 * conv(y))
+    assert isinstance(twice, quant_conv._QuantConvNd)
+
+
+def test_modules_made_by_new_and_copied_attributes() -> None:
+    """From any function: the original looked at the name of its caller."""
+
+    def attach(module: Any) -> None:
+        descriptors = _utils.pop_quant_desc_in_kwargs(type(module))
+        module.init_quantizer(*(descriptors[:1] if isinstance(module, _utils.QuantInputMixin) else descriptors))
+
+    floats = [
+        nn.Conv2d(2, 3, 3, padding=1, groups=1, padding_mode="reflect"),
+        nn.Linear(4, 2),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.LSTM(4, 3, 2),
+    ]
+    inputs = [torch.randn(1, 2, 5, 5), torch.randn(3, 4), torch.randn(1, 2, 5, 5), torch.randn(6, 2, 4)]
+    for plain, x in zip(floats, inputs, strict=True):
+        wanted = plain(x)
+        cls = getattr(quant_nn, f"Quant{type(plain).__name__}")
+        layer = cls.__new__(cls)
+        for key, value in vars(plain).items():
+            setattr(layer, key, value)
+        attach(layer)
+        assert isinstance(layer, cls)
+        for module in layer.modules():
+            if isinstance(module, quant_nn.TensorQuantizer):
+                module.disable()
+        found = layer(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # LSTM: a loop instead of a kernel
+
+
+def test_copies_and_pickles() -> None:
+    model = nn.Sequential(quant_nn.QuantConv2d(2, 3, 3), quant_nn.QuantMaxPool2d(2), nn.Flatten(), quant_nn.QuantLinear(12, 2))
+    model[0].input_quantizer.amax = 2.0
+    x = torch.randn(2, 2, 6, 6)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(x).equal(model(x))
+        assert other[0].input_quantizer.amax == 2 and other[0].input_quantizer is not model[0].input_quantizer
+
+
+def test_autocast_training_step() -> None:
+    model = nn.Sequential(quant_nn.QuantConv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(4 * 36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(torch.randn(8, 1, 8, 8)), torch.arange(8) % 3)
+    before = model[0].weight.detach().clone()
+    loss.backward()
+    optimizer.step()
+    assert loss.isfinite() and not model[0].weight.equal(before)
+    assert nn.utils.parameters_to_vector(model.parameters()).isfinite().all()
