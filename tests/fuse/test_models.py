@@ -14,12 +14,8 @@ torchvision = pytest.importorskip("torchvision")
 # name: (BatchNorms that stay, because they come before an activation, image size); untrained weights
 MODELS = {
     "resnet18": (0, 64),
-    "mobilenet_v2": (0, 64),
     "mobilenet_v3_small": (0, 64),
     "shufflenet_v2_x0_5": (0, 64),
-    "mnasnet0_5": (0, 64),
-    "regnet_y_400mf": (0, 64),
-    "densenet121": (62, 64),
 }
 
 

@@ -80,6 +80,7 @@ class Affine:
         joins: how many sums of maps.
         cost: multiplications per output position of the layers that it replaces.
         is_identity: it is the source itself.
+        device: where kernels are computed; the CPU by default.
     """
 
     def __init__(
@@ -91,19 +92,21 @@ class Affine:
         joins: int = 0,
         cost: int = 0,
         is_identity: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.source, self.geometry, self._build = source, geometry, build
-        self.layers, self.joins, self.cost, self.is_identity = layers, joins, cost, is_identity
+        self.layers, self.joins, self.cost, self.is_identity, self.device = layers, joins, cost, is_identity, device
 
     @classmethod
-    def identity(cls: type[A], source: object, channels: int, rank: int) -> A:
-        """The source itself."""
+    def identity(cls: type[A], source: object, channels: int, rank: int, device: torch.device | None = None) -> A:
+        """The source itself; ``device`` is where kernels are computed."""
         geometry = Geometry.pointwise(channels, rank)
 
         def build() -> KernelBias:
-            return KernelBias(algebra.identity_kernel(channels, channels, geometry.window), torch.zeros(channels, dtype=torch.float64))
+            kernel = algebra.identity_kernel(channels, channels, geometry.window, device=device)
+            return KernelBias(kernel, kernel.new_zeros(channels))
 
-        return cls(source, geometry, build, is_identity=True)
+        return cls(source, geometry, build, is_identity=True, device=device)
 
     @cached_property
     def value(self) -> KernelBias:
@@ -112,14 +115,14 @@ class Affine:
 
     def derive(self: A, geometry: Geometry, build: Callable[[], KernelBias], *, layers: int = 0, joins: int = 0, cost: int = 0) -> A:
         """A map that absorbs this one and so many more layers."""
-        return type(self)(self.source, geometry, build, self.layers + layers, self.joins + joins, self.cost + cost)
+        return type(self)(self.source, geometry, build, self.layers + layers, self.joins + joins, self.cost + cost, device=self.device)
 
     # -- maps of maps --------------------------------------------------------------------------------------------------------
 
     def scaled(self: A, scale: Tensor | None, shift: Tensor | None, *, layers: int = 0) -> A:
         """``scale * self + shift`` with one value per channel (or one for all)."""
         out = self.geometry.out
-        scale, shift = (None if v is None else v.detach().double().reshape(-1).expand(out) for v in (scale, shift))
+        scale, shift = (None if v is None else v.double().reshape(-1).expand(out) for v in (scale, shift))
 
         def build() -> KernelBias:
             kernel, bias = self.value
@@ -136,7 +139,7 @@ class Affine:
         """
         if geometry.channels != self.geometry.out or geometry.rank != self.geometry.rank:
             raise NotAffine(f"a layer for {geometry.channels} channels follows {self.geometry.out}")
-        second = KernelBias(kernel.detach().double(), kernel.new_zeros(geometry.out).double() if bias is None else bias.detach().double())
+        second = KernelBias(kernel.double(), kernel.new_zeros(geometry.out).double() if bias is None else bias.double())
         if self.is_identity:
             return self.derive(geometry, lambda: second, layers=1, cost=geometry.kernel_numel)
         self.check_zero_padding(geometry.before, geometry.after)
@@ -196,7 +199,8 @@ class Affine:
         def build() -> KernelBias:
             return algebra.sum_branches([self.fitted(merged), other.fitted(merged)])
 
-        return type(self)(self.source, merged, build, self.layers + other.layers, self.joins + other.joins + 1, self.cost + other.cost)
+        layers, joins, cost = self.layers + other.layers, self.joins + other.joins + 1, self.cost + other.cost
+        return type(self)(self.source, merged, build, layers, joins, cost, device=self.device)
 
     def fitted(self, target: Geometry) -> KernelBias:
         """The kernel written with the window, padding and groups of ``target``."""

@@ -2,7 +2,7 @@
 
 Layouts are torch's: a convolution kernel is ``(out, in / groups, *window)``, a linear weight ``(out, in)`` (a convolution
 without window), a transposed convolution kernel ``(in, out / groups, *window)``. A BatchNorm in eval mode is the
-per-channel map ``scale * y + shift``. A bias of None counts as zero; every result has one.
+per-channel map ``scale * y + shift``. A bias of None counts as zero; every result has one. All of it is differentiable.
 
 Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, "Diverse Branch Block" (2103.13425) section 3.2 (transforms I-VI).
 """
@@ -46,10 +46,10 @@ def batch_norm_affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Te
 
     ``weight`` None counts as one and ``bias`` None as zero (``affine=False``).
     """
-    inverse = torch.rsqrt(var.detach().double() + eps)
-    scale = inverse if weight is None else weight.detach().double() * inverse
-    shift = -mean.detach().double() * scale
-    return scale, shift if bias is None else shift + bias.detach().double()
+    inverse = torch.rsqrt(var.double() + eps)
+    scale = inverse if weight is None else weight.double() * inverse
+    shift = -mean.double() * scale
+    return scale, shift if bias is None else shift + bias.double()
 
 
 def _per_output(vector: Tensor, kernel: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _per_output(vector: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _bias(bias: Tensor | None, like: Tensor, channels: int) -> Tensor:
-    return like.new_zeros(channels) if bias is None else bias.detach().double()
+    return like.new_zeros(channels) if bias is None else bias.double()
 
 
 def fold_affine_after(
@@ -72,7 +72,7 @@ def fold_affine_after(
         shift: ``(out,)``.
         groups: only needed for transposed kernels, where the output channel of entry ``[i, j]`` depends on the group of ``i``.
     """
-    kernel, scale, shift = kernel.detach().double(), scale.double(), shift.double()
+    kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     out = kernel.shape[1] * groups if transposed else kernel.shape[0]
     if scale.numel() != out:
         raise FuseError(f"fold_affine_after: got {scale.numel()} scales for {out} output channels; expected one per channel")
@@ -93,7 +93,7 @@ def fold_affine_before(
     Exact only where the layer sees no implicit zeros (no zero padding) or ``shift`` is zero: the caller checks. For a transposed
     convolution a non-zero shift is right only where every output position sees the whole window (window 1).
     """
-    kernel, scale, shift = kernel.detach().double(), scale.double(), shift.double()
+    kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     channels = kernel.shape[0] if transposed else kernel.shape[1] * groups
     if scale.numel() != channels:
         raise FuseError(f"fold_affine_before: got {scale.numel()} scales for {channels} input channels; expected one per channel")
@@ -107,25 +107,29 @@ def fold_affine_before(
     return KernelBias((grouped * factor).reshape(kernel.shape), extra + _bias(bias, kernel, extra.numel()))
 
 
-def identity_kernel(channels: int, groups: int, window: Sequence[int], *, at: Sequence[int] | None = None) -> Tensor:
+def identity_kernel(
+    channels: int, groups: int, window: Sequence[int], *, at: Sequence[int] | None = None, device: torch.device | None = None
+) -> Tensor:
     """The kernel of ``x -> x``: a one at window position ``at`` (default the centre) of ``[i, i mod (channels / groups)]``.
 
     Upstream converters fill a diagonal of the ``(channels, channels / groups)`` matrix instead, which is wrong for groups > 1.
     """
     per_group = channels // groups
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64)
-    rows = torch.arange(channels)
+    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device=device)
+    rows = torch.arange(channels, device=device)
     ones: tuple[Any, ...] = (rows, rows % per_group, *position)
     kernel[ones] = 1.0
     return kernel
 
 
-def avg_pool_kernel(channels: int, groups: int, window: Sequence[int], divisor: int | None = None) -> Tensor:
+def avg_pool_kernel(
+    channels: int, groups: int, window: Sequence[int], divisor: int | None = None, *, device: torch.device | None = None
+) -> Tensor:
     """The kernel of an average pool that counts its padding: ``1 / divisor`` (default: the window's size) on the channel diagonal."""
     per_group = channels // groups
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64)
-    rows = torch.arange(channels)
+    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device=device)
+    rows = torch.arange(channels, device=device)
     kernel[rows, rows % per_group] = 1.0 / (divisor or math.prod(window))
     return kernel
 
@@ -158,7 +162,7 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
     out, per_group = kernel.shape[0] // groups, kernel.shape[1]
     blocks = kernel.reshape(new_groups, ratio, out, per_group, *kernel.shape[2:])
     wide = kernel.new_zeros(new_groups, ratio, out, ratio, per_group, *kernel.shape[2:])
-    index = torch.arange(ratio)
+    index = torch.arange(ratio, device=kernel.device)
     wide[:, index, :, index] = blocks.transpose(0, 1)
     return wide.reshape(kernel.shape[0], ratio * per_group, *kernel.shape[2:])
 

@@ -26,7 +26,7 @@ from torchq.fuse.ranges import spread_of
 from torchq.fuse.report import Fusion, Refusal
 from torchq.utils import Registry, set_submodule
 
-__all__ = ["BLOCKS", "BlockEdit", "BlockRule", "Merge", "plan_blocks", "register_block"]
+__all__ = ["BLOCKS", "BlockEdit", "BlockRule", "Merge", "find_blocks", "plan_blocks", "register_block"]
 
 #: ``merge(function, main)`` returns the one layer that ``function`` is; ``main`` is the layer whose geometry it should take.
 Merge = Callable[..., Any]
@@ -48,6 +48,7 @@ class BlockRule:
         when: a further condition.
         linear: the linear part as a function of the block and its input, where ``forward`` cannot be used.
         finish: a last touch on the merged block.
+        quantized: the block holds quantizers by design, and knows how to keep them.
         loose: the names are common ones, so a block that turns out not to be linear is no news for the report.
     """
 
@@ -61,6 +62,7 @@ class BlockRule:
     when: Callable[[Any], bool] | None = None
     linear: Callable[[Any, Tensor], Tensor] | None = None
     finish: Callable[[Any], None] | None = None
+    quantized: bool = False
     loose: bool = False
 
     def matches(self, block: Any) -> bool:
@@ -196,6 +198,16 @@ class BlockEdit:
                 set_submodule(model, name, replacement)
 
 
+def find_blocks(model: nn.Module) -> list[tuple[str, BlockRule]]:
+    """Paths and rules of the blocks that still have their branches, by name alone; nothing is computed."""
+    found: list[tuple[str, BlockRule]] = []
+    for path, block in model.named_modules():
+        if not any(path.startswith(outer + ".") for outer, _ in found):
+            rule = next((BLOCKS[name] for name in reversed(list(BLOCKS)) if BLOCKS[name].matches(block) and not BLOCKS[name].loose), None)
+            found += [(path, rule)] if rule is not None else []
+    return found
+
+
 def plan_blocks(model: nn.Module) -> list[BlockEdit | Refusal]:
     """Plan every known block of ``model``, outermost first; ``model`` is not changed."""
     results: list[BlockEdit | Refusal] = []
@@ -216,9 +228,9 @@ def _plan_block(path: str, block: nn.Module) -> BlockEdit | Refusal | None:
     refusal = None
     for name in reversed(list(BLOCKS)):
         rule = BLOCKS[name]
-        if not rule.matches(block) or (rule.writes is None and not path and type(rule) is BlockRule):
+        if not rule.matches(block) or (rule.writes is None and not path):
             continue
-        if reason := block_obstacle(block):
+        if reason := block_obstacle(block, quantized=rule.quantized):
             return Refusal(path, f"is a {name} block; {reason}")
         try:
             return _convert_copy(path, block, rule)

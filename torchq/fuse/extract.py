@@ -52,10 +52,11 @@ def collapse(function: Function, channels: int, rank: int) -> tuple[Geometry, Ke
     Raises:
         NotAffine: an operation is not linear, or not one that :mod:`torchq.fuse.operators` knows.
     """
-    result = function(AffineTensor.identity(object(), channels, rank))  # type: ignore[arg-type]
-    if not isinstance(result, AffineTensor):
-        raise NotAffine(f"the result is a {type(result).__name__}, not a map of the input")
-    return result.symmetric()
+    with torch.no_grad():
+        result = function(AffineTensor.identity(object(), channels, rank))  # type: ignore[arg-type]
+        if not isinstance(result, AffineTensor):
+            raise NotAffine(f"the result is a {type(result).__name__}, not a map of the input")
+        return result.symmetric()
 
 
 def _taps_read(function: Function, channels: int, rank: int, size: int) -> tuple[list[int], list[int], list[int], list[int]]:

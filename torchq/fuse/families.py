@@ -11,7 +11,7 @@ from torchq.fuse.blocks import BLOCKS, BlockRule
 from torchq.fuse.layers import is_layer
 from torchq.fuse.special import GhostV3Rule, ImplicitHeadRule, RepGhostRule, VanillaActivationRule
 
-__all__: list[str] = []
+__all__ = ["FAMILIES"]
 
 
 def _needs_more_than_one(block: Any) -> bool:
@@ -48,7 +48,8 @@ def _fully_fused(block: Any) -> bool:
 _RBR = ("rbr_dense", "rbr_1x1", "rbr_identity", "rbr_avg", "id_tensor")
 _RBR_AFTER = ("nonlinearity", "se", "post_se", "act", "activation")
 
-for _rule in (
+#: All of them, the general ones first: later entries are tried first.
+FAMILIES: tuple[BlockRule, ...] = (
     # PaddleDetection PP-YOLOE, RT-DETR
     BlockRule(
         name="ppyoloe",
@@ -256,5 +257,7 @@ for _rule in (
     ),
     VanillaActivationRule(name="vanillanet-activation", has=("weight", "bn", "act_num", "dim"), branches=("bn",), writes="weight"),
     ImplicitHeadRule(name="yolov7-implicit", has=("m", "ia", "im"), branches=("ia", "im"), writes="m", when=_implicit),
-):
+)
+
+for _rule in FAMILIES:
     BLOCKS.add(_rule.name, _rule)

@@ -163,9 +163,9 @@ def norm_remainder(norm: nn.Module) -> nn.Module:
     return act if isinstance(act, nn.Module) else nn.Identity().train(norm.training)
 
 
-def block_obstacle(block: nn.Module) -> str | None:
-    """Why the branches of ``block`` may not be merged and removed, or None."""
-    if holds_quantizers(block):
+def block_obstacle(block: nn.Module, *, quantized: bool = False) -> str | None:
+    """Why the branches of ``block`` may not be merged and removed, or None; ``quantized`` allows quantizers in it."""
+    if holds_quantizers(block) and not quantized:
         return QUANTIZED_FIRST
     for path, module in block.named_modules():
         where = path or "it"

@@ -87,7 +87,7 @@ def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _constant(value: Any, like: AffineTensor) -> Tensor:
     """A number, or one value per channel laid out to broadcast against ``(N, C, *spatial)``."""
-    tensor = torch.as_tensor(value).detach().double()
+    tensor = torch.as_tensor(value).double()
     if tensor.numel() == 1:
         return tensor.reshape(1)
     rank, channels = like.geometry.rank, like.geometry.out
@@ -195,7 +195,7 @@ def _conv(a: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any =
     else:
         before = after = _ints(padding, rank)
     geometry = Geometry(weight.shape[1] * groups, weight.shape[0], groups, window, before, after, _ints(stride, rank))
-    return a.convolved(algebra.dilate_kernel(weight.detach(), rate), bias, geometry)
+    return a.convolved(algebra.dilate_kernel(weight, rate), bias, geometry)
 
 
 _rule("conv1d", "conv2d", "conv3d")(_conv)
@@ -222,7 +222,7 @@ def _avg_pool(
     if ceil_mode or (any(pads) and not count_include_pad):
         raise NotAffine("an average pool whose divisor varies with the position")
     step = window if stride is None or stride == [] else _ints(stride, rank)
-    kernel = algebra.avg_pool_kernel(channels, channels, window, divisor_override)
+    kernel = algebra.avg_pool_kernel(channels, channels, window, divisor_override, device=a.device)
     return a.convolved(kernel, None, Geometry(channels, channels, channels, window, pads, pads, step))
 
 
