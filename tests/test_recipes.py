@@ -69,7 +69,7 @@ def test_what_each_recipe_does() -> None:
     assert axes(recipes.int4_weight, "input") == [None] * 3
     assert axes(recipes.int4_weight, "weight") == [*(d.replace(num_bits=4) for d in per_channel[:2]), QuantDescriptor(4, block_size=128)]
     assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
-    w4 = QuantDescriptor(4, learn_amax=True, calib_method="mse")
+    w4 = QuantDescriptor(4, learn_amax=True, scale_range_grad=True, calib_method="mse")
     assert axes(recipes.w4a4, "input") == [w4] * 3 and axes(recipes.w4a4, "weight") == [w4.replace(axis=d.axis) for d in per_channel]
 
 

@@ -42,6 +42,8 @@ class QuantDescriptor:
         amax: a fixed range: a number, or a (nested) sequence, array or tensor of them. None: calibrated, or taken from the
             data at each call as long as nothing was calibrated.
         learn_amax: make amax a parameter with a gradient.
+        scale_range_grad: with ``learn_amax``, bring that gradient to the size of a weight's as LSQ does
+            (:func:`torchq.functional.range_gradient_scale`). Plain SGD needs it; Adam does not care.
         scale_amax: multiplies the range whenever it is used (not cumulative), > 0.
         calib_method: a name in :func:`torchq.calib.methods`.
         calib_options: keyword arguments for that calibrator, such as ``{"percentile": 99.99}``.
@@ -68,6 +70,7 @@ class QuantDescriptor:
     axis: int | tuple[int, ...] | None = None
     amax: Any = None
     learn_amax: bool = False
+    scale_range_grad: bool = False
     scale_amax: float | None = None
     calib_method: str = "max"
     calib_options: Any = ()
@@ -216,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 def _check_types(d: QuantDescriptor) -> None:
     expected: dict[str, tuple[type, ...]] = {"name": (str, type(None)), "calib_method": (str,), "scale_format": (str, type(None))}
-    expected |= dict.fromkeys(("fake_quant", "learn_amax", "unsigned", "narrow_range", "dynamic"), (bool,))
+    expected |= dict.fromkeys(("fake_quant", "learn_amax", "scale_range_grad", "unsigned", "narrow_range", "dynamic"), (bool,))
     for field, types in expected.items():
         if not isinstance(getattr(d, field), types):
             raise ConfigError(f"{field}: got {getattr(d, field)!r}; expected {' or '.join(t.__name__ for t in types)}")
@@ -238,6 +241,8 @@ def _check_rules(d: QuantDescriptor) -> None:
         by_name(d.scale_format)
     if d.dynamic and (d.amax is not None or d.learn_amax):
         raise ConfigError("dynamic: got amax or learn_amax too; expected neither, the range is taken from each call's data")
+    if d.scale_range_grad and not d.learn_amax:
+        raise ConfigError("scale_range_grad: got learn_amax=False; expected learn_amax=True, there is no gradient to scale otherwise")
 
 
 QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor(8)

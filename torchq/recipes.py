@@ -45,7 +45,7 @@ def int8_per_tensor() -> QuantConfig:
 @RECIPES.register("w4a4")
 def w4a4() -> QuantConfig:
     """INT4 weights per output channel and INT4 activations, both with learned ranges (LSQ): meant for QAT."""
-    descriptor = QuantDescriptor(4, learn_amax=True, calib_method="mse")
+    descriptor = QuantDescriptor(4, learn_amax=True, scale_range_grad=True, calib_method="mse")
     return _compute_layers("w4a4", descriptor, descriptor, per_channel=True)
 
 

@@ -42,3 +42,38 @@ def test_groups_train_ranges_that_were_calibrated_after_the_optimizer_was_built(
     model(x).square().sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].input_quantizer.amax, before)
+
+
+def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
+    """One SGD step on amax with ``scale_range_grad`` changes it by the factor that LSQ's step would change by (section 2.2)."""
+    x = torch.randn(64, 16)
+    plain = torchq.TensorQuantizer(torchq.QuantDescriptor(3, amax=1.0, learn_amax=True))
+    scaled = torchq.TensorQuantizer(torchq.QuantDescriptor(3, amax=1.0, learn_amax=True, scale_range_grad=True))
+    grads = []
+    for quantizer in (plain, scaled):
+        y = quantizer(x)
+        y.square().sum().backward()
+        grads.append(quantizer.amax.grad)
+    qmax, n = 3.0, 64 * 16
+    step_grad = grads[0] * qmax  # d loss / d step, from d loss / d amax
+    lsq_relative = step_grad / (n * qmax) ** 0.5 / (1.0 / qmax)
+    torch.testing.assert_close(grads[1] / 1.0, lsq_relative)
+    assert torch.equal(plain(x), scaled(x))
+
+
+def test_plain_sgd_trains_the_w4a4_recipe() -> None:
+    """Without the scale the first steps throw the ranges far away: the gradient of a range sums over all its elements."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+    torchq.quantize_(model, torchq.recipes.w4a4())
+    x, target = torch.randn(16, 3, 12, 12), torch.randn(16, 16, 12, 12)
+    torchq.calibrate(model, [x], progress=False)
+    optimizer = torch.optim.SGD(param_groups(model, lr=0.01), momentum=0.9)
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(q.amax.min() > 0 for q in torchq.workflow.quantizers(model).values())

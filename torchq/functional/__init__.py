@@ -11,6 +11,7 @@ from torchq.functional.fake_quant import (
     learned_fake_quantize,
     quantize,
 )
+from torchq.functional.gradient import ScaleGradientFunction, range_gradient_scale, scale_gradient
 from torchq.functional.scale import TINY, amax_from_step, compute_dtype, reduce_amax, step_from_amax
 from torchq.functional.seed import FakeTensorQuantFunction, TensorQuantFunction, fake_tensor_quant, tensor_quant
 
@@ -19,6 +20,7 @@ __all__ = [
     "FakeQuantizeFunction",
     "FakeTensorQuantFunction",
     "LearnedFakeQuantizeFunction",
+    "ScaleGradientFunction",
     "TensorQuantFunction",
     "amax_from_step",
     "compute_dtype",
@@ -27,7 +29,9 @@ __all__ = [
     "fake_tensor_quant",
     "learned_fake_quantize",
     "quantize",
+    "range_gradient_scale",
     "reduce_amax",
+    "scale_gradient",
     "step_from_amax",
     "tensor_quant",
 ]

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.calib import Calibrator, make_calibrator
+from torchq.calib import Calibrator, make_calibrator, search_amax
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
-from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax, step_from_amax
+from torchq.functional import (
+    fake_quantize,
+    learned_fake_quantize,
+    quantize,
+    range_gradient_scale,
+    reduce_amax,
+    scale_gradient,
+    step_from_amax,
+)
 from torchq.utils import constant_while_tracing
 
 __all__ = ["TensorQuantizer"]
@@ -85,12 +93,16 @@ class TensorQuantizer(nn.Module):
         """The amax that a call on ``x`` quantizes with: the calibrated one, or that of ``x``; times ``scale_amax``."""
         d = self.descriptor
         if self.calibrated and not d.dynamic:
-            amax = self.amax
+            amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if d.scale_range_grad else self.amax
         elif torch.onnx.is_in_onnx_export():
             raise ExportError(f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}")
         else:
             amax = reduce_amax(x, d.granularity)
         return amax if d.scale_amax is None else amax * d.scale_amax
+
+    def _range_gradient_scale(self, x: Tensor) -> float:
+        with constant_while_tracing():
+            return range_gradient_scale(x.numel(), self.amax.numel(), self.descriptor.format)
 
     @property
     def mode(self) -> str:
@@ -181,7 +193,18 @@ class TensorQuantizer(nn.Module):
         self.calibrator, self.observing = None, False
 
     def calibrate_on(self, x: Tensor) -> None:
-        """Set amax from one tensor (a weight), by the descriptor's method."""
+        """Set amax from one tensor (a weight), by the descriptor's method; ``"mse"`` tries ranges out on the tensor itself.
+
+        Raises:
+            CalibrationError: NaN or infinite values; amax stays as it was.
+        """
+        d = self.descriptor
+        if d.calib_method == "mse" and not d.calib_options:
+            try:
+                self.set_amax(search_amax(x, d.format, d.granularity, scale_format=d.step_format))
+            except CalibrationError as error:
+                raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
+            return
         observing, pending = self.observing, self.calibrator
         self.start_calibration()
         try:

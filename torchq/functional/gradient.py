@@ -1,0 +1,53 @@
+"""Scaling a gradient without touching the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.formats import Format
+
+__all__ = ["ScaleGradientFunction", "scale_gradient", "range_gradient_scale"]
+
+
+class ScaleGradientFunction(torch.autograd.Function):
+    """Identity; the gradient is multiplied by ``factor``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x`` with its gradient multiplied by ``factor``; any shape and dtype."""
+    return ScaleGradientFunction.apply(x, factor)
+
+
+def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
+    """What brings the gradient of a learned range to the size of a weight's gradient.
+
+    LSQ multiplies the gradient of the *step* by ``1 / sqrt(n * qmax)`` with ``n`` elements per step. The parameter here is
+    ``amax = step * qmax``; the factor ``qmax**1.5 / sqrt(n)`` makes the same relative change of it.
+
+    Args:
+        elements: of the tensor that is quantized.
+        ranges: how many amax it has; ``n = elements / ranges``.
+
+    Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), section 2.2.
+
+    >>> range_gradient_scale(elements=400, ranges=4, format=torchq.formats.by_bits(3, unsigned=False))
+    0.5196152422706632
+    """
+    return float(format.qmax**1.5 / max(elements / max(ranges, 1), 1) ** 0.5)
