@@ -1,0 +1,241 @@
+"""calibrate: kinds of batches, what runs in which mode, what is kept, and every refusal."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.calib import methods
+from torchq.errors import CalibrationError, ConfigError
+from torchq.functional import reduce_amax
+from torchq.nn import TensorQuantizer
+from torchq.workflow import quantizers, run_batch
+
+Pair = namedtuple("Pair", "image label")
+
+
+def net(config: QuantConfig | None = None) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    torchq.quantize_(model, config)
+    return model
+
+
+@pytest.fixture
+def data(generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(5, 4, generator=generator) * (i + 1) for i in range(3)]
+
+
+def ranges(model: nn.Module) -> dict[str, Tensor]:
+    return {name: q.amax.clone() for name, q in quantizers(model).items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class Named(nn.Module):
+    """Takes its input by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"y": self.fc(x * scale)}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "scale"),
+    [
+        (lambda x: x, 1.0),
+        (lambda x: (x, torch.zeros(5)), 1.0),
+        (lambda x: [x, torch.zeros(5)], 1.0),
+        (lambda x: Pair(x, torch.zeros(5)), 1.0),
+        (lambda x: {"x": x, "scale": 2.0}, 2.0),
+    ],
+)
+def test_kinds_of_batches(wrap: Any, scale: float, data: list[Tensor]) -> None:
+    model = Named()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [wrap(x) for x in data], progress=False)
+    assert model.fc.input_quantizer.amax.item() == scale * max(x.abs().max().item() for x in data)
+
+
+def test_own_forward_takes_any_batch(data: list[Tensor]) -> None:
+    model = Named()
+    torchq.quantize_(model)
+    seen: list[object] = []
+
+    def forward(model: nn.Module, batch: Any) -> None:
+        seen.append(batch)
+        model(batch["deep"][0].float(), scale=3.0)
+
+    torchq.calibrate(model, ({"deep": [x]} for x in data), forward=forward, progress=False)
+    assert len(seen) == 3
+    assert model.fc.input_quantizer.amax.item() == 3 * max(x.abs().max() for x in data)
+
+
+@pytest.mark.parametrize("batch", ["text", 3, (), ("a", torch.ones(1)), {1, 2}])
+def test_unknown_kinds_of_batches_are_named(batch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"got a batch of (str|int|tuple|set); expected a tensor, \(tensor, ...\) or a dict. .*forward="):
+        torchq.calibrate(net(), [batch], progress=False)
+
+
+def test_run_batch_gives_the_result(data: list[Tensor]) -> None:
+    model = nn.Linear(4, 2)
+    assert torch.equal(run_batch(model, (data[0], 0)), model(data[0]))
+    assert torch.equal(run_batch(model, [data[0]], device=torch.device("cpu")), model(data[0]))
+
+
+@pytest.mark.parametrize(("given", "count"), [(None, 3), (1, 1), (2, 2), (9, 3)])
+def test_number_of_batches(given: int | None, count: int, data: list[Tensor]) -> None:
+    """A generator is asked for no batch more than it gives away."""
+    taken = []
+
+    def stream() -> Any:
+        for x in data:
+            taken.append(x)
+            yield x
+
+    model = net()
+    torchq.calibrate(model, stream(), num_batches=given, progress=False)
+    assert len(taken) == count
+    assert model[0].input_quantizer.amax.item() == max(x.abs().max() for x in data[:count]).item()
+
+
+def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
+    """While calibrating nothing is quantized, neither the weights nor quantizers whose ranges are known."""
+    floats, model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Sequential()
+    model.extend(floats)  # the same layers
+    hidden = [floats[:2](x) for x in data]
+    torchq.quantize_(model, QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),)))
+    model[0].input_quantizer.set_amax(0.01)
+    with pytest.warns(UserWarning, match=r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)"):
+        torchq.calibrate(model, data, progress=False)
+    assert model[2].input_quantizer.amax.item() == max(h.abs().max() for h in hidden).item()
+    assert model[0].weight_quantizer.amax.item() == model[0].weight.abs().max().item()
+    assert model[0].input_quantizer.amax.item() == pytest.approx(0.01)
+
+
+def test_modes_are_given_back(data: list[Tensor]) -> None:
+    """Training flags and quantizer modes, with and without an exception; no calibrator stays behind."""
+    model = net()
+    model.train()
+    model[1].eval()
+    model[2].input_quantizer.mode = "off"
+
+    def state() -> list[object]:
+        return [m.training for m in model.modules()] + [q.mode for q in quantizers(model).values()]
+
+    def failing() -> Any:
+        yield data[0]
+        raise ZeroDivisionError
+
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        torchq.calibrate(model, failing(), progress=False)
+    assert state() == before and not model[0].input_quantizer.calibrated
+    torchq.calibrate(model, data, progress=False, force=True)
+    assert state() == before
+    assert not model[2].input_quantizer.calibrated  # it was off
+    assert all(q.calibrator is None for q in quantizers(model).values())
+    assert torch.is_grad_enabled() and all(p.grad is None for p in model.parameters())
+
+
+def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None:
+    model, seen = net(), []
+    model[1].register_forward_hook(lambda m, a, y: seen.append((m.training, y.requires_grad)))
+    torchq.calibrate(model.train(), data[:1], progress=False)
+    assert seen == [(False, False)]
+
+
+def test_weights_need_no_data(data: list[Tensor]) -> None:
+    model = net()
+    torchq.calibrate(model)
+    assert torch.equal(model[0].weight_quantizer.amax, reduce_amax(model[0].weight, model[0].weight_quantizer.descriptor.granularity))
+    assert not model[0].input_quantizer.calibrated
+    weights_only = net(torchq.recipes.int4_weight())
+    torchq.calibrate(weights_only, data, progress=False)
+    assert weights_only[0].weight_quantizer.calibrated
+
+
+def test_weights_follow_the_descriptor_and_activations_the_method(data: list[Tensor]) -> None:
+    weight = QuantDescriptor(4, calib_method="mse")
+    model = net(QuantConfig((Rule("*", input=QuantDescriptor(), weight=weight),)))
+    torchq.calibrate(model, data, method="percentile", percentile=60.0, progress=False)
+    assert model[0].input_quantizer.amax < max(x.abs().max() for x in data)
+    assert 0 < model[0].weight_quantizer.amax < model[0].weight.abs().max()
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method(method: str, data: list[Tensor]) -> None:
+    model = net()
+    torchq.calibrate(model, data, method=method, progress=False)
+    assert all(q.calibrated and bool((q.amax > 0).all()) for q in quantizers(model).values())
+
+
+def test_what_is_known_is_kept(data: list[Tensor]) -> None:
+    """A second run warns and changes nothing; ``force`` replaces; a fixed range is never replaced and never mentioned."""
+    model = net(QuantConfig((Rule("*", input=QuantDescriptor(), weight=QuantDescriptor()), Rule("2", input=QuantDescriptor(amax=7.0)))))
+    torchq.calibrate(model, data, progress=False)
+    before = ranges(model)
+    with pytest.warns(UserWarning, match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True replaces them"):
+        torchq.calibrate(model, [10 * data[0]], progress=False)
+    assert same(ranges(model), before)
+    torchq.calibrate(model, [10 * x for x in data], progress=False, force=True)
+    assert model[0].input_quantizer.amax.item() == pytest.approx(10 * before["0.input_quantizer"].item())
+    assert model[2].input_quantizer.amax.item() == 7.0
+
+
+def test_dynamic_quantizers_need_nothing(data: list[Tensor]) -> None:
+    model = net(torchq.recipes.nvfp4())
+    torchq.calibrate(model, data, progress=False)
+    assert not any(q.calibrated for q in quantizers(model).values())
+
+
+def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
+    q = TensorQuantizer()
+    torchq.calibrate(q, data, progress=False)
+    assert q.amax.item() == max(x.abs().max() for x in data).item() and q.mode == "quantize"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: torchq.calibrate(nn.Linear(2, 2), []), ConfigError, "calibrate: Linear has no quantizer; .*Run torchq.quantize_"),
+        (lambda: torchq.calibrate(net(), [], progress=False), CalibrationError, "calibrate: got no batch; expected at least one"),
+        (lambda: torchq.calibrate(net(), iter(()), progress=False), CalibrationError, "got no batch"),
+        (lambda: torchq.calibrate(net(), [], on_unseen="ignore"), ConfigError, "got on_unseen='ignore'; expected 'error', 'disable' or"),
+        (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"), ConfigError, "unknown calibration method 'maximum'"),
+        (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9), ConfigError, r"got options \['percentile'\]"),
+    ],
+)
+def test_refusals(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_bad_weight_is_named(data: list[Tensor]) -> None:
+    model = net()
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match=r"2.weight_quantizer: .*NaN or infinite"):
+        torchq.calibrate(model, data, progress=False)
+    assert model[0].input_quantizer.calibrated and model[0].weight_quantizer.calibrated
+
+
+def test_progress_and_logs(data: list[Tensor], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A bar by default, nothing without; never more than a line of log, at debug."""
+    with caplog.at_level(logging.INFO):
+        torchq.calibrate(net(), data)
+    assert "calibrate" in (bar := capsys.readouterr()).err and "/3" in bar.err and bar.out == ""
+    torchq.calibrate(net(), data, progress=False)
+    assert capsys.readouterr() == ("", "")
+    assert caplog.records == []

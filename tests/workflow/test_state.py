@@ -1,0 +1,134 @@
+"""save and load: the same model in another process, and every mismatch named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
+from torchq.errors import ConfigError, QuantizationError
+from torchq.workflow import apply_record, quantizers, swap_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Net(nn.Module):
+    """A user's quantizer, a shared layer, a fused transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.again = self.a
+        self.own = TensorQuantizer(QuantDescriptor(4))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.own(self.again(self.a(x)))))
+
+
+CONFIG = QuantConfig(
+    (
+        Rule("*", input=QuantDescriptor(), weight=QuantDescriptor(axis=0)),
+        Rule("head", input=QuantDescriptor(4, learn_amax=True, scale_amax=0.9), weight=QuantDescriptor(4, block_size=4)),
+        Rule("layer.linear2", weight=QuantDescriptor((4, 3))),
+    )
+)
+
+
+@pytest.fixture
+def x(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(2, 3, 8, generator=generator)
+
+
+@pytest.fixture
+def model(x: torch.Tensor) -> Net:
+    net = Net().eval()
+    torchq.quantize_(net, CONFIG)
+    torchq.calibrate(net, [x], progress=False)
+    net.a.input_quantizer.mode = "off"
+    return net
+
+
+def test_round_trip(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
+    torchq.save(model, tmp_path / "m.pt")
+    torch.load(tmp_path / "m.pt", weights_only=True)
+    for target in (Net(), Net().double().float(), copy.deepcopy(model)):
+        loaded = torchq.load(target.eval(), tmp_path / "m.pt")
+        assert loaded is target
+        assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+        found, expected = quantizers(loaded), quantizers(model)
+        assert {n: (q.descriptor, q.mode, q.name) for n, q in found.items()} == {n: (q.descriptor, q.mode, n) for n, q in expected.items()}
+        with torch.no_grad():
+            assert torch.equal(loaded(x), model(x))
+    assert swap_record(target) == swap_record(model)
+
+
+def test_in_another_process(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
+    small = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    torchq.quantize_(small)
+    torchq.calibrate(small, [x], progress=False)
+    torchq.save(small, tmp_path / "m.pt")
+    torch.save((x, small(x).detach()), tmp_path / "xy.pt")
+    code = (
+        "import sys, torch, torchq; from torch import nn\n"
+        "m = torchq.load(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), sys.argv[1] + '/m.pt')\n"
+        "x, y = torch.load(sys.argv[1] + '/xy.pt'); print(torch.equal(m(x), y), m[0].input_quantizer.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.split() == ["True", "0.input_quantizer"], done.stderr
+
+
+def test_an_uncalibrated_model_is_one_too(x: torch.Tensor, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 2))
+    torchq.quantize_(model)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(nn.Sequential(nn.Linear(8, 2)), str(tmp_path / "m.pt"))
+    assert torch.equal(loaded(x), model(x)) and not loaded[0].input_quantizer.calibrated
+
+
+def test_records_are_json(model: Net) -> None:
+    record = swap_record(model)
+    assert json.loads(json.dumps(record)) == record
+    twin = Net()
+    apply_record(twin, record)
+    assert swap_record(twin) == record
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(1, 1, 1)), r"0: got torch.nn.modules.conv.Conv2d; expected torch.nn.modules.linear.Linear"),
+        (lambda: nn.Sequential(), r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the architecture"),
+    ],
+)
+def test_another_architecture_is_named_and_left_alone(make: Any, text: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 2))
+    torchq.quantize_(model)
+    torchq.save(model, tmp_path / "m.pt")
+    target = make()
+    before = [type(m) for m in target.modules()]
+    with pytest.raises(QuantizationError, match=text):
+        torchq.load(target, tmp_path / "m.pt")
+    assert [type(m) for m in target.modules()] == before
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match=r"load: .*w.pt was not written by torchq.save; .*Use load_state_dict"):
+        torchq.load(nn.Linear(2, 2), tmp_path / "w.pt")
+    torch.save([1], tmp_path / "l.pt")
+    with pytest.raises(ConfigError, match=r"was not written by torchq.save"):
+        torchq.load(nn.Linear(2, 2), tmp_path / "l.pt")
+    torch.save({"torchq": {"version": 99}, "state_dict": {}}, tmp_path / "v.pt")
+    with pytest.raises(ConfigError, match="load: got a record of version 99; expected 1"):
+        torchq.load(nn.Linear(2, 2), tmp_path / "v.pt")
