@@ -87,5 +87,5 @@ def freeze_(model: nn.Module) -> nn.Module:
     """
     for quantizer in quantizers(model).values():
         quantizer.observing = False
-        quantizer.amax.requires_grad_(False)
+        quantizer.requires_grad_(False)
     return model
