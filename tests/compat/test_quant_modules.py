@@ -1,0 +1,128 @@
+"""Replacing classes in torch.nn, and getting them back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torchq.compat.pytorch_quantization as package
+from torchq.compat.pytorch_quantization import nn as quant_nn
+from torchq.compat.pytorch_quantization import quant_modules
+from torchq.compat.pytorch_quantization.quant_modules import QuantModuleReplacementHelper
+
+REPLACED = [entry.mod_name for entry in quant_modules._DEFAULT_QUANT_MAP]
+
+
+def current() -> dict[str, type]:
+    return {name: getattr(torch.nn, name) for name in REPLACED}
+
+
+PLAIN = current()
+
+
+def test_default_map() -> None:
+    assert len(REPLACED) == len(set(REPLACED)) == 15
+    for entry in quant_modules._DEFAULT_QUANT_MAP:
+        assert entry.orig_mod is torch.nn and entry.replace_mod is getattr(quant_nn, f"Quant{entry.mod_name}")
+        assert issubclass(entry.replace_mod, PLAIN[entry.mod_name])
+
+
+def test_initialize_and_deactivate() -> None:
+    quant_modules.initialize()
+    try:
+        model = nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        assert type(torch.nn.Linear(16, 256, 3)) is quant_nn.QuantLinear
+        assert all(getattr(torch.nn, entry.mod_name) is entry.replace_mod for entry in quant_modules._DEFAULT_QUANT_MAP)
+    finally:
+        quant_modules.deactivate()
+    assert current() == PLAIN
+    assert [type(m).__name__ for m in model] == ["QuantConv2d", "MaxPool2d", "Flatten", "QuantLinear"]
+    assert model(torch.randn(3, 1, 6, 6)).shape == (3, 2)
+
+
+def test_the_package_shows_them_too() -> None:
+    package.initialize(["Linear"])
+    assert torch.nn.Linear is PLAIN["Linear"] and torch.nn.Conv2d is quant_nn.QuantConv2d
+    package.deactivate()
+    assert current() == PLAIN
+
+
+def test_a_custom_map_wins_over_the_skip_list() -> None:
+    helper = QuantModuleReplacementHelper()
+    helper.prepare_state(["Linear"], [(torch.nn, "Linear", quant_nn.QuantLinear), (torch.nn, "Conv2d", quant_nn.QuantConv1d)])
+    helper.apply_quant_modules()
+    try:
+        assert torch.nn.Linear is quant_nn.QuantLinear and torch.nn.Conv2d is quant_nn.QuantConv1d
+    finally:
+        helper.restore_float_modules()
+    assert current() == PLAIN
+
+
+def test_twice_is_undone_by_once() -> None:
+    quant_modules.initialize()
+    quant_modules.initialize(["Conv1d"])
+    quant_modules.deactivate()
+    assert current() == PLAIN
+    quant_modules.deactivate()
+    assert current() == PLAIN
+
+
+def test_appended_entries_are_used() -> None:
+    theirs = SimpleNamespace(Layer=nn.Linear)
+    quant_modules._DEFAULT_QUANT_MAP.append(quant_modules._quant_entry(theirs, "Layer", quant_nn.QuantLinear))
+    quant_modules.initialize()
+    assert theirs.Layer is quant_nn.QuantLinear
+    quant_modules.deactivate()
+    assert theirs.Layer is PLAIN["Linear"]
+
+
+def test_the_helper_undoes_it_after_an_exception() -> None:
+    def build() -> None:
+        with QuantModuleReplacementHelper():
+            assert torch.nn.Conv2d is quant_nn.QuantConv2d
+            raise KeyError("in the model's constructor")
+
+    with pytest.raises(KeyError):
+        build()
+    assert current() == PLAIN
+    helper = QuantModuleReplacementHelper()
+    helper.prepare_state(REPLACED[1:])
+    with helper:
+        assert torch.nn.Conv1d is quant_nn.QuantConv1d and torch.nn.Linear is PLAIN["Linear"]
+    assert current() == PLAIN
+
+
+def test_applying_is_all_or_nothing() -> None:
+    class Sealed:
+        Layer = nn.Linear
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise TypeError("sealed")
+
+    helper = QuantModuleReplacementHelper()
+    helper.default_quant_map = []
+    helper.prepare_state(custom_map=[(torch.nn, "Linear", quant_nn.QuantLinear)])
+    helper.quant_map.append(quant_modules._quant_entry(Sealed(), "Layer", quant_nn.QuantLinear))
+    with pytest.raises(TypeError, match="sealed"):
+        helper.apply_quant_modules()
+    assert current() == PLAIN
+
+
+def test_unknown_names_are_an_error_before_anything_changes() -> None:
+    with pytest.raises(AttributeError, match="Nothing"):
+        quant_modules.initialize(custom_quant_modules=[(torch.nn, "Nothing", quant_nn.QuantLinear)])
+    assert current() == PLAIN
+
+
+def test_enable_onnx_export_is_a_context_that_gives_back() -> None:
+    quantizer = quant_nn.TensorQuantizer
+    assert not quantizer._enable_onnx_export
+    with package.enable_onnx_export():
+        assert quantizer._enable_onnx_export
+        with pytest.raises(KeyError), quant_modules.enable_onnx_export():
+            raise KeyError
+        assert quantizer._enable_onnx_export
+    assert not quantizer._enable_onnx_export
