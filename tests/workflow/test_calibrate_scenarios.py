@@ -139,3 +139,17 @@ def test_resuming_keeps_ranges_with_one_warning_unless_forced(model: Branched, d
     assert same(ranges(resumed), before)
     torchq.calibrate(resumed, wider, force=True, progress=False)
     assert torch.equal(resumed.body.input_quantizer.amax, 10 * before["body.input_quantizer"])
+
+
+def test_weights_with_mse_are_searched_directly(generator: torch.Generator) -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(8, 64, generator=generator))
+    torchq.quantize_(model, torchq.recipes.w4a4())
+    torchq.calibrate(model, None, progress=False)
+    quantizer = model[0].weight_quantizer
+    descriptor = quantizer.descriptor
+    assert torch.equal(quantizer.amax, torchq.calib.search_amax(model[0].weight, descriptor.format, descriptor.granularity))
+    model[0].weight.data[3, 4] = torch.nan
+    with pytest.raises(CalibrationError, match=r"0\.weight_quantizer: search_amax: got NaN or infinite values"):
+        torchq.calibrate(model, None, force=True, progress=False)

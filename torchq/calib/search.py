@@ -8,13 +8,13 @@ from torch import Tensor
 from torchq.calib.groups import whole
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerTensor
-from torchq.functional import compute_dtype, fake_quantize, reduce_amax
+from torchq.functional import compute_dtype, dequantize, quantize, reduce_amax
 
 __all__ = ["search_amax"]
 
 _PER_TENSOR = PerTensor()
 _SMALLEST = 0.2
-_PIECE = 1 << 16
+_PIECE = 1 << 17
 
 
 def search_amax(
@@ -63,7 +63,8 @@ def _search(x: Tensor, format: Format, granularity: Granularity, scale_format: F
     best, least = largest, torch.full_like(largest, torch.inf)
     for i in range(candidates):
         amax = largest * (1.0 - (1.0 - _SMALLEST) * i / (candidates - 1))
-        error = _squared_error(x, fake_quantize(x, amax, format, granularity, scale_format), granularity, largest.shape)
+        codes = quantize(x, amax, format, granularity, scale_format)
+        error = _squared_error(x, dequantize(codes, amax, format, granularity, scale_format), granularity, largest.shape)
         better = error < least
         best, least = torch.where(better, amax, best), torch.where(better, error, least)
     return best
