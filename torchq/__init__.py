@@ -9,6 +9,7 @@ torch.Size([1, 2])
 
 from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
+from torchq.deployment import deploy
 from torchq.descriptor import QuantDescriptor
 from torchq.export import export_onnx, inspect_onnx, verify_onnx
 from torchq.fuse import FuseReport, fuse_
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "calib",
     "calibrate",
+    "deploy",
     "disabled",
     "errors",
     "export_onnx",

@@ -1,0 +1,50 @@
+"""Models and measures for the tests of torchq.deployment."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+
+__all__ = ["calibrated", "Residual", "sqnr"]
+
+
+def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:
+    """``model`` quantized and calibrated on ``x``, in eval mode."""
+    torchq.quantize_(model.eval(), config)
+    torchq.calibrate(model, [x], progress=False)
+    return model
+
+
+def sqnr(got: Tensor, expected: Tensor) -> float:
+    """Signal to error in dB, infinite for equality."""
+    error = (got.double() - expected.double()).square().sum().item()
+    return math.inf if error == 0 else 10 * math.log10(expected.double().square().sum().item() / error)
+
+
+class Residual(nn.Module):
+    """A small residual network with BatchNorm, pooling, concatenation and a linear head."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(2)
+        self.conv1 = nn.Conv2d(16, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1)
+        self.left, self.right = nn.Conv2d(16, 8, 1), nn.Conv2d(16, 24, 3, padding=1, groups=8)
+        self.act = activation()
+        self.head = nn.Linear(32, 5)
+        with torch.no_grad():
+            self.norm.running_mean.normal_()  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            self.norm.weight.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.act(self.norm(self.stem(x))))
+        x = self.act(self.conv2(self.act(self.conv1(x))) + x)
+        x = torch.cat([self.act(self.left(x)), self.act(self.right(x))], 1)
+        return self.head(x.mean((2, 3)))

@@ -1,0 +1,13 @@
+"""Integer kernels inside PyTorch: :func:`torchq.deploy` and the layers it puts in place.
+
+The package is called ``deployment`` because ``torchq.deploy`` is the function. May import everything below but no sibling of its
+layer: export and analysis do not know it, and it does not know them.
+"""
+
+from torchq.deployment.activations import ACTIVATIONS, Activation
+from torchq.deployment.api import deploy
+from torchq.deployment.grid import Grid
+from torchq.deployment.layers import Int8Conv, Int8Layer, Int8Linear
+from torchq.deployment.lowering import LOWERINGS
+
+__all__ = ["ACTIVATIONS", "Activation", "Grid", "Int8Conv", "Int8Layer", "Int8Linear", "LOWERINGS", "deploy"]

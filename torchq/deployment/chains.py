@@ -1,0 +1,64 @@
+"""Finding what can be traced, and joining the integer layers in it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import fx, nn
+
+from torchq.deployment.layers import Int8Layer
+from torchq.deployment.rewrite import Rewriter
+from torchq.graph.core import is_torch_leaf, observed, trace
+from torchq.nn import QuantModule, TensorQuantizer
+
+__all__ = ["chain"]
+
+log = logging.getLogger(__name__)
+
+
+def chain(model: nn.Module) -> nn.Module:
+    """Join the integer layers of ``model`` as far as it can be traced; returns the model to use instead.
+
+    What cannot be traced keeps its own code, and its children are tried one by one.
+    """
+    if not _worth_it(model):
+        return model
+    try:
+        traced = trace(model, _is_leaf)
+    except Exception as error:  # a model's own code may raise anything when its control flow looks at a tensor
+        log.debug("deploy: %s cannot be traced (%s: %s); trying its parts", type(model).__name__, type(error).__name__, error)
+        for name, child in list(model.named_children()):
+            if not _is_leaf(child):
+                setattr(model, name, chain(child))
+        return model
+    Rewriter(traced, _dtype(model)).run()
+    return _dressed(traced, model)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    if isinstance(module, QuantModule):
+        return not module.is_container
+    return isinstance(module, (Int8Layer, TensorQuantizer)) or is_torch_leaf(module)
+
+
+def _worth_it(model: nn.Module) -> bool:
+    """Whether ``model`` holds integer layers, and is used by calling it only."""
+    if _is_leaf(model) or not any(isinstance(m, Int8Layer) for m in model.modules()):
+        return False
+    return not any(observed(m) for m in model.modules())
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((m.dtype for m in model.modules() if isinstance(m, Int8Layer)), torch.float32)
+
+
+def _dressed(traced: fx.GraphModule, model: nn.Module) -> nn.Module:
+    """The traced model under the name of the original, with its plain attributes: a parent may read them."""
+    graph = fx.Graph()  # one that does not name the tracer: unpickling would look for it
+    graph.output(graph.graph_copy(traced.graph, {}))
+    result = fx.GraphModule(traced, graph, class_name=type(model).__name__)
+    for name, value in vars(model).items():
+        if not name.startswith("_") and not hasattr(result, name):
+            setattr(result, name, value)
+    return result.eval()

@@ -1,0 +1,97 @@
+"""The uint8 codes that stand for a tensor: real value = (code - zero) * step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchq.formats import IntFormat, PerTensor
+from torchq.functional.scale import TINY
+from torchq.nn import TensorQuantizer
+
+__all__ = ["Grid", "SIGNED_ZERO"]
+
+#: Kernels want unsigned input, so a signed code q is stored as q + 128.
+SIGNED_ZERO = 128
+
+# Adding 1.5 * 2**23 to a float32 of magnitude below 2**22 rounds it to an integer, ties to even, and leaves that integer in the low
+# mantissa bits: one pass over memory instead of the three of multiply, round and a (slow) conversion to uint8.
+_ROUND = 1.5 * 2.0**23
+_OFFSETS = {zero: torch.tensor(_ROUND + zero) for zero in (0, SIGNED_ZERO)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How real values map to uint8 codes.
+
+    Attributes:
+        step: distance of neighbouring values, > 0.
+        zero: the code of 0.0: 0 where no value is negative, else 128.
+        low, high: the codes that are used, within 0 .. 255; a dead range has ``low == high == zero``.
+
+    Example:
+        >>> Grid(0.5, 128, 0, 255).quantize(torch.tensor([-1.0, 0.2, 0.3, 100.0]))
+        tensor([126, 128, 129, 255], dtype=torch.uint8)
+    """
+
+    step: float
+    zero: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, quantizer: TensorQuantizer) -> Grid | str:
+        """The grid of a calibrated quantizer, or why there is none. Its codes are those that the simulation rounds to."""
+        d = quantizer.descriptor
+        if not isinstance(d.format, IntFormat) or d.format.bits > 8:
+            return f"format {d.format} has no 8-bit integer kernel"
+        if not isinstance(d.granularity, PerTensor) or quantizer.amax.numel() != 1:
+            return "activations have more than one range"
+        amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
+        zero = SIGNED_ZERO if d.format.signed else 0
+        if amax <= TINY:
+            return cls(1.0, zero, zero, zero)
+        return cls(float(quantizer.step), zero, zero + int(d.format.lo), zero + int(d.format.hi))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest real value."""
+        return (self.low - self.zero) * self.step, (self.high - self.zero) * self.step
+
+    @property
+    def saturates_by_itself(self) -> bool:
+        """Whether the bounds of uint8 are the bounds of the grid."""
+        return (self.low, self.high) == (0, 255)
+
+    def clamped(self, low: float, high: float, *, keep_zero: bool = False) -> Grid:
+        """The grid of values that were clamped to ``[low, high]`` before. Exact: rounding and clamping keep order.
+
+        Where nothing negative is left the codes start at 0, the form that kernels like best, unless ``keep_zero``.
+        """
+        limits = [self.zero + _round(bound / self.step, self.low - self.zero, self.high - self.zero) for bound in (low, high)]
+        grid = replace(self, low=limits[0], high=limits[1])
+        if grid.low < grid.zero or keep_zero:
+            return grid
+        return Grid(self.step, 0, grid.low - grid.zero, grid.high - grid.zero)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Codes of a floating-point tensor, uint8, x's shape and memory format. NaN becomes an arbitrary code."""
+        low, high = self.bounds
+        x = torch.clamp(x.to(torch.float32), low, high)
+        if torch.compiler.is_compiling():  # fused there, and reinterpreting bits would be in the way
+            return torch.round(x * (1.0 / self.step)).add(self.zero).to(torch.uint8)
+        return torch.add(_OFFSETS[self.zero], x, alpha=1.0 / self.step).view(torch.int32).to(torch.uint8)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        """Float32 values of codes."""
+        if self.zero == 0:
+            return codes * self.step
+        return codes.to(torch.float32).sub_(self.zero).mul_(self.step)
+
+
+def _round(value: float, low: int, high: int) -> int:
+    """To the nearest integer in ``[low, high]``, ties to even; infinities saturate."""
+    return round(min(max(value, low), high)) if not math.isnan(value) else low

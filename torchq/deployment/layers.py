@@ -1,0 +1,190 @@
+"""Layers that compute on integers: what quantized convolutions and linear layers become."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.deployment import onednn
+from torchq.deployment.grid import Grid
+from torchq.deployment.ops import conv_cpu, kernel_name, linear_cpu
+
+__all__ = ["Int8Conv", "Int8Layer", "Int8Linear"]
+
+
+class Int8Layer(nn.Module):
+    """Base of layers with int8 weights and uint8 activations.
+
+    Takes a floating-point tensor, which it quantizes, or the uint8 codes of its :attr:`input_grid`. Returns a floating-point
+    tensor, or codes where it has an :attr:`output_grid`. For inference; there is no gradient.
+
+    Args:
+        weight: int8, (out, in / groups, ...).
+        weight_step: float32, (out,): real weight = weight * step.
+        bias: floating point (out,) or None.
+        input_grid: how the input is quantized.
+        dtype: of floating-point results.
+
+    Attributes:
+        activation, arguments: applied to the result, a name in :data:`torchq.deployment.ACTIVATIONS`.
+        output_grid: None for floating-point results.
+        residual_grid: of the second argument of :meth:`forward`, where that is codes.
+    """
+
+    weight: Tensor
+    weight_step: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, input_grid: Grid, dtype: torch.dtype, input_scale: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_step", weight_step)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.register_buffer("input_scale", input_scale)
+        self.input_grid = input_grid
+        self.output_grid: Grid | None = None
+        self.residual_grid: Grid | None = None
+        self.activation, self.arguments = "none", list[float]()
+        self.dtype = dtype
+
+    def codes(self, x: Tensor) -> Tensor:
+        """``x`` as codes of the input grid."""
+        if x.dtype is torch.uint8:
+            return x
+        return self.input_grid.quantize(x if self.input_scale is None else x * self.input_scale.to(x.dtype))
+
+    def output_arguments(self) -> tuple[float, int, torch.dtype, str, Sequence[float]]:
+        """Step, zero, dtype, activation and its arguments, as the operators take them."""
+        grid = self.output_grid
+        if grid is None:
+            return 1.0, 0, torch.float32, self.activation, self.arguments
+        return grid.step, grid.zero, torch.uint8, self.activation, self.arguments
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Give floating-point results their dtype, and codes the bounds that a kernel does not know."""
+        grid = self.output_grid
+        if grid is None:
+            return y if self.dtype is torch.float32 else y.to(self.dtype)
+        return y if grid.saturates_by_itself or self._activation_bounds(grid) else y.clamp_(grid.low, grid.high)
+
+    def _activation_bounds(self, grid: Grid) -> bool:
+        """Whether the activation keeps results inside the grid already."""
+        if self.activation != "clamp":
+            return False
+        low, high = grid.bounds
+        return self.arguments[0] >= low and self.arguments[1] <= high
+
+    def variant(self) -> Int8Layer:
+        """A second layer on the same tensors, for another place in a model."""
+        twin = copy.copy(self)
+        twin._buffers = dict(self._buffers)
+        return twin
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The numbers that are no tensors, for the state dict."""
+        grids = {name: None if (grid := getattr(self, name)) is None else astuple(grid) for name in _GRIDS}
+        return {**grids, "activation": self.activation, "arguments": list(self.arguments)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        for name in _GRIDS:
+            setattr(self, name, None if state[name] is None else Grid(*state[name]))
+        self.activation, self.arguments = state["activation"], list(state["arguments"])
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        onednn.PACKED.forget(self.weight)  # copied into in place
+        super()._load_from_state_dict(*args)
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """Kernel, bytes of the parameters, and what is fused, for :func:`torchq.summary`."""
+        size = sum(b.numel() * b.element_size() for b in self.buffers())
+        fused = [] if self.activation == "none" else [self.activation]
+        fused += ["add"] if self.residual_grid is not None else []
+        out = "uint8" if self.output_grid is not None else str(self.dtype).removeprefix("torch.")
+        return f"{kernel_name(self.weight.device)} uint8 x int8 -> {out}", size, " + ".join(fused)
+
+    def extra_repr(self) -> str:
+        shape = "x".join(map(str, self.weight.shape))
+        out = self.dtype if self.output_grid is None else self.output_grid
+        return f"weight={shape}, input={self.input_grid}, output={out}, activation={self.activation}{self.arguments or ''}"
+
+
+_GRIDS = ("input_grid", "output_grid", "residual_grid")
+
+
+def _eager(x: Tensor) -> bool:
+    """Whether the kernel may be called directly, past torch's dispatcher (a third of a small layer's time)."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
+class Int8Conv(Int8Layer):
+    """An integer convolution in 1, 2 or 3 dimensions; the arguments beyond :class:`Int8Layer`'s are those of a float one.
+
+    Shape:
+        (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last in memory for 2 and 3 dimensions.
+    """
+
+    def __init__(self, conv: Any, *args: Any) -> None:
+        super().__init__(*args)
+        self.stride, self.dilation = list[int](conv.stride), list[int](conv.dilation)
+        self.groups: int = conv.groups
+        self.padding, self.border = _split_padding(conv)
+        self.border_mode: str = conv.padding_mode
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_grid`."""
+        x = self.codes(x)
+        single = x.dim() == self.weight.dim() - 1
+        x = x.unsqueeze(0) if single else x
+        if self.border is not None:
+            x = self._pad(x, self.border)
+        grid, kept = self.input_grid, self.residual_grid
+        inputs = (x, self.weight, self.weight_step, self.bias, grid.step, grid.zero, self.stride, self.padding, self.dilation, self.groups)
+        added = (residual, 1.0, 0) if kept is None else (residual, kept.step, kept.zero)
+        run = conv_cpu if _eager(x) else torch.ops.torchq.int8_conv
+        y = self.finish(run(*inputs, *self.output_arguments(), *added))
+        return y.squeeze(0) if single else y
+
+    def _pad(self, x: Tensor, border: list[int]) -> Tensor:
+        if self.border_mode == "zeros":
+            return F.pad(x, border, value=float(self.input_grid.zero))
+        # Not implemented for integers; exact in float32.
+        return F.pad(x.float(), border, mode=self.border_mode).to(torch.uint8)
+
+
+def _split_padding(conv: Any) -> tuple[list[int], list[int] | None]:
+    """Symmetric zero padding for the kernel, and what has to be padded before it, in the order of ``F.pad``."""
+    spatial = len(conv.kernel_size)
+    if conv.padding == "valid":
+        return [0] * spatial, None
+    if conv.padding == "same":
+        total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        before_after = [(t // 2, t - t // 2) for t in total]
+    else:
+        before_after = [(p, p) for p in conv.padding]
+    if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
+        return [a for a, _ in before_after], None
+    return [0] * spatial, [side for pair in reversed(before_after) for side in pair]
+
+
+class Int8Linear(Int8Layer):
+    """An integer linear layer.
+
+    Shape:
+        (..., in), float or uint8 codes -> (..., out).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``activation(x @ weight.T + bias)``."""
+        x, grid = self.codes(x), self.input_grid
+        run = linear_cpu if _eager(x) else torch.ops.torchq.int8_linear
+        return self.finish(run(x, self.weight, self.weight_step, self.bias, grid.step, grid.zero, *self.output_arguments()))

@@ -1,0 +1,110 @@
+"""From a quantized module to the integer layer that computes the same, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchq.deployment.grid import Grid
+from torchq.deployment.layers import Int8Conv, Int8Linear
+from torchq.formats import Granularity, IntFormat, PerAxis, PerTensor, integer
+from torchq.functional import quantize, step_from_amax
+from torchq.nn import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantModule, TensorQuantizer
+from torchq.utils import Registry
+
+__all__ = ["LOWERINGS", "integer_weight", "lower", "uncalibrated"]
+
+Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
+
+#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. Exact types only.
+LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
+
+
+def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
+    """The integer layer for ``module``, or why there is none.
+
+    Args:
+        module: calibrated, left unchanged.
+        reduce_range: see :func:`torchq.deploy`.
+    """
+    found = LOWERINGS.get(type(module))
+    if found is None:
+        return f"no integer kernel for {type(module).__name__}"
+    with torch.no_grad():
+        return found(module, reduce_range)
+
+
+def uncalibrated(model: nn.Module) -> list[str]:
+    """Paths of the quantizers that are on, not dynamic, and have no range."""
+    named = ((name, m) for name, m in model.named_modules() if isinstance(m, TensorQuantizer))
+    return [name for name, q in named if q.quantizing and not q.descriptor.dynamic and not q.calibrated]
+
+
+def active(quantizer: nn.Module) -> TensorQuantizer | None:
+    """The quantizer, if it quantizes."""
+    return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
+
+
+def integer_weight(quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool) -> tuple[Tensor, Tensor] | str:
+    """Int8 codes of a weight and the float32 step of each output channel, as the simulation rounds them; or why that cannot be.
+
+    ``reduce_range`` rounds to 7 bits over the same range instead.
+    """
+    d = quantizer.descriptor
+    format = d.format
+    if not isinstance(format, IntFormat) or format.hi > 127:
+        return f"weight format {format} does not fit int8"
+    if not _per_output(d.granularity, weight):
+        return "weight ranges are neither per tensor nor per output channel"
+    if reduce_range and format.bits > 7:
+        format = integer(7, narrow=format.narrow)
+    if quantizer.pre_quant_scale is not None:
+        weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
+    amax = quantizer.range_for(weight).detach().to(torch.float32)
+    codes = quantize(weight, amax, format, d.granularity)
+    step = step_from_amax(amax, format).flatten().expand(weight.shape[0])
+    return codes.to(torch.int8).contiguous(), step.contiguous()
+
+
+def _per_output(granularity: Granularity, weight: Tensor) -> bool:
+    if isinstance(granularity, PerAxis):
+        return [axis % weight.dim() for axis in granularity.axes] == [0]
+    return isinstance(granularity, PerTensor)
+
+
+def _parts(module: QuantModule, reduce_range: bool) -> tuple[Tensor, Tensor, Tensor | None, Grid, torch.dtype, Tensor | None] | str:
+    """The arguments of an :class:`Int8Layer`, or why there is none."""
+    x, w = active(module.input_quantizer), active(module.weight_quantizer)
+    if x is None or w is None:
+        return f"its {'input' if x is None else 'weight'} is not quantized"
+    if x.descriptor.dynamic:
+        return "the range of its input is taken from each call"
+    if not (x.descriptor.fake_quant and w.descriptor.fake_quant):
+        return "a quantizer returns codes"
+    grid = Grid.of(x)
+    if isinstance(grid, str):
+        return grid
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    codes = integer_weight(w, weight.detach(), reduce_range)
+    if isinstance(codes, str):
+        return codes
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return *codes, bias, grid, weight.dtype, x.pre_quant_scale
+
+
+@LOWERINGS.register(QuantConv1d)
+@LOWERINGS.register(QuantConv2d)
+@LOWERINGS.register(QuantConv3d)
+def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+    parts = _parts(module, reduce_range)
+    return parts if isinstance(parts, str) else Int8Conv(module, *parts)
+
+
+@LOWERINGS.register(QuantLinear)
+def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+    parts = _parts(module, reduce_range)
+    return parts if isinstance(parts, str) else Int8Linear(*parts)

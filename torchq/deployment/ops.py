@@ -1,0 +1,132 @@
+"""The operators of deployed models, in torch's own registry: ``torch.ops.torchq.int8_conv`` and ``int8_linear``.
+
+They take plain tensors and numbers, so ``torch.compile``, ``torch.export`` with save and load, and copies of models all work. Which
+kernel runs is decided inside: oneDNN's on a CPU that has it, plain torch otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq.deployment import onednn, reference
+
+__all__ = ["conv_any", "conv_cpu", "kernel_name", "linear_any", "linear_cpu"]
+
+# A fragment: other parts of torchq may define operators in the same namespace.
+_LIBRARY = torch.library.Library("torchq", "FRAGMENT")
+
+_LIBRARY.define(
+    "int8_conv(Tensor x, Tensor weight, Tensor weight_step, Tensor? bias, float x_step, int x_zero, SymInt[] stride, SymInt[] padding,"
+    " SymInt[] dilation, int groups, float out_step, int out_zero, ScalarType out_dtype, str activation, float[] arguments,"
+    " Tensor? residual=None, float residual_step=1.0, int residual_zero=0) -> Tensor"
+)
+_LIBRARY.define(
+    "int8_linear(Tensor x, Tensor weight, Tensor weight_step, Tensor? bias, float x_step, int x_zero, float out_step, int out_zero,"
+    " ScalarType out_dtype, str activation, float[] arguments) -> Tensor"
+)
+
+
+def kernel_name(device: torch.device) -> str:
+    """``"onednn"`` or ``"reference"``: what the operators run on ``device``."""
+    return "onednn" if device.type == "cpu" and onednn.available() else "reference"
+
+
+def conv_any(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+    residual: Tensor | None = None, residual_step: float = 1.0, residual_zero: int = 0,
+) -> Tensor:  # fmt: skip
+    """``torchq::int8_conv`` anywhere."""
+    y = reference.conv(x, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups)
+    if residual is not None and residual.dtype is torch.uint8:
+        residual = (residual.float() - residual_zero) * residual_step
+    return reference.finish(y, out_step, out_zero, out_dtype, activation, arguments, residual)
+
+
+def conv_cpu(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+    residual: Tensor | None = None, residual_step: float = 1.0, residual_zero: int = 0,
+) -> Tensor:  # fmt: skip
+    """``torchq::int8_conv`` on the CPU."""
+    run = onednn.conv if onednn.available() and x.numel() else conv_any
+    return run(
+        x, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups,
+        out_step, out_zero, out_dtype, activation, arguments, residual, residual_step, residual_zero,
+    )  # fmt: skip
+
+
+def _conv_fake(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+    residual: Tensor | None = None, residual_step: float = 1.0, residual_zero: int = 0,
+) -> Tensor:  # fmt: skip
+    sizes = [
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    ]
+    shape = torch.Size((x.shape[0], weight.shape[0], *sizes))
+    if residual is not None:
+        shape = torch.broadcast_shapes(shape, residual.shape)
+    out = x.new_empty(shape, dtype=out_dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return out.to(memory_format=formats[x.dim()]) if x.dim() in formats and x.device.type == "cpu" and onednn.available() else out
+
+
+def linear_any(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """``torchq::int8_linear`` anywhere."""
+    y = reference.linear(x, weight, weight_step, bias, x_step, x_zero)
+    return reference.finish(y, out_step, out_zero, out_dtype, activation, arguments, None)
+
+
+def linear_cpu(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """``torchq::int8_linear`` on the CPU."""
+    run = onednn.linear if onednn.available() and x.numel() else linear_any
+    return run(x, weight, weight_step, bias, x_step, x_zero, out_step, out_zero, out_dtype, activation, arguments)
+
+
+def _linear_fake(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, *rest: object,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+for _name, _any, _cpu, _fake in (("int8_conv", conv_any, conv_cpu, _conv_fake), ("int8_linear", linear_any, linear_cpu, _linear_fake)):
+    _LIBRARY.impl(_name, _any, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"torchq::{_name}", _fake, lib=_LIBRARY)
+
+
+def _max_pool_any(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool
+) -> Tensor:
+    return F.max_pool2d(x.float(), tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode).to(torch.uint8)
+
+
+def _max_pool_cpu(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool
+) -> Tensor:
+    # torch's own max_pool2d refuses uint8 images that are channels last; this operator takes plain tensors and is ten times faster.
+    if x.numel() and x.dim() == 4 and hasattr(torch.ops.quantized, "max_pool2d"):
+        return torch.ops.quantized.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+    return _max_pool_any(x, kernel, stride, padding, dilation, ceil_mode)
+
+
+_LIBRARY.define("max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode) -> Tensor")
+_LIBRARY.impl("max_pool2d", _max_pool_any, "CompositeExplicitAutograd")
+_LIBRARY.impl("max_pool2d", _max_pool_cpu, "CPU")
+torch.library.register_fake("torchq::max_pool2d", _max_pool_any, lib=_LIBRARY)

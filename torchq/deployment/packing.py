@@ -1,0 +1,49 @@
+"""Weights in the layout that a kernel wants, made at the first call and kept as long as the plain weight lives.
+
+Packed tensors are opaque: they can be neither copied nor saved. So modules hold plain int8 weights, and what is derived from them
+lives here, under a weak reference to the plain tensor. Copies, files and exported programs then need no special case.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["PackCache"]
+
+
+class PackCache:
+    """Derived data by (weight, key). Safe to use from several threads; only building takes the lock.
+
+    Weights must not be changed in place afterwards, unless :meth:`forget` is called.
+    """
+
+    def __init__(self) -> None:
+        self._entries = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get(self, weight: Tensor, key: Hashable, companion: Tensor | None, build: Callable[[], Any]) -> Any:
+        """What ``build`` returned for this weight, key and ``companion`` (the bias: it enters what is built)."""
+        found = self._entries.get(weight)
+        entry = found.get(key) if found is not None else None
+        if entry is not None and entry[0] is companion:
+            return entry[1]
+        with self._lock:
+            if weight not in self._entries:
+                self._entries[weight] = {}
+            entries = self._entries[weight]
+            if key not in entries or entries[key][0] is not companion:
+                entries[key] = (companion, build())
+            return entries[key][1]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def forget(self, weight: Tensor) -> None:
+        """Drop what was built for ``weight``: its values have changed."""
+        with self._lock:
+            self._entries.pop(weight, None)

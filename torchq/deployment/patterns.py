@@ -1,0 +1,150 @@
+"""What the nodes of a traced model are, as far as chains care."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+__all__ = ["activation_of", "added", "clamp_bounds", "concatenated", "keeps_sign", "module_of", "moved", "max_pool_of", "source_of"]
+
+_INF = float("inf")
+
+_FUNCTIONS: dict[Any, tuple[str, tuple[float, ...]]] = {
+    F.relu: ("relu", ()), torch.relu: ("relu", ()), "relu": ("relu", ()), F.relu6: ("clamp", (0.0, 6.0)),
+    F.silu: ("silu", ()), F.hardswish: ("hardswish", ()),
+}  # fmt: skip
+_IN_PLACE: dict[Any, tuple[str, tuple[float, ...]]] = {torch.relu_: ("relu", ()), "relu_": ("relu", ()), F.relu_: ("relu", ())}
+_MODULES: dict[type, Callable[[Any], tuple[str, tuple[float, ...]]]] = {
+    nn.ReLU: lambda m: ("relu", ()),
+    nn.ReLU6: lambda m: ("clamp", (0.0, 6.0)),
+    nn.Hardtanh: lambda m: ("clamp", (float(m.min_val), float(m.max_val))),
+    nn.SiLU: lambda m: ("silu", ()),
+    nn.Hardswish: lambda m: ("hardswish", ()),
+    nn.GELU: lambda m: ("gelu_tanh" if m.approximate == "tanh" else "gelu", ()),
+}
+
+_ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_ADDS_IN_PLACE = {operator.iadd, "add_"}
+#: Rearrange elements, and nothing else; applied to codes they give the codes of what they give.
+_MOVES_FUNCTIONS = {torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, operator.getitem}
+_MOVES_METHODS = {"flatten", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"}
+_MOVES_MODULES = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.ChannelShuffle, nn.PixelShuffle)
+
+#: Never negative where their tensor arguments are not.
+_KEEP_SIGN_FUNCTIONS = {F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d, torch.mean, torch.cat, operator.mul, torch.mul, *_ADDS}
+_KEEP_SIGN_METHODS = {"mean", "mul", *(t for t in _ADDS if isinstance(t, str))}
+_KEEP_SIGN_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
+                      nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)  # fmt: skip
+
+
+def module_of(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The module that a node calls."""
+    return modules[str(node.target)] if isinstance(node, fx.Node) and node.op == "call_module" else None
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """The first argument, if it is a result."""
+    return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _calls(node: fx.Node, targets: Any) -> bool:
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def activation_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, tuple[float, ...]] | None:
+    """Name and arguments of an activation that changes nothing else: one that works in place needs an input without other readers."""
+    module = module_of(node, modules)
+    if module is not None:
+        make = _MODULES.get(type(module))
+        return None if make is None or (getattr(module, "inplace", False) and _shared(node)) else make(module)
+    if _calls(node, _IN_PLACE):
+        return None if _shared(node) else _IN_PLACE[node.target]
+    in_place = node.kwargs.get("inplace", False) or len(node.args) > 1
+    if _calls(node, _FUNCTIONS) and not (in_place and _shared(node)):
+        return _FUNCTIONS[node.target]
+    if _calls(node, {F.gelu}):
+        return ("gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu", ())
+    if _calls(node, {F.hardtanh}) and not node.kwargs.get("inplace"):
+        low, high = (*node.args[1:], *([-1.0, 1.0][len(node.args) - 1 :]))[:2]
+        return ("clamp", (float(node.kwargs.get("min_val", low)), float(node.kwargs.get("max_val", high))))  # type: ignore[arg-type]
+    return None
+
+
+def _shared(node: fx.Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, fx.Node) and len(source.users) > 1
+
+
+def clamp_bounds(found: tuple[str, tuple[float, ...]] | None) -> tuple[float, float] | None:
+    """The bounds of an activation that only clamps."""
+    if found is None or found[0] not in ("relu", "clamp", "none"):
+        return None
+    return {"relu": (0.0, _INF), "none": (-_INF, _INF)}.get(found[0]) or (found[1][0], found[1][1])
+
+
+def added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors that a node adds."""
+    if not _calls(node, _ADDS) or node.kwargs or len(node.args) != 2:
+        return None
+    a, b = node.args
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return None
+    return None if node.target in _ADDS_IN_PLACE and len(a.users) > 1 else (a, b)
+
+
+def concatenated(node: fx.Node) -> list[fx.Node] | None:
+    """The tensors that a node concatenates."""
+    if not _calls(node, {torch.cat, torch.concat}):
+        return None
+    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
+    return list(tensors) if isinstance(tensors, (list, tuple)) and all(isinstance(t, fx.Node) for t in tensors) else None
+
+
+def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
+    """The tensor whose elements a node rearranges."""
+    module = module_of(node, modules)
+    moves = isinstance(module, _MOVES_MODULES) and not getattr(module, "inplace", False) if module is not None else False
+    moves = moves or (node.op == "call_function" and node.target in _MOVES_FUNCTIONS)
+    moves = moves or (node.op == "call_method" and node.target in _MOVES_METHODS)
+    source = node.args[0] if moves and node.args else None
+    # Taking an item of a tuple (or a size) rearranges nothing.
+    if node.target is operator.getitem and not (isinstance(source, fx.Node) and _makes_tensor(source, modules)):
+        return None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _makes_tensor(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    module = module_of(node, modules)
+    return isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(module, "input_grid")
+
+
+def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d | None:
+    """The pooling that a node does, where codes can be pooled likewise."""
+    module = module_of(node, modules)
+    if isinstance(module, nn.MaxPool2d):
+        return None if module.return_indices or not isinstance(node.args[0], fx.Node) else module
+    if not _calls(node, {F.max_pool2d}) or not isinstance(node.args[0], fx.Node):
+        return None
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    return None if given.pop("return_indices", False) or _any_node(given) else nn.MaxPool2d(**given)  # type: ignore[arg-type]
+
+
+def _any_node(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(v, fx.Node) for v in values.values())
+
+
+def keeps_sign(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the result is never negative where all tensor arguments are never negative."""
+    if isinstance(module_of(node, modules), _KEEP_SIGN_MODULES) or moved(node, modules) is not None:
+        return True
+    if node.target is F.pad:
+        return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
+    numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
+    known = _calls(node, _KEEP_SIGN_FUNCTIONS) or _calls(node, _KEEP_SIGN_METHODS)
+    return known and all(bool(number >= 0) for number in numbers)

@@ -1,0 +1,292 @@
+"""Joining integer layers in a traced model: each rule replaces a pattern by an equal one that is closer to the kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+
+from torchq.deployment import patterns
+from torchq.deployment.activations import ACTIVATIONS
+from torchq.deployment.editing import Editor, base_name
+from torchq.deployment.grid import Grid
+from torchq.deployment.layers import Int8Conv, Int8Layer
+from torchq.deployment.lowering import active
+from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Quantize
+from torchq.nn import QuantModule, TensorQuantizer, revert_
+
+__all__ = ["Rewriter"]
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Rewriter(Editor):
+    """Rewrites one traced model, in place."""
+
+    def run(self) -> None:
+        """Apply all rules until nothing changes, then settle what depends on the result."""
+        for node in list(self.graph.nodes):
+            self._separate(node)
+        rules: list[Callable[[fx.Node], bool]] = [  # the order matters: clamps join grids before kernels take them
+            self._share, self._cancel, self._never_negative, self._quantize_earlier, self._dequantize_later,
+            self._fold_norm, self._fuse_activation, self._fuse_add, self._fuse_output,
+        ]  # fmt: skip
+        while any(rule(node) for rule in rules for node in list(self.graph.nodes) if node.users or node.op == "output"):
+            self.graph.eliminate_dead_code()
+        self._settle()
+
+    # --- rules ----------------------------------------------------------------------------------------------------------------
+
+    def _separate(self, node: fx.Node) -> None:
+        """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""
+        module = self.module(node)
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.kwargs:
+            return
+        if isinstance(module, Int8Layer) and module.input_scale is None:
+            with self.graph.inserting_before(node):
+                node.replace_input_with(source, self.call(f"{node.target}_input", Quantize(module.input_grid), source))
+        elif isinstance(module, TensorQuantizer) and (grid := _static_grid(module)):
+            codes = self.before(node, Quantize(grid), source)
+            self.replace(node, Dequantize(grid, self.dtype), "values", codes)
+        elif isinstance(module, QuantModule) and module.quantizers == ("input",) and (grid := _static_grid(module.input_quantizer)):
+            codes = self.before(node, Quantize(grid), source)
+            with self.graph.inserting_before(node):
+                values = self.call(f"{node.target}_values", Dequantize(grid, self.dtype), codes)
+            self.replace(node, revert_(copy.deepcopy(module)), "float", values)
+
+    def _share(self, node: fx.Node) -> bool:
+        """One tensor, one grid: one Quantize."""
+        changed = False
+        kept: dict[Grid, fx.Node] = {}
+        for user in sorted(node.users):
+            module = self.module(user)
+            if isinstance(module, Quantize):
+                if module.grid in kept:
+                    user.replace_all_uses_with(kept[module.grid])
+                    self.graph.erase_node(user)
+                    changed = True
+                else:
+                    kept[module.grid] = user
+        return changed
+
+    def _cancel(self, node: fx.Node) -> bool:
+        """Codes -> values -> the same codes."""
+        module, source = self.module(node), patterns.source_of(node)
+        before, codes = self.module(source), source and patterns.source_of(source)
+        if codes is None or not (isinstance(module, Quantize) and isinstance(before, Dequantize) and module.grid == before.grid):
+            return False
+        node.replace_all_uses_with(codes)
+        self.graph.erase_node(node)
+        return True
+
+    def _never_negative(self, node: fx.Node) -> bool:
+        """Codes of values that are never negative start at 0: faster, and exact where a shifted zero costs bits of the bias."""
+        quantize = self.module(node)
+        if not isinstance(quantize, Quantize) or quantize.grid.low == quantize.grid.zero or not self._positive(node.args[0]):
+            return False
+        quantize.grid = quantize.grid.clamped(0.0, float("inf"), keep_zero=self._meets_others(node))
+        return True
+
+    def _positive(self, node: object) -> bool:
+        if not isinstance(node, fx.Node):
+            return False
+        layer, module = self.layer(node), self.module(node)
+        if layer is not None:
+            return layer.activation == "relu" or (layer.activation == "clamp" and layer.arguments[0] >= 0)
+        if isinstance(module, Dequantize):
+            return module.grid.low >= module.grid.zero
+        bounds = patterns.clamp_bounds(patterns.activation_of(node, self.modules))
+        if bounds is not None:
+            return bounds[0] >= 0
+        return patterns.keeps_sign(node, self.modules) and all(map(self._positive, node.all_input_nodes))
+
+    def _quantize_earlier(self, node: fx.Node) -> bool:
+        """Quantize before what commutes with it: clamps, max pooling, concatenation, rearranging."""
+        quantize = self.module(node)
+        if not isinstance(quantize, Quantize):
+            return False
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        bounds = patterns.clamp_bounds(patterns.activation_of(source, self.modules))
+        if bounds is not None and all(isinstance(self.module(user), Quantize) for user in source.users):
+            grid = quantize.grid.clamped(*bounds, keep_zero=self._meets_others(node))
+            self.replace(node, Quantize(grid), "clamped", source.args[0])  # type: ignore[arg-type]
+            return True
+        if len(source.users) > 1:
+            return False
+        pool = patterns.max_pool_of(source, self.modules)
+        inputs: list[fx.Node | None] = [*(patterns.concatenated(source) or ())] or [
+            patterns.moved(source, self.modules) or (patterns.source_of(source) if pool else None)
+        ]
+        if inputs == [None]:
+            return False
+        for tensor in dict.fromkeys(inputs):
+            assert isinstance(tensor, fx.Node)
+            with self.graph.inserting_before(source):
+                source.replace_input_with(tensor, self.call(f"{base_name(node)}_earlier", Quantize(quantize.grid), tensor))
+        node.replace_all_uses_with(source)
+        self.graph.erase_node(node)
+        if pool:
+            self._pool_codes(source, pool)
+        return True
+
+    def _meets_others(self, node: fx.Node) -> bool:
+        """Whether these codes are concatenated with others, which must then have the same zero."""
+        users = list(node.users)
+        return any(patterns.concatenated(user) or ((self._codes_pass(user)) and self._meets_others(user)) for user in users)
+
+    def _codes_pass(self, node: fx.Node) -> bool:
+        return patterns.moved(node, self.modules) is not None or isinstance(self.module(node), CodesMaxPool2d)
+
+    def _pool_codes(self, node: fx.Node, pool: nn.MaxPool2d) -> fx.Node:
+        settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, False, pool.ceil_mode)
+        return self.replace(node, CodesMaxPool2d(*settings), "codes", node.args[0])  # type: ignore[arg-type]
+
+    def _dequantize_later(self, node: fx.Node) -> bool:
+        """Rearrange codes instead of the values made from them."""
+        pool = patterns.max_pool_of(node, self.modules)
+        tensors: list[fx.Node | None] = [*(patterns.concatenated(node) or ())] or [
+            patterns.moved(node, self.modules) or (patterns.source_of(node) if pool else None)
+        ]
+        found = [self.module(tensor) for tensor in tensors]
+        grids = {module.grid for module in found if isinstance(module, Dequantize)}
+        if len(grids) != 1 or not all(isinstance(module, Dequantize) for module in found):
+            return False
+        for tensor in dict.fromkeys(tensors):
+            assert isinstance(tensor, fx.Node)
+            node.replace_input_with(tensor, tensor.args[0])  # type: ignore[arg-type]
+        if pool:
+            node = self._pool_codes(node, pool)
+        with self.graph.inserting_after(node):
+            values = self.call(f"{base_name(node)}_values", Dequantize(grids.pop(), self.dtype), node)
+        node.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
+        return True
+
+    def _plain(self, node: object) -> Int8Layer | None:
+        """The integer layer of a node with one reader and nothing fused behind it yet."""
+        layer = self.layer(node)
+        plain = layer is not None and layer.output_grid is None and layer.activation == "none"
+        return layer if plain and isinstance(node, fx.Node) and len(node.users) == 1 else None
+
+    def _fold_norm(self, node: fx.Node) -> bool:
+        """BatchNorm in eval mode is a scale and a shift per channel: it goes into the steps and the bias, without new rounding."""
+        norm, source = self.module(node), node.args[0] if node.args else None
+        layer = self._plain(source)
+        if not isinstance(norm, _NORMS) or not isinstance(layer, Int8Conv) or len(source.args) > 1 or norm.running_var is None:  # type: ignore[union-attr]
+            return False
+        layer = self.own(source)  # type: ignore[arg-type]
+        _fold(layer, norm)
+        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+        self.graph.erase_node(node)
+        return True
+
+    def _fuse_activation(self, node: fx.Node) -> bool:
+        """The kernel applies the activation."""
+        found = patterns.activation_of(node, self.modules)
+        source = node.args[0] if node.args else None
+        layer = self._plain(source)
+        if found is None or layer is None or (isinstance(layer, Int8Conv) and not ACTIVATIONS[found[0]].on_conv):
+            return False
+        if all(isinstance(self.module(user), Quantize) for user in node.users) and patterns.clamp_bounds(found):
+            return False  # becomes part of the grids
+        layer = self.own(source)  # type: ignore[arg-type]
+        layer.activation, layer.arguments = found[0], list(found[1])
+        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+        self.graph.erase_node(node)
+        return True
+
+    def _fuse_add(self, node: fx.Node) -> bool:
+        """The kernel of a convolution adds the other operand."""
+        pair = patterns.added(node)
+        if pair is None:
+            return False
+        for conv, other in sorted((pair, pair[::-1]), key=lambda p: p[0], reverse=True):  # the later one: its input may be freed
+            layer = self._plain(conv)
+            if isinstance(layer, Int8Conv) and layer.weight.dim() < 5 and len(conv.args) == 1:
+                self.own(conv)
+                with self.graph.inserting_before(node):
+                    new = self.graph.call_module(str(conv.target), (conv.args[0], other))
+                node.replace_all_uses_with(new)
+                self.graph.erase_node(node)
+                self.graph.erase_node(conv)
+                return True
+        return False
+
+    def _fuse_output(self, node: fx.Node) -> bool:
+        """The kernel rounds its result onto the grid of the only reader."""
+        layer = self.layer(node)
+        if layer is None or layer.output_grid is not None or len(node.users) != 1:
+            return False
+        (user,) = node.users
+        quantize = self.module(user)
+        if not isinstance(quantize, Quantize):
+            return False
+        residual = node.args[1] if len(node.args) > 1 else None
+        kept = self.module(residual)
+        if residual is not None and not isinstance(kept, Dequantize):
+            return False  # adding floats, the kernel returns floats
+        layer = self.own(node)
+        bounds = patterns.clamp_bounds((layer.activation, tuple(layer.arguments)))
+        grid = quantize.grid if bounds is None else quantize.grid.clamped(*bounds, keep_zero=self._meets_others(user))
+        layer.output_grid = grid
+        if isinstance(kept, Dequantize):
+            layer.residual_grid = kept.grid
+            node.args = (node.args[0], residual.args[0])  # type: ignore[union-attr]
+        elif bounds is not None:
+            layer.activation, layer.arguments = ("none", []) if grid.saturates_by_itself else ("clamp", list(grid.bounds))
+        user.replace_all_uses_with(node)
+        self.graph.erase_node(user)
+        return True
+
+    # --- the end --------------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Tell readers of codes which grid they are on, as clamps have moved zeros, and drop what is unused."""
+        grids: dict[fx.Node, Grid] = {}
+        for node in self.graph.nodes:
+            module, source = self.module(node), node.args[0] if node.args else None
+            if isinstance(module, Int8Layer):
+                if source in grids:
+                    self.own(node).input_grid = grids[source]
+                if len(node.args) > 1 and node.args[1] in grids:
+                    self.own(node).residual_grid = grids[node.args[1]]
+                if (out := self.own(node).output_grid) is not None:
+                    grids[node] = out
+            elif isinstance(module, Quantize):
+                grids[node] = module.grid
+                module.channels_last = any(isinstance(self.layer(user), Int8Conv) for user in node.users)
+            elif isinstance(module, Dequantize) and source in grids:
+                module.grid = grids[source]
+            elif (parts := patterns.concatenated(node)) and parts[0] in grids:
+                grids[node] = grids[parts[0]]
+            elif self._codes_pass(node) and source in grids:
+                grids[node] = grids[source]
+            elif node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
+                node.target = "reshape"  # results are channels last, which view may refuse
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        self.root.recompile()
+        self.root.delete_all_unused_submodules()
+
+
+def _static_grid(quantizer: nn.Module) -> Grid | None:
+    found = active(quantizer)
+    if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant or found.pre_quant_scale is not None:
+        return None
+    grid = Grid.of(found)
+    return grid if isinstance(grid, Grid) else None
+
+
+def _fold(layer: Int8Layer, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+    shift = -norm.running_mean.double() * scale
+    if norm.weight is not None:
+        scale, shift = scale * norm.weight.double(), shift * norm.weight.double() + norm.bias.double()
+    if layer.bias is not None:
+        shift = shift + layer.bias.double() * scale
+    layer.weight_step = (layer.weight_step.double() * scale).float().detach()
+    layer.bias = shift.float().detach()
