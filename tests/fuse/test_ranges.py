@@ -17,6 +17,17 @@ def test_spread_is_largest_over_median_channel():
     assert row.outliers is None
 
 
+def test_peak_is_largest_over_usual_weight_of_a_channel():
+    layer = nn.Conv1d(4, 3, 4, bias=False)
+    layer.weight.data = torch.ones(3, 4, 4)  # 16 weights in each channel
+    layer.weight.data[1, 0, 0] = 7.0  # root mean square of 15 ones and a seven is 2
+    layer.weight.data[2, 0, 0] = 7.0
+    (row,) = diagnose_ranges(nn.Sequential(layer)).layers
+    assert row.peak == 3.5
+    layer.weight.data.zero_()
+    assert diagnose_ranges(nn.Sequential(layer)).layers[0].peak == 1.0
+
+
 def test_channels_of_a_transposed_convolution_are_on_its_second_axis():
     layer = nn.ConvTranspose1d(4, 6, 1, groups=2)
     layer.weight.data = torch.ones(4, 3, 1)
@@ -36,7 +47,7 @@ def test_outliers_of_the_input():
 
 def test_fusing_a_repvgg_shows_what_happens_to_its_ranges():
     torch.manual_seed(0)
-    model = nn.Sequential(RepVGGBlock(8, 8)).eval()
+    model = nn.Sequential(RepVGGBlock(32, 32)).eval()
     model[0].rbr_identity.running_var[3] = 1e-4  # a nearly dead channel gets a large identity weight
     before = diagnose_ranges(model)
     report = fuse_(model)
@@ -46,6 +57,7 @@ def test_fusing_a_repvgg_shows_what_happens_to_its_ranges():
     text = before.compare(after)
     assert "worst weight spread" in text
     assert "of 8 bits: use one per channel" in text
+    assert "a merged identity is one large tap; 8 bits bear it, 4 bits do not" in text
     assert report.fused[0].spread_after == pytest.approx(after.worst.spread, rel=1e-5)
 
 

@@ -14,7 +14,7 @@ from torchq.fuse.layers import TRANSPOSED, is_layer
 from torchq.graph.core import call_model
 from torchq.utils import evaluating
 
-__all__ = ["LayerRange", "RangeReport", "diagnose_ranges", "spread_of"]
+__all__ = ["LayerRange", "RangeReport", "diagnose_ranges", "peak_of", "spread_of"]
 
 
 def spread_of(layer: nn.Module, weight: Tensor) -> float:
@@ -27,11 +27,28 @@ def spread_of(layer: nn.Module, weight: Tensor) -> float:
     return (peaks.max() / peaks.median()).item() if peaks.numel() else 1.0
 
 
+def peak_of(layer: nn.Module, weight: Tensor) -> float:
+    """Largest magnitude over root mean square inside an output channel, median over channels: 1 to the root of the channel's size.
+
+    A merged identity is one large tap among small ones; even a range per channel leaves few codes for the others then.
+    """
+    rows = _rows(layer, weight)
+    energy = rows.square().mean(1).sqrt()
+    live = energy > 0
+    return (rows.amax(1)[live] / energy[live]).median().item() if bool(live.any()) else 1.0
+
+
 def _channel_peaks(layer: nn.Module, weight: Tensor) -> Tensor:
-    weight = weight.detach().double()
+    rows = _rows(layer, weight)
+    return rows.amax(1) if rows.numel() else rows.new_zeros(0)
+
+
+def _rows(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Magnitudes, one row per output channel."""
+    weight = weight.detach().double().abs()
     if isinstance(layer, TRANSPOSED):
         weight = weight.reshape(layer.groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-    return weight.abs().flatten(1).amax(1) if weight.numel() else weight.new_zeros(0)
+    return weight.flatten(1) if weight.numel() else weight.new_zeros(0, 1)
 
 
 @dataclass(frozen=True)
@@ -41,12 +58,14 @@ class LayerRange:
     Attributes:
         name: its path.
         spread: see :func:`spread_of`.
+        peak: see :func:`peak_of`.
         lost_bits: what the median channel loses under one scale per tensor, ``log2(spread)``.
         outliers: largest magnitude of its input over the 99.9th percentile; None without an example.
     """
 
     name: str
     spread: float
+    peak: float
     outliers: float | None = None
 
     @property
@@ -79,6 +98,7 @@ class RangeReport:
             text += (
                 f". Under one scale per tensor a typical channel of {now.name} keeps {8 - now.lost_bits:.1f} of 8 bits: use one per channel"
             )
+        text += _peaks(self, after)
         outliers = [layer for layer in after.layers if layer.outliers is not None and layer.outliers > 4]
         if outliers:
             worst = max(outliers, key=lambda layer: layer.outliers or 0.0)
@@ -88,10 +108,10 @@ class RangeReport:
 
     def __str__(self) -> str:
         rows = sorted(self.layers, key=lambda layer: -layer.spread)[:10]
-        lines = [f"{'layer':40} {'spread':>8} {'lost bits':>9} {'outliers':>8}"]
+        lines = [f"{'layer':40} {'spread':>8} {'lost bits':>9} {'peak':>6} {'outliers':>8}"]
         for row in rows:
             outliers = "-" if row.outliers is None else f"{row.outliers:.1f}"
-            lines.append(f"{row.name:40} {row.spread:8.1f} {row.lost_bits:9.1f} {outliers:>8}")
+            lines.append(f"{row.name:40} {row.spread:8.1f} {row.lost_bits:9.1f} {row.peak:6.1f} {outliers:>8}")
         return "\n".join(lines)
 
 
@@ -108,7 +128,21 @@ def diagnose_ranges(model: nn.Module, example: Any = None) -> RangeReport:
     """
     layers = [(name, module) for name, module in model.named_modules() if is_layer(module) and not module.weight.is_meta]
     outliers = {} if example is None else _outliers([module for _, module in layers], model, example)
-    return RangeReport(tuple(LayerRange(name, spread_of(module, module.weight), outliers.get(id(module))) for name, module in layers))
+    return RangeReport(tuple(_range(name, module, outliers.get(id(module))) for name, module in layers))
+
+
+def _range(name: str, layer: Any, outliers: float | None) -> LayerRange:
+    return LayerRange(name, spread_of(layer, layer.weight), peak_of(layer, layer.weight), outliers)
+
+
+def _peaks(before: RangeReport, after: RangeReport) -> str:
+    """The part of the comparison about single large weights inside channels."""
+    worst = max(after.layers, key=lambda layer: layer.peak)
+    was, now = (torch.tensor([layer.peak for layer in report.layers]).median().item() for report in (before, after))
+    text = f". Inside a channel the largest weight is {was:.1f} -> {now:.1f} times the usual one (root mean square, median over layers)"
+    if worst.peak > 8 and now > 1.5 * was:
+        text += f", {worst.peak:.1f} in {worst.name}: a merged identity is one large tap; 8 bits bear it, 4 bits do not"
+    return text
 
 
 def _outliers(layers: Iterable[nn.Module], model: nn.Module, example: Any) -> dict[int, float]:
