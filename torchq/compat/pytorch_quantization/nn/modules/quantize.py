@@ -48,6 +48,8 @@ def _export(inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, nar
         if torch.jit.is_tracing():
             with constant_while_tracing():
                 step = float(step_from_amax(amax.float(), E4M3))
+            if inputs.dtype is torch.float32:
+                return _LegacyFloat8.apply(inputs, step)
             return _LegacyFloat8.apply(inputs.float(), step).to(inputs.dtype)
         return fake_quantize(inputs, amax, E4M3)
     if num_bits == 0:
