@@ -1,0 +1,156 @@
+"""Scenarios of checkpoints, copies and averages."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.scenarios.models import ConvNet, batches
+from torchq import QuantConfig
+from torchq.workflow import quantizers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def calibrated(config: QuantConfig | None = None) -> ConvNet:
+    model = ConvNet().eval()
+    torchq.quantize_(model, config)
+    torchq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def fresh() -> ConvNet:
+    model = ConvNet().eval()
+    torchq.quantize_(model)
+    return model
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as saved": lambda amax: amax,
+    "[C]": lambda amax: amax.flatten() if amax.dim() else amax,
+    "[1]": lambda amax: amax if amax.dim() else amax.view(1),
+    "[1, 1, 1, 1]": lambda amax: amax if amax.dim() else amax.view(1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
+    model, x = calibrated(), batches()[0]
+    state = {k: SHAPES[shape](v) if k.endswith("amax") else v for k, v in model.state_dict().items()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    for loaded in (state, torch.load(buffer, weights_only=True)):
+        twin = fresh()
+        twin.load_state_dict(loaded, strict=True)
+        assert torch.equal(twin(x), model(x))
+    scalar = fresh()
+    scalar.load_state_dict({k: v.max() if k.endswith("amax") else v for k, v in model.state_dict().items()}, strict=True)
+    assert bool(scalar(x).isfinite().all())
+
+
+@pytest.mark.parametrize("stage", ["uncalibrated", "calibrated", "trained"])
+def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> None:
+    model, x = fresh() if stage == "uncalibrated" else calibrated(), batches()[0]
+    if stage == "trained":
+        model(x).sum().backward()
+    expected = model(x).detach()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+    torch.save({"model": model, "x": x, "y": expected}, tmp_path / "m.pt")
+    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); print(torch.equal(d['model'](d['x']), d['y']))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.pt")], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_s19_exponential_moving_average() -> None:
+    """As ultralytics does it, over 20 steps of QAT: fixed ranges stay, the average is quantized and near the model."""
+    model, x = calibrated().train(), batches()[0]
+    average = copy.deepcopy(model).eval()
+    for p in average.parameters():
+        p.requires_grad_(False)
+    before = {n: q.amax.clone() for n, q in quantizers(model).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        state = model.state_dict()
+        for key, value in average.state_dict().items():
+            if value.dtype.is_floating_point:
+                value *= 0.9
+                value += 0.1 * state[key].detach()
+    assert list(average.state_dict()) == list(model.state_dict())
+    for name, q in quantizers(average).items():
+        torch.testing.assert_close(q.amax, before[name])  # 0.9 a + 0.1 a is a up to float32 rounding
+        assert torch.equal(quantizers(model)[name].amax, before[name])
+    y, reference = average(x), model.eval()(x)
+    assert (y - reference).norm() < 0.2 * reference.norm()  # behind by about ten steps
+    with torchq.disabled(average):
+        assert not torch.equal(average(x), y)
+
+
+def test_s20_resume_keeps_the_ranges() -> None:
+    state = calibrated().state_dict()
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"8 quantizers are calibrated already and keep their ranges .*force=True"):
+        torchq.calibrate(resumed, [9 * x for x in batches()], progress=False)
+    assert all(torch.equal(resumed.state_dict()[key], value) for key, value in state.items())
+    torchq.calibrate(resumed, [9 * x for x in batches()], progress=False, force=True)
+    assert not torch.equal(resumed.stem[0].input_quantizer.amax, state["stem.0.input_quantizer.amax"])
+
+
+def test_s21_checkpoint_of_the_ancestor() -> None:
+    model, x = calibrated(), batches()[0]
+    names = {"input_quantizer.amax": "_input_quantizer._amax", "weight_quantizer.amax": "_weight_quantizer._amax"}
+    state = {}
+    for key, value in model.state_dict().items():
+        old = next((key.removesuffix(new) + old for new, old in names.items() if key.endswith(new)), key)
+        state[old] = value
+    assert "stem.0._input_quantizer._amax" in state
+    twin = fresh()
+    twin.load_state_dict(state, strict=True)
+    assert torch.equal(twin(x), model(x))
+    assert "stem.0._input_quantizer._amax" in state  # the caller's dictionary is not touched
+
+
+@pytest.mark.parametrize("move", ["half", "double", "bfloat16", "to", "meta"])
+def test_s22_moves_keep_the_ranges(move: str) -> None:
+    model, x = calibrated(), batches()[0]
+    before = {n: q.amax.clone() for n, q in quantizers(model).items()}
+    if move == "meta":
+        state = model.state_dict()
+        with torch.device("meta"):
+            model = fresh()
+        model.to_empty(device="cpu").load_state_dict(state)
+    elif move == "to":
+        model.to("cpu", torch.float64)
+    else:
+        getattr(model, move)()
+    for name, q in quantizers(model).items():
+        assert q.amax.dtype is torch.float32 and q.amax.device.type == "cpu" and torch.equal(q.amax, before[name])
+    dtype = model.head.weight.dtype
+    y = model(x.to(dtype))
+    assert y.dtype is dtype and bool(y.isfinite().all())
+
+
+def test_s22_gpu(device: torch.device) -> None:
+    """Built, calibrated and loaded wherever the model is: never a tensor on another device."""
+    model = fresh().to(device)
+    torchq.calibrate(model, batches(), progress=False)
+    twin = fresh().to(device)
+    twin.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})
+    x = batches()[0].to(device)
+    assert twin(x).device.type == device.type and all(q.amax.device.type == device.type for q in quantizers(twin).values())
+    assert isinstance(nn.Sequential(twin).to(device)(x), Tensor)

@@ -1,0 +1,180 @@
+"""Scenarios of swapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Conv2d, Linear
+
+import torchq
+from tests.scenarios.models import ConvNet, batches
+from torchq import QuantDescriptor, TensorQuantizer
+from torchq.errors import ConfigError
+from torchq.nn import QuantConv2d, QuantLinear, QuantModule
+
+
+def test_s02_classes_imported_before_and_model_already_built() -> None:
+    model = nn.Sequential(Conv2d(3, 4, 3), nn.ReLU(), Conv2d(4, 4, 3))
+    report = torchq.quantize_(model)
+    assert [type(m) for m in model] == [QuantConv2d, nn.ReLU, QuantConv2d]
+    assert [d.name for d in report.replaced] == ["0", "2"] and "0 " in str(report) and "2 " in str(report)
+    torchq.restore_(model)
+    assert [type(m) for m in model] == [Conv2d, nn.ReLU, Conv2d]
+    with torchq.patch():
+        assert isinstance(nn.Sequential(Conv2d(3, 4, 3))[0], QuantConv2d)
+    assert type(nn.Sequential(Conv2d(3, 4, 3))[0]) is Conv2d
+
+
+def test_s03_bare_root_and_nothing_to_do() -> None:
+    layer = Linear(3, 2)
+    torchq.quantize_(layer)
+    assert type(layer) is QuantLinear
+    with pytest.raises(ConfigError, match="nothing to quantize"):
+        torchq.quantize_(nn.Sequential(nn.ReLU(), nn.Flatten()))
+
+
+def test_s04_optimizer_built_before_swap() -> None:
+    conv = Conv2d(3, 4, 3)
+    frozen = Conv2d(4, 4, 3).bfloat16()
+    frozen.weight.requires_grad_(False)
+    frozen.i, frozen.f = 3, -1
+    model = nn.Sequential(conv, frozen).eval()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    calls: list[str] = []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda m, a: calls.append("pre"))
+        layer.register_forward_hook(lambda m, a, y: calls.append("post"))
+    conv.register_full_backward_hook(lambda m, i, o: calls.append("backward"))
+    ids, before = [id(p) for p in model.parameters()], conv.weight.detach().clone()
+    torchq.quantize_(model)
+    assert [id(p) for p in model.parameters()] == ids
+    y = frozen(conv(batches()[0].requires_grad_()).bfloat16())
+    assert y.dtype is torch.bfloat16
+    y.float().sum().backward()
+    optimizer.step()
+    assert not torch.equal(conv.weight, before)
+    assert calls == ["pre", "post", "pre", "post", "backward"]
+    assert (frozen.i, frozen.f, frozen.weight.requires_grad, frozen.weight.dtype, frozen.training) == (3, -1, False, torch.bfloat16, False)
+    assert not any(m.training for m in model.modules())
+
+
+def test_s05_shared_module_and_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = Linear(4, 4)
+            self.alias = self.shared
+            self.l1, self.l2 = Linear(4, 4), Linear(4, 4)
+            self.l2.weight = self.l1.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l2(self.l1(self.alias(self.shared(x))))
+
+    model = Tied()
+    plain = model.state_dict()
+    report = torchq.quantize_(model)
+    assert model.shared is model.alias and type(model.shared) is QuantLinear
+    assert [d.names for d in report.replaced] == [("shared", "alias"), ("l1",), ("l2",)]
+    assert model.l1.weight is model.l2.weight
+    x = torch.randn(3, 4)
+    torchq.calibrate(model, [x], progress=False)
+    assert torch.equal(model.l1.weight_quantizer.amax, model.l2.weight_quantizer.amax)
+    twin = Tied()
+    torchq.quantize_(twin)
+    twin.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(twin(x), model(x)) and twin.l1.weight is twin.l2.weight
+    twin.load_state_dict(plain, strict=True)  # a float checkpoint too
+
+
+class SamePad(nn.Conv2d):
+    """timm's way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, [1, 1, 1, 1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_s06_subclass_weight_norm_and_attention() -> None:
+    """Each is quantized, with an effect, or reported; never silently float."""
+    x = torch.randn(2, 3, 8, 8)
+    normed = nn.utils.weight_norm(Conv2d(3, 3, 3))
+    model = nn.Sequential(SamePad(3, 3, 3), normed)
+    report = torchq.quantize_(model)
+    assert [d.name for d in report.skipped] == ["0"] and "SamePad" in report.skipped[0].reason
+    assert [d.name for d in report.replaced] == ["1"]
+    quantized = model(x)
+    with torchq.disabled(model, "1"):
+        assert not torch.equal(model(x), quantized)
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    tokens, report = torch.randn(2, 5, 8), torchq.quantize_(layer)
+    assert {d.name for d in report.replaced} == {"linear1", "linear2", ""}
+    assert {d.name for d in report.skipped} == {"self_attn", "self_attn.out_proj"}
+    with torch.no_grad():
+        quantized = layer(tokens)
+        for name in ("linear1", "linear2"):
+            with torchq.disabled(layer, name):
+                assert not torch.equal(layer(tokens), quantized), name
+
+
+def test_s07_user_placed_quantizer_on_a_residual() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = Conv2d(3, 3, 3, padding=1)
+            self.residual = TensorQuantizer(QuantDescriptor())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) + self.residual(x)
+
+    model = Residual().eval()
+    own = model.residual
+    torchq.quantize_(model)
+    torchq.calibrate(model, batches(), progress=False)
+    assert model.residual is own and own.calibrated
+    x = batches()[0]
+    quantized = model(x)
+    with torchq.disabled(model, "residual"):
+        assert not torch.equal(model(x), quantized)
+
+
+def test_s08_control_flow_and_structured_data() -> None:
+    class Wild(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = Linear(4, 4), Linear(4, 4)
+
+        def forward(self, inputs: list[Tensor], options: dict[str, Any] | None = None) -> dict[str, Any]:
+            x = torch.cat(inputs)
+            y = self.large(x) if x.abs().max() > 1 else self.small(x)
+            return {"out": y, "parts": list(y.unbind(0)), "options": options}
+
+    model = Wild()
+    torchq.quantize_(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [[torch.full((2, 4), 0.5)], [torch.full((2, 4), 3.0), torch.ones(1, 4)]]
+    torchq.calibrate(model, data, forward=lambda m, batch: m(batch, {"a": 1}), progress=False)
+    assert all(q.calibrated for q in model.modules() if isinstance(q, TensorQuantizer))
+    before = model.large.weight.detach().clone()
+    model(data[1])["out"].square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.large.weight, before)
+
+
+def test_s09_exclude_disable_and_restore_after_an_exception() -> None:
+    plain, model, x = ConvNet().eval(), ConvNet().eval(), batches()[0]
+    model.load_state_dict(plain.state_dict())
+    torchq.quantize_(model, exclude=["head"])
+    assert type(model.head) is Linear and isinstance(model.stem[0], QuantModule)
+    with pytest.raises(ConfigError, match=r"'nope\*'"):
+        torchq.quantize_(ConvNet(), exclude=["nope*"])
+    quantized = model(x)
+    assert not torch.equal(quantized, plain(x))
+    with torchq.disabled(model, "*"):
+        assert torch.equal(model(x), plain(x))
+    with pytest.raises(ZeroDivisionError), torchq.disabled(model, "*"):
+        model(x / (1 // 0))
+    assert torch.equal(model(x), quantized)

@@ -1,0 +1,114 @@
+"""Scenarios of numerics and training. (S25, DDP, is in tests/qat; S27 in tests/functional/test_gradients.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.contracts.quantize_contract import expected, layouts, same
+from tests.scenarios.models import ConvNet, batches
+from torchq import QuantConfig, QuantDescriptor, TensorQuantizer
+from torchq.formats import INT8, PerTensor
+
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", [*layouts(torch.zeros(1, 1, 1, 1)), "empty", "0-d"])
+def test_s23_quantizer_against_the_oracle(layout: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    x = torch.randn(2, 3, 4, 2, generator=generator).to(dtype)
+    x = x[:0] if layout == "empty" else x[0, 0, 0, 0].clone() if layout == "0-d" else layouts(x)[layout]
+    q = TensorQuantizer(QuantDescriptor(amax=0.8))
+    leaf = x.detach().requires_grad_()
+    y = q(leaf)
+    working = torch.float64 if dtype is torch.float64 else torch.float32
+    assert same(y.detach(), expected(x, q.amax.to(working), INT8, PerTensor()))
+    y.sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, (x.abs() <= q.amax.to(dtype)).to(dtype))
+
+
+@pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
+def test_s24_autocast_trains(recipe: str) -> None:
+    """bfloat16 on the CPU, float16 with a GradScaler on a GPU; amax, weights and gradients stay float32."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    model = ConvNet().to(device)
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    data = [x.to(device) for x in batches()]
+    with torch.autocast(device, dtype):
+        torchq.calibrate(model, data, progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+    for x in data:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype):
+            y = model(x)
+            loss = y.float().square().mean()
+        assert y.dtype is dtype and bool(loss.isfinite())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 and bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert all(q.amax.dtype is torch.float32 for q in model.modules() if isinstance(q, TensorQuantizer))
+
+
+def step(model: nn.Module, x: Tensor, call: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output of one training step and the gradients."""
+    model.zero_grad()
+    y = call(x)
+    y.square().mean().backward()
+    return y.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
+    """fullgraph, float64: a difference beyond the order of sums would be a code that flipped, which is 1e-2, not 1e-9."""
+    y, grads = step(model, x, model)
+    compiled_y, compiled_grads = step(model, x, torch.compile(model, fullgraph=True, backend="aot_eager"))  # type: ignore[arg-type]
+    torch.testing.assert_close(compiled_y, y, rtol=1e-9, atol=1e-12)
+    assert grads.keys() == compiled_grads.keys() and len(grads) > 0
+    for name, grad in grads.items():
+        torch.testing.assert_close(compiled_grads[name], grad, rtol=1e-7, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("recipe", ["w4a4", "mxfp8"])  # learned, and in blocks; int8 is the test below
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_s26_compiled_whole_equals_eager(recipe: str) -> None:
+    model = ConvNet().double().train()
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.calibrate(model, batches(dtype=torch.float64), progress=False)
+    assert_compiled_trains_equally(model, batches(dtype=torch.float64)[0])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_s26_compiled_resnet18_trains_equal_to_eager() -> None:
+    models = pytest.importorskip("torchvision.models")
+    model = models.resnet18(weights=None, num_classes=10).double().train()
+    torchq.quantize_(model)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    torchq.calibrate(model, [x], progress=False)
+    assert_compiled_trains_equally(model, x)
+
+
+def test_s28_frozen_batchnorm_and_its_settings() -> None:
+    """The swap leaves eps and momentum alone; frozen statistics stay through ``model.train()``."""
+    model = ConvNet()
+    torchq.quantize_(model, QuantConfig(torchq.recipes.int8().rules))
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
+    torchq.calibrate(model, batches(), progress=False)
+    torchq.qat.freeze_bn_(model)
+    before = [m.running_mean.clone() for m in norms if m.running_mean is not None]
+    model.train()
+    model(batches()[0]).square().mean().backward()
+    assert all(torch.equal(m.running_mean, b) for m, b in zip(norms, before, strict=True))  # type: ignore[arg-type]
