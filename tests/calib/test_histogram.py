@@ -81,6 +81,14 @@ def test_any_split_and_order_gives_the_same_histogram(granularity: PerTensor | P
     assert whole.counts.sum().item() == x.numel()
 
 
+def test_zeros_do_not_widen_the_bins(generator: torch.Generator) -> None:
+    x = torch.cat([torch.zeros(100), torch.randn(100, generator=generator) * 1e-9])
+    whole = observed(x)
+    assert whole.exponent.item() < -35
+    assert same(observed(x[:100], x[100:]), whole)
+    assert same(observed(x[100:], x[:100]), whole)
+
+
 def test_counts_are_exact_beyond_float32() -> None:
     # 2**24 + 1 is the first count that a float32 histogram loses.
     chunk = torch.full((2**22,), 0.5)

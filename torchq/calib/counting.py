@@ -53,6 +53,7 @@ def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
         (groups, bins) int64, a new tensor of the same row sums.
     """
     groups, bins = counts.shape
+    # A shift by the width of the type or more is not defined everywhere.
     index = torch.arange(bins, device=counts.device) >> doublings.clamp(max=62).to(torch.int64).unsqueeze(1)
     index = index + torch.arange(groups, device=counts.device).unsqueeze(1) * bins
     return torch.zeros_like(counts).view(-1).scatter_add_(0, index.view(-1), counts.reshape(-1)).view(groups, bins)
