@@ -138,6 +138,54 @@ def test_failed_whole_model_check_leaves_everything_as_it_was():
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone():
+    torch.manual_seed(0)
+    body = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    scripted = torch.jit.script(copy.deepcopy(body))
+    with pytest.raises(FuseError, match=r"got a RecursiveScriptModule; expected a module in Python"):
+        fuse_(scripted)
+    model = nn.Sequential(body, nn.ReLU(), torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()).eval()))
+    x = torch.randn(1, 3, 5, 5)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 1
+    assert error(outputs(model, x), want) <= 1e-5
+
+
+class Masked(nn.Module):
+    """Returns infinities and integers beside its result, and writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x.mul_(0.5)
+        y = self.bn(self.conv(x))
+        return {"masked": y.masked_fill(y < 0, -torch.inf), "index": y.argmax(1)}
+
+
+def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison():
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 5, 5, dtype=torch.float64)
+    kept = x.clone()
+    report = fuse_(randomized(Masked().double()), x)
+    assert report.applied
+    assert report.error <= 1e-10
+    assert torch.equal(x, kept)
+
+
+def test_a_single_layer_or_norm_as_the_model():
+    assert fuse_(nn.Conv2d(3, 3, 1)).fused == ()
+    assert fuse_(nn.BatchNorm2d(3).eval()).refused[0].name == ""
+    torch.manual_seed(0)
+    block = randomized(RepVGGBlock(4, 4))
+    x = torch.randn(2, 4, 6, 6)
+    want = outputs(block, x)
+    assert fuse_(block, x).fused[0].name == "rbr_reparam"
+    assert error(outputs(block, x), want) <= 1e-5
+
+
 def test_models_that_cannot_be_copied_are_an_error():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     prune.l1_unstructured(model[0], "weight", 0.5)  # the weight is the result of a computation now

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from warnings import warn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import FuseError
 from torchq.fuse.blocks import plan_blocks
@@ -98,7 +99,7 @@ def fuse_(
         warning is given.
 
     Raises:
-        FuseError: every BatchNorm is in training mode, or the model cannot be copied.
+        FuseError: every BatchNorm is in training mode, or the model is scripted or cannot be copied.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
@@ -140,6 +141,8 @@ def _find(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _check_mode(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise FuseError(f"fuse_: got a {type(model).__name__}; expected a module in Python. Fuse before torch.jit.script or trace")
     norms = [module for module in model.modules() if is_norm(module)]
     if model.training and norms and all(norm.training for norm in norms):
         raise FuseError(
@@ -149,20 +152,21 @@ def _check_mode(model: nn.Module) -> None:
 
 def _compare(model: nn.Module, trial: nn.Module, example: Any, report: FuseReport) -> FuseReport:
     """Run both on the example with the same random numbers; the limit is that of the lowest precision among the outputs."""
-    outputs = []
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    outputs: list[list[Tensor]] = []
     for candidate in (model, trial):
-        with evaluating(candidate), torch.no_grad(), torch.random.fork_rng():
+        with evaluating(candidate), torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
-            outputs.append(
-                [t.detach().double() if t.is_floating_point() else t for t in tensors_in(call_model(candidate, copy.deepcopy(example)))]
-            )
+            found = tensors_in(call_model(candidate, copy.deepcopy(example)))
+            outputs.append([t.detach().double().cpu() for t in found if t.is_floating_point()])
     before, after = outputs
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if holds_quantizers(model):
         limit = max(limit, QUANTIZED_TOLERANCE)
-    errors = [relative_error(a.double().cpu(), b.double().cpu()) for a, b in zip(after, before, strict=True)]
-    return replace(report, error=max(errors, default=0.0), tolerance=limit)
+    if len(before) != len(after):
+        return replace(report, error=math.inf, tolerance=limit)
+    return replace(report, error=max(map(relative_error, after, before), default=0.0), tolerance=limit)
 
 
 def _finish(model: nn.Module, plan: _Plan, report: FuseReport, dry_run: bool) -> FuseReport:

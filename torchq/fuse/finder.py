@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,7 @@ def find_flow(model: nn.Module, example: Any) -> tuple[Flow, tuple[str, ...]]:
 
     Ranks of results come from the example, where there is one. The second value holds remarks for the report.
     """
-    recorded = None if example is None else record(model, example, is_fuse_leaf)
+    recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
     try:
         flow = flow_of_graph(trace(model, is_fuse_leaf), model)
     except Exception as error:  # a model may fail to trace in any way it likes

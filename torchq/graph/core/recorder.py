@@ -91,7 +91,7 @@ def record(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] 
 
     with ExitStack() as stack:
         for module in model.modules():
-            if is_leaf(module) and module is not model:
+            if is_leaf(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):  # which take no hooks
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         stack.enter_context(evaluating(model))
