@@ -51,9 +51,9 @@ class Grid:
         if not isinstance(d.granularity, PerTensor) or quantizer.amax.numel() != 1:
             return "activations have more than one range"
         amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
-        zero = SIGNED_ZERO if d.format.signed else 0
         if amax <= TINY:
-            return cls(1.0, zero, zero, zero)
+            return cls(1.0, 0, 0, 0)
+        zero = SIGNED_ZERO if d.format.signed else 0
         return cls(float(quantizer.step), zero, zero + int(d.format.lo), zero + int(d.format.hi))
 
     @property
