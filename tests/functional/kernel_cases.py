@@ -95,7 +95,7 @@ def assert_equals_definition(backend: str, x: Tensor, amax: Tensor, format_name:
         if not format.signed:  # which zero the clamp of a negative zero gives is left open by torch
             got, expected = got + 0.0, expected + 0.0
         assert torch.equal(bits(got), bits(expected))
-    assert mask.dtype is torch.bool and torch.equal(mask, expected_mask)
+    assert mask.dtype is torch.int8 and torch.equal(mask, expected_mask)
     grad = torch.randn(x.shape).to(x)
     grad.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan][: grad.numel()]).to(grad)
     grad = torch.empty_like(mask, dtype=x.dtype).copy_(grad)

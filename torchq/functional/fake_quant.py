@@ -22,8 +22,8 @@ _PER_TENSOR = PerTensor()
 class FakeQuantizeFunction(torch.autograd.Function):
     """``snap(x / step) * step``; gradient 1 where ``|x| <= amax`` and 0 elsewhere, none to amax.
 
-    The backward keeps one boolean per element, no copy of the input. ``backend`` is what
-    :func:`torchq.functional.kernels.backend_for` says; ``with_mask`` asks its kernel for that boolean in the same pass, as a
+    The backward keeps one byte per element, no copy of the input. ``backend`` is what
+    :func:`torchq.functional.kernels.backend_for` says; ``with_mask`` asks its kernel for that byte in the same pass, as a
     second result.
     """
 
@@ -100,6 +100,13 @@ def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularit
         return granularity.align(amax.to(dtype), x.shape)
 
 
+def _traced(x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None) -> Tensor:
+    """The definition, without an autograd.Function: ``torch.jit.save`` has no form for one."""
+    with constant_while_tracing():
+        parts, _ = kernels("reference").fake_quantize(granularity.split(x), amax, format, scale_format, False)
+        return granularity.join(parts, x.shape)
+
+
 def fake_quantize(
     x: Tensor, amax: Tensor | float, format: Format = INT8, granularity: Granularity = _PER_TENSOR, scale_format: Format | None = None
 ) -> Tensor:
@@ -129,6 +136,8 @@ def fake_quantize(
     amax = _prepare("fake_quantize", x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
+    if torch.jit.is_tracing():
+        return _traced(x, amax, format, granularity, scale_format)
     parts = granularity.split(x)
     backend = backend_for(parts, amax, format)
     with_mask = backend != "reference" and torch.is_grad_enabled() and parts.requires_grad
@@ -143,6 +152,8 @@ def learned_fake_quantize(
     amax = _prepare("learned_fake_quantize", x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
+    if torch.jit.is_tracing():
+        return _traced(x, amax, format, granularity, scale_format)
     parts = granularity.split(x)
     result = LearnedFakeQuantizeFunction.apply(parts, amax, format, scale_format, backend_for(parts, amax, format))
     return granularity.join(result, x.shape)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format, by_bits
+from torchq.functional.kernels import gradient_mask, mask_gradient
 from torchq.functional.scale import TINY, compute_dtype
 
 __all__ = ["TensorQuantFunction", "FakeTensorQuantFunction", "tensor_quant", "fake_tensor_quant"]
@@ -35,14 +36,14 @@ class _StraightThrough(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, amax = inputs[:2]
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(x.abs() <= amax)
+            ctx.save_for_backward(gradient_mask(x, amax))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (mask,) = ctx.saved_tensors
-        return grads[0] * mask, None, None
+        return mask_gradient("reference", grads[0], mask), None, None
 
 
 class TensorQuantFunction(_StraightThrough):

@@ -125,7 +125,7 @@ def kernels(name: str) -> Kernels:
 
 
 def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad`` where ``mask`` is True, else 0, by the backend of the forward where it can.
+    """``grad`` where ``mask`` is 1, else 0, by the backend of the forward where it can.
 
     A second derivative, a batch of gradients (``is_grads_batched``) and unusual strides go to the definition.
     """

@@ -60,7 +60,7 @@ def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format 
     """As :func:`torchq.functional.kernels.reference.fake_quantize`, tile by tile."""
     step = step_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
-    mask = torch.empty_like(x, dtype=torch.bool) if with_mask else None
+    mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     scratch = None if x.dtype is step.dtype else torch.empty(min(x.numel(), _tile()), dtype=step.dtype)
     tensors = [x, y, amax, divisor(amax, step), step] + ([] if mask is None else [mask])
     for x_t, y_t, amax_t, divisor_t, step_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
@@ -84,7 +84,7 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     """
     result = torch.empty_like(grad)
     bits = _BITS[grad.dtype]
-    tensors = [grad.view(bits), result.view(bits), mask.view(torch.int8)]
+    tensors = [grad.view(bits), result.view(bits), mask]
     for grad_t, result_t, mask_t in _tiles(_in_memory_order(tensors, result), _tile()):
         result_t.copy_(mask_t).mul_(grad_t)
     return result

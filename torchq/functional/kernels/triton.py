@@ -134,7 +134,7 @@ def _forward(  # type: ignore[no-untyped-def]
     y = _snapped(tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST) * step
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=there)
     if WITH_MASK:
-        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.uint8), mask=there)
+        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=there)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ign
 
 def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
     """As :func:`torchq.functional.kernels.reference.fake_quantize`, in one pass over memory."""
-    mask = torch.empty_like(x, dtype=torch.bool) if with_mask else None
+    mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     # The interpreter cuts float32 to bfloat16 instead of rounding, so there torch rounds; the hardware rounds to nearest even.
     stored = torch.float32 if INTERPRETED else x.dtype
     y = torch.empty_like(x, dtype=stored)
@@ -179,7 +179,7 @@ def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None
             amax,
             amax if steps is None else steps,
             y,
-            y if mask is None else mask.view(torch.uint8),
+            y if mask is None else mask,
             view.rows,
             view.cols,
             view.repeat,
@@ -205,7 +205,7 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     if grad.numel():
         with _on(grad.device):
             grid = (triton.cdiv(grad.numel(), _BLOCK),)
-            _backward[grid](grad, mask.view(torch.uint8), out, grad.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
+            _backward[grid](grad, mask, out, grad.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
     return out
 
 
