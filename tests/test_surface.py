@@ -1,0 +1,68 @@
+"""The public names. A new one is entered here on purpose; one that disappears is a break."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import pytest
+
+import torchq
+
+# Other work adds to these packages; what is here must stay.
+PROMISED: dict[str, str] = {
+    "torchq": """QuantConfig QuantDescriptor Rule SwapReport TensorQuantizer __version__ calib calibrate disabled errors export_onnx formats
+        freeze_ functional fuse_ inspect_onnx load nn patch plan qat quantize_ recipes register restore_ save summary verify_onnx""",
+    "torchq.errors": "TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError MissingExtraError",
+    "torchq.formats": """CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format Granularity IntFormat PerAxis
+        PerBlock PerTensor by_bits by_name integer power_of_two_below""",
+    "torchq.functional": """TINY FakeQuantizeFunction FakeTensorQuantFunction LearnedFakeQuantizeFunction TensorQuantFunction amax_from_step
+        compute_dtype dequantize fake_quantize fake_tensor_quant learned_fake_quantize quantize reduce_amax step_from_amax tensor_quant""",
+    "torchq.recipes": "RECIPES by_name int8 int8_per_tensor int4_weight w4a4 fp8 mxfp8 nvfp4",
+    "torchq.calib": "CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator make_calibrator methods sync",
+    "torchq.nn": """QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d QuantAvgPool1d QuantAvgPool2d
+        QuantAvgPool3d QuantConv1d QuantConv2d QuantConv3d QuantConvTranspose1d QuantConvTranspose2d QuantConvTranspose3d QuantEmbedding
+        QuantIdentity QuantInstanceNorm1d QuantInstanceNorm2d QuantInstanceNorm3d QuantLinear QuantMaxPool1d QuantMaxPool2d QuantMaxPool3d
+        QuantModule QuantTransformerEncoderLayer TensorQuantizer convert_ is_weight_quantizer register revert_""",
+    "torchq.swap": "Decision Patch SwapReport decide patch plan quantize_ restore_",
+    "torchq.workflow": """Summary SummaryRow apply_record calibrate calibrate_weights disabled freeze_ load quantizers run_batch save
+        select_quantizers summary swap_record weight_quantizers""",
+}
+
+
+def public(module: ModuleType) -> list[str]:
+    return list(module.__all__)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_promised_names_are_there(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(PROMISED[name].split()) <= set(public(module))
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_exported_names_exist_once_and_say_what_they_are(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(public(module))) == len(public(module))
+    for entry in public(module):
+        value = getattr(module, entry)
+        if callable(value):
+            assert (value.__doc__ or "").strip(), f"{name}.{entry}"
+
+
+def test_the_top_level_stays_small() -> None:
+    """About thirty names of its own; the rest is in packages."""
+    own = [name for name in public(torchq) if not isinstance(getattr(torchq, name), ModuleType)]
+    assert len(own) <= 40
+
+
+def test_errors_are_what_python_users_expect() -> None:
+    builtin = {"ConfigError": ValueError, "CalibrationError": RuntimeError, "QuantizationError": RuntimeError, "FuseError": RuntimeError}
+    builtin |= {"ExportError": RuntimeError, "MissingExtraError": ImportError}
+    for name, base in builtin.items():
+        error = getattr(torchq.errors, name)
+        assert issubclass(error, base) and issubclass(error, torchq.errors.TorchqError)
+
+
+def test_version_is_a_version() -> None:
+    assert all(part.isdigit() for part in torchq.__version__.split(".")[:2])

@@ -1,0 +1,78 @@
+"""Every classification model of torchvision: swapping changes nothing while quantizers are off, restoring gives everything back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq.nn import QuantModule, TensorQuantizer
+
+models = pytest.importorskip("torchvision.models")
+
+MAX_PARAMETERS = 95_000_000  # larger ones are the same blocks, repeated; they would take most of the time
+KEPT = {"vgg11_bn"}  # else there would be no VGG
+RANDOM = ("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_")
+SIZES = {"inception_v3": 75, "maxvit_t": 224}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inception_v3": {"init_weights": False, "aux_logits": False},
+    "googlenet": {"init_weights": False, "aux_logits": False},
+    **{f"vit_{name}": {"image_size": 64} for name in ("b_16", "b_32", "l_16", "l_32")},
+    "vit_h_14": {"image_size": 56},
+}
+
+
+def build(name: str) -> nn.Module:
+    return models.get_model(name, weights=None, **OPTIONS.get(name, {})).eval()
+
+
+def parameters(name: str) -> int:
+    return next(iter(models.get_model_weights(name))).meta["num_params"]
+
+
+NAMES = models.list_models(module=models)
+
+
+@pytest.fixture
+def cheap_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building most models takes longer than running them, because of the initial weights; one fill does instead."""
+    for name in RANDOM:
+        monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+
+
+def weighted(model: nn.Module) -> set[int]:
+    """The modules with a matrix or kernel of their own."""
+    return {id(m) for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)) and not isinstance(m, TensorQuantizer)}
+
+
+@pytest.mark.usefixtures("cheap_init")
+@pytest.mark.parametrize("name", NAMES)
+def test_swap_and_restore(name: str) -> None:
+    if parameters(name) > MAX_PARAMETERS and name not in KEPT:
+        pytest.skip(f"more than {MAX_PARAMETERS} parameters")
+    model = build(name)
+    size = SIZES.get(name, OPTIONS.get(name, {}).get("image_size", 64))
+    x = torch.randn(1, 3, size, size)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.uniform_(-0.1, 0.1)
+        expected = model(x)
+        objects = {n: (id(m), type(m)) for n, m in model.named_modules()}
+        tensors = {n: id(t) for n, t in model.state_dict(keep_vars=True).items()}
+        candidates = weighted(model)
+
+        report = torchq.quantize_(model)
+        assert {id(d.module) for d in report.decisions} >= candidates, "silently skipped"
+        assert {id(d.module) for d in report.replaced} == {id(m) for m in model.modules() if isinstance(m, QuantModule)}
+        assert all(d.reason for d in report.skipped)
+        with torchq.disabled(model):
+            assert torch.equal(model(x), expected)
+
+        torchq.restore_(model)
+        assert {n: (id(m), type(m)) for n, m in model.named_modules()} == objects
+        assert {n: id(t) for n, t in model.state_dict(keep_vars=True).items()} == tensors
+        assert torch.equal(model(x), expected)
+    assert bool(expected.isfinite().all()) and len(report.replaced) > 5
