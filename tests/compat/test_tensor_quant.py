@@ -131,6 +131,7 @@ def test_function_classes_can_be_applied() -> None:
     amax = torch.tensor(0.7)
     assert tensor_quant.FakeTensorQuantFunction.apply(x, amax).equal(tensor_quant.fake_tensor_quant(x, amax))
     assert tensor_quant.LegacyFakeTensorQuantFunction.apply(x, amax, 4).equal(tensor_quant.fake_tensor_quant(x, amax, 4))
+    assert tensor_quant.FakeTensorQuantFunction.apply(x, 0.7).equal(tensor_quant.fake_tensor_quant(x, amax))
     codes, scale = tensor_quant.TensorQuantFunction.apply(x, amax, 8, False)
     assert codes.equal(tensor_quant.tensor_quant(x, amax)[0]) and not scale.requires_grad
     assert tensor_quant.ScaledE4M3Function.apply(x).equal(tensor_quant.scaled_e4m3(x))

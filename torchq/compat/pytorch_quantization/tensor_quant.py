@@ -76,6 +76,10 @@ class FakeTensorQuantFunction(functional.FakeTensorQuantFunction):
         return functional.FakeTensorQuantFunction.forward(inputs, _range(inputs, amax), format)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        functional.FakeTensorQuantFunction.setup_context(ctx, (inputs[0], _range(*inputs[:2])), output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*functional.FakeTensorQuantFunction.backward(ctx, *grads), None, None)
 
@@ -109,6 +113,10 @@ class TensorQuantFunction(functional.TensorQuantFunction):
         return codes, scale.to(inputs.dtype)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        functional.TensorQuantFunction.setup_context(ctx, (inputs[0], _range(*inputs[:2])), output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*functional.TensorQuantFunction.backward(ctx, *grads), None, None)
 
@@ -126,7 +134,7 @@ class ScaledE4M3Function(functional.FakeTensorQuantFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         amax = inputs[1] if len(inputs) > 1 and inputs[1] is not None else E4M3.qmax
-        functional.FakeTensorQuantFunction.setup_context(ctx, (inputs[0], amax), output)
+        functional.FakeTensorQuantFunction.setup_context(ctx, (inputs[0], _range(inputs[0], amax)), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
