@@ -57,6 +57,8 @@ def _dressed(traced: fx.GraphModule, model: nn.Module) -> nn.Module:
     """The traced model under the name of the original, with its plain attributes: a parent may read them."""
     graph = fx.Graph()  # one that does not name the tracer: unpickling would look for it
     graph.output(graph.graph_copy(traced.graph, {}))
+    for node in graph.nodes:
+        node.type = None  # annotations, perhaps as strings; torch 2.6 cannot pickle those
     result = fx.GraphModule(traced, graph, class_name=type(model).__name__)
     for name, value in vars(model).items():
         if not name.startswith("_") and not hasattr(result, name):

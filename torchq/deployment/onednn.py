@@ -92,10 +92,12 @@ def _conv(
 
     def build() -> _Packed:
         plain = weight.view(weight.shape[0], weight.shape[1], *[1] * (x.dim() - weight.dim()), *weight.shape[2:])
-        packed = torch.ops.onednn.qconv_prepack(plain, weight_step.expand(weight.shape[0]).contiguous(), x_step, 0, *static, None)
+        packed = torch.ops.onednn.qconv_prepack(plain, weight_step.expand(weight.shape[0]).contiguous(), x_step, 0, *static, list(x.shape))
         return _pack(packed, weight, weight_step, bias, x_step, x_zero)
 
-    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation), bias, build)
+    # The layout depends on the size of the image, not on the batch: weights in another one are converted at every call, which
+    # takes a hundred times longer than the convolution.
+    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation, *x.shape[2:]), bias, build)
     act = ACTIVATIONS[name]
     inputs = (x, x_step, 0, p.weight, p.step, p.zero)
     if residual is None:

@@ -20,9 +20,13 @@ class PackCache:
     """Derived data by (weight, key). Safe to use from several threads; only building takes the lock.
 
     Weights must not be changed in place afterwards, unless :meth:`forget` is called.
+
+    Args:
+        most: how many keys one weight may have; the oldest goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
         self._entries = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
 
@@ -37,6 +41,9 @@ class PackCache:
                 self._entries[weight] = {}
             entries = self._entries[weight]
             if key not in entries or entries[key][0] is not companion:
+                if len(entries) >= self._most:
+                    # A new dictionary: another thread may be reading the old one.
+                    entries = self._entries[weight] = dict(list(entries.items())[1 - self._most :])
                 entries[key] = (companion, build())
             return entries[key][1]
 
