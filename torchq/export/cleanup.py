@@ -21,6 +21,7 @@ __all__ = [
     "constants_to_initializers",
     "element_type",
     "fold_constants",
+    "fold_scales",
     "fold_weights",
     "merge_duplicates",
     "name_quantizers",
@@ -67,17 +68,25 @@ def constants_to_initializers(graph: Graph) -> None:
     graph.remove(done)
 
 
-def name_quantizers(graph: Graph) -> list[str]:
+def name_quantizers(graph: Graph) -> tuple[list[str], dict[str, str]]:
     """Take out the marks; give each QuantizeLinear, its DequantizeLinear and their values the path of its quantizer.
 
-    A quantizer that is called again gets ``path#2`` and so on. Returns the names in order of the graph.
+    A quantizer that is called again gets ``path#2`` and so on.
+
+    Returns:
+        the names in order of the graph; and those whose nodes the exporter had merged with another's: name -> name in the graph.
     """
     marks = [node for node in graph.nodes if (node.domain, node.op_type) == MARK]
-    names = []
+    names: list[str] = []
+    merged: dict[str, str] = {}
+    named: dict[int, str] = {}
     for mark in marks:
         name = graph.fresh(attribute(mark, "name").decode())
         if (pair := _pair_behind(graph, mark.input[0])) is not None:
             names.append(name)
+            if (first := named.setdefault(id(pair[0]), name)) != name:
+                merged[name] = first
+                continue
             _rename_scale(graph, pair, name)
             for node, role in zip(pair, ("codes", "value"), strict=True):
                 node.name = f"{name}/{node.op_type}"
@@ -89,7 +98,7 @@ def name_quantizers(graph: Graph) -> list[str]:
     for index in reversed(range(len(graph.model.opset_import))):
         if graph.model.opset_import[index].domain == MARK[0]:
             del graph.model.opset_import[index]
-    return names
+    return names, merged
 
 
 def _rename_scale(graph: Graph, pair: tuple[Any, Any], name: str) -> None:
@@ -141,6 +150,15 @@ def _evaluate(graph: Graph, name: str, nodes: list[Any], names: set[str]) -> Ten
     )
     (result,) = need("onnx.reference", "torchq.export").ReferenceEvaluator(model).run(None, {})
     return torch.from_numpy(result.copy())
+
+
+def fold_scales(graph: Graph) -> None:
+    """Compute scales and zero points that the exporter left as arithmetic on constants: its optimiser stops at a size."""
+    for node in graph.of("QuantizeLinear", "DequantizeLinear"):
+        for name in node.input[1:]:
+            if name and name not in graph.initializers and (value := fold_constants(graph, name)) is not None:
+                graph.replace_uses(name, graph.add_initializer(f"{name}/constant", value))
+    graph.prune()
 
 
 def fold_weights(graph: Graph, formats: Mapping[str, Format]) -> list[str]:

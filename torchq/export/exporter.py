@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.export.checks import check_quantizers
-from torchq.export.cleanup import constants_to_initializers, fold_weights, merge_duplicates, name_quantizers, strip_metadata
+from torchq.export.cleanup import constants_to_initializers, fold_scales, fold_weights, merge_duplicates, name_quantizers, strip_metadata
 from torchq.export.extras import need
 from torchq.export.grids import write_record
+from torchq.export.layout import store_transposed
 from torchq.export.proto import Graph
 from torchq.export.report import ExportReport
 from torchq.export.retarget import retarget
@@ -93,12 +94,15 @@ def export_onnx(
         stack.enter_context(plain_attention())
         graph = Graph(run_dynamo(call, opset) if modern else run_torchscript(call, opset))
     constants_to_initializers(graph)
-    names = name_quantizers(graph)
+    fold_scales(graph)
+    names, merged = name_quantizers(graph)
     weights = fold_weights(graph, {name: q.descriptor.format for name, q in active.items()})
-    merged = merge_duplicates(graph)
+    merged |= merge_duplicates(graph)
+    store_transposed(graph)
     strip_metadata(graph)
     retarget(graph, target)
-    found = findings(graph, target)
+    if found := findings(graph, target):
+        warnings.warn(f"export_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
     write_record(graph, target=target, merged=merged)
     activations = tuple(n for n in names if n not in weights and n not in merged)
     exporter = "dynamo" if modern else "torchscript"
@@ -122,7 +126,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
-    if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ in ("OptimizedModule", "GraphModule"):
+    if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
         raise ExportError(
             f"export_onnx: got a {type(model).__name__}; expected the model itself. Pass the module that torch.compile or jit was given"
         )

@@ -74,6 +74,15 @@ class Call:
             self.kwargs = {name: originals.get(id(value), value) for name, value in self.kwargs.items()}
 
     @property
+    def positional(self) -> tuple[Any, ...]:
+        """All arguments in the order of ``forward``: the TorchScript exporter makes tensors of defaults that it fills in itself."""
+        if not self.kwargs:
+            return self.args
+        parameters = list(inspect.signature(self.model.forward).parameters.values())[len(self.args) :]
+        last = max(i for i, p in enumerate(parameters) if p.name in self.kwargs)
+        return (*self.args, *(self.kwargs.get(p.name, p.default) for p in parameters[: last + 1]))
+
+    @property
     def shapes(self) -> dict[str, dict[int, str]]:
         """Open dimensions by name in the file, where there are any."""
         return {name: dims for name, dims in zip(self.input_names, self.open.values(), strict=False) if dims}
@@ -124,6 +133,28 @@ def run_dynamo(call: Call, opset: int) -> Any:
     return program.model_proto
 
 
+class _Positional(nn.Module):
+    """Calls ``wrapped`` with positional arguments: the TorchScript exporter makes tensors of the defaults that it finds in a signature."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.training = wrapped.training
+
+    def forward(self, *args: Any) -> Any:
+        return self.wrapped(*args)
+
+
+def _unprefix(model: Any) -> None:
+    """Initializers under the names that they have in the model."""
+    prefix = "wrapped."
+    for tensor in model.graph.initializer:
+        tensor.name = tensor.name.removeprefix(prefix)
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = name.removeprefix(prefix)
+
+
 def run_torchscript(call: Call, opset: int) -> Any:
     """The ModelProto of the TorchScript exporter."""
     axes = {name: dict(dims) for name, dims in call.shapes.items()}
@@ -132,10 +163,9 @@ def run_torchscript(call: Call, opset: int) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)
             file = Path(folder, "model.onnx")
             torch.onnx.export(
-                call.model,
-                call.args,
+                _Positional(call.model),
+                call.positional,
                 str(file),
-                kwargs=call.kwargs or None,
                 input_names=call.input_names,
                 output_names=call.output_names,
                 opset_version=min(opset, TORCHSCRIPT_MAX),
@@ -146,6 +176,7 @@ def run_torchscript(call: Call, opset: int) -> Any:
             model = need("onnx", "export_onnx").load_model(str(file))
     except Exception as error:
         raise _explained(error, "dynamo=True (torch >= 2.8) takes the other exporter") from error
+    _unprefix(model)
     for entry in model.opset_import:
         if entry.domain == "":
             entry.version = opset

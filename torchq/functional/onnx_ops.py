@@ -129,14 +129,20 @@ def quantize_dequantize(x: Tensor, amax: Tensor, format: Format, granularity: Gr
         step = step_from_amax(amax, format, scale_format)
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
     if (stored.lo, stored.hi) != (format.lo, format.hi):
-        parts = granularity.split(values)
-        parts = torch.minimum(torch.maximum(parts, step * format.lo), step * format.hi)
-        values = granularity.join(parts, x.shape)
+        values = _clip(values, step * format.lo, step * format.hi, granularity, legacy)
     if axis is not None:
         step = step.squeeze(axis + 1) if block else step.reshape(-1)
     emit = _legacy if legacy else _modern
     result = emit(values, step, kind, axis, block)
     return result if x.dtype is torch.float32 else result.to(x.dtype)
+
+
+def _clip(x: Tensor, low: Tensor, high: Tensor, granularity: Granularity, legacy: bool) -> Tensor:
+    if not legacy and low.dim() == 0:
+        # Written as it will end up: onnxscript 0.7 loses constants where it makes Clip from Min and Max of one tensor twice.
+        return torch.onnx.ops.symbolic("Clip", (x, low, high), dtype=x.dtype, shape=x.shape, version=13)
+    parts = torch.minimum(torch.maximum(granularity.split(x), low), high)
+    return granularity.join(parts, x.shape)
 
 
 def _axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:

@@ -1,0 +1,91 @@
+"""Storing the weights of matrix products as runtimes read them: input features first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchq.export.cleanup import TRANSPOSED, attribute, axis_of
+from torchq.export.proto import Graph
+
+__all__ = ["store_transposed"]
+
+
+def store_transposed(graph: Graph) -> None:
+    """Store a weight as (in, out) where the graph transposes it, or where only the weight of a Gemm is quantized, in blocks.
+
+    ``MatMul(x, DequantizeLinear(weight))`` with blocks along the input features is what ONNX Runtime turns into MatMulNBits; behind a
+    Transpose, or in a Gemm, it would dequantize the weight on every call.
+    """
+    gone = []
+    for node in graph.of("Transpose"):
+        dequantize = _own_weight(graph, node.input[0])
+        if dequantize is not None and list(attribute(node, "perm", [1, 0])) == [1, 0]:
+            _transpose(graph, dequantize)
+            graph.replace_uses(node.output[0], dequantize.output[0])
+            gone.append(node)
+    for node in graph.of("Gemm"):
+        dequantize = _own_weight(graph, node.input[1])
+        source = graph.producer(node.input[0])
+        plain = all(attribute(node, name, default) == default for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0)))
+        if (
+            dequantize is None
+            or not attribute(dequantize, "block_size", 0)
+            or not plain
+            or (source is not None and source.op_type == "DequantizeLinear")
+        ):
+            continue
+        if attribute(node, "transB", 0):
+            _transpose(graph, dequantize)
+        gone.append(node)
+        _split(graph, node)
+    graph.remove(gone)
+    graph.prune()
+    graph.sort()
+
+
+def _own_weight(graph: Graph, value: str) -> Any | None:
+    """The DequantizeLinear of a stored matrix that only one node reads."""
+    node = graph.producer(value)
+    if node is None or node.op_type != "DequantizeLinear" or node.input[0] not in graph.initializers or len(graph.readers(value)) != 1:
+        return None
+    return node if len(graph.initializers[node.input[0]].dims) == 2 else None
+
+
+def _transpose(graph: Graph, dequantize: Any) -> None:
+    old = dequantize.input[0]
+    kind = graph.initializers[old].data_type
+    dequantize.input[0] = graph.add_initializer(old.removesuffix("/weight") + TRANSPOSED, graph.value(old).t().contiguous(), kind)
+    for index in range(1, len(dequantize.input)):
+        name = dequantize.input[index]
+        if name and len(graph.initializers[name].dims) == 2:
+            value, number = graph.value(name).t().contiguous(), graph.initializers[name].data_type
+            dequantize.input[index] = graph.add_initializer(name, value, number)
+    axis = axis_of(dequantize) % 2
+    for entry in dequantize.attribute:
+        if entry.name == "axis":
+            entry.i = 1 - axis
+    if not any(entry.name == "axis" for entry in dequantize.attribute) and graph.initializers[dequantize.input[1]].dims:
+        dequantize.attribute.add(name="axis", i=1 - axis, type=2)
+    graph.reindex()
+
+
+def _split(graph: Graph, node: Any) -> None:
+    """MatMul and Add instead of a Gemm.
+
+    With a dimension in front that is taken away again: ONNX Runtime would make a Gemm of two-dimensional ones, before it looks for
+    weights in blocks.
+    """
+    source, weight, *rest = node.input
+    bias, result = [name for name in rest if name], str(node.output[0])
+    del node.output[:]
+    if not bias:
+        graph.add("MatMul", [source, weight], result)
+        return
+    front = graph.add_initializer(f"{result}/front", torch.tensor([0]))
+    names = [graph.fresh(f"{result}/{step}") for step in ("unsqueezed", "product", "sum")]
+    graph.add("Unsqueeze", [source, front], names[0])
+    graph.add("MatMul", [names[0], weight], names[1])
+    graph.add("Add", [names[1], *bias], names[2])
+    graph.add("Squeeze", [names[2], front], result)
