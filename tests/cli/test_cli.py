@@ -147,6 +147,7 @@ def test_demo_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows["FP32, fused"]["accuracy"] > 0.8
     assert rows["FP32, fused"]["agreement"] == rows["FP32, training branches"]["agreement"] == 1.0
     assert rows["INT8 PTQ"]["agreement"] > 0.95
+    assert rows["INT8 in PyTorch"]["agreement"] > 0.95
     assert rows["W4A4 PTQ"]["accuracy"] < rows["W4A4 QAT"]["accuracy"]
     assert rows["INT8 PTQ"]["onnx_bytes"] < rows["FP32, fused"]["onnx_bytes"] / 2.5
 

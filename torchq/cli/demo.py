@@ -62,10 +62,11 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
         _exported("FP32, fused", model, fp32, test, fp32, out / "fp32.onnx"),
     ]
 
-    print("quantize to INT8: swap, calibrate, export")
+    print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
     int8 = _quantized(model, torchq.recipes.int8(), data)
     rows.append(_exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx"))
     torchq.save(int8, out / "int8.pt")
+    rows.append(_row("INT8 in PyTorch", predictions(torchq.deploy(int8, data.images[:8]), test), test, fp32))
 
     print("quantize to W4A4, then train it (QAT) to get back what that costs")
     w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
