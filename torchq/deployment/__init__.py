@@ -6,8 +6,21 @@ layer: export and analysis do not know it, and it does not know them.
 
 from torchq.deployment.activations import ACTIVATIONS, Activation
 from torchq.deployment.api import deploy
+from torchq.deployment.dynamic import DynamicInt8Linear
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Layer, Int8Linear
 from torchq.deployment.lowering import LOWERINGS
+from torchq.deployment.weight_only import WeightOnlyLinear
 
-__all__ = ["ACTIVATIONS", "Activation", "Grid", "Int8Conv", "Int8Layer", "Int8Linear", "LOWERINGS", "deploy"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "DynamicInt8Linear",
+    "Grid",
+    "Int8Conv",
+    "Int8Layer",
+    "Int8Linear",
+    "LOWERINGS",
+    "WeightOnlyLinear",
+    "deploy",
+]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from torchq.deployment.dynamic import DynamicInt8Linear
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Linear
-from torchq.formats import Granularity, IntFormat, PerAxis, PerTensor, integer
+from torchq.deployment.weight_only import WeightOnlyLinear
+from torchq.formats import Granularity, IntFormat, PerAxis, PerBlock, PerTensor, integer
 from torchq.functional import quantize, step_from_amax
 from torchq.nn import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantModule, TensorQuantizer
 from torchq.utils import Registry
@@ -91,9 +93,7 @@ def _parts(module: QuantModule, reduce_range: bool) -> tuple[Tensor, Tensor, Ten
     codes = integer_weight(w, weight.detach(), reduce_range)
     if isinstance(codes, str):
         return codes
-    bias = module.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return *codes, bias, grid, weight.dtype, x.pre_quant_scale
+    return *codes, _bias(module), grid, weight.dtype, x.pre_quant_scale
 
 
 @LOWERINGS.register(QuantConv1d)
@@ -106,5 +106,53 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
 
 @LOWERINGS.register(QuantLinear)
 def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+    x, w = active(module.input_quantizer), active(module.weight_quantizer)
+    if x is None and w is not None and w.descriptor.fake_quant:
+        return _weight_only(module, w)
+    if x is not None and w is not None and x.descriptor.dynamic:
+        return _dynamic(module, x, w, reduce_range)
     parts = _parts(module, reduce_range)
     return parts if isinstance(parts, str) else Int8Linear(*parts)
+
+
+def _weight_only(module: QuantModule, quantizer: TensorQuantizer) -> nn.Module | str:
+    d, weight = quantizer.descriptor, module.weight
+    assert isinstance(weight, Tensor)
+    if not isinstance(d.format, IntFormat) or not d.format.signed or d.format.bits > 8:
+        return f"weight format {d.format} does not fit int8"
+    block = d.granularity
+    if isinstance(block, PerBlock) and (block.axis % 2 != 1 or weight.shape[1] % block.size or d.scale_format is not None):
+        return "weight blocks do not divide the inputs, or have scales of their own format"
+    if not (isinstance(block, PerBlock) or _per_output(block, weight)):
+        return "weight ranges are neither per tensor, per output channel nor per block"
+    if quantizer.pre_quant_scale is not None:
+        return "its weight is scaled before it is quantized"
+    weight = weight.detach()
+    amax = quantizer.range_for(weight).detach().to(torch.float32)
+    codes = quantize(weight, amax, d.format, block).to(torch.int8).contiguous()
+    step = step_from_amax(amax, d.format)
+    step = step if isinstance(block, PerBlock) and step.dim() == 2 else step.flatten().view(-1, 1)
+    return WeightOnlyLinear(codes, step.expand(weight.shape[0], -1).contiguous(), _bias(module), d.format.bits)
+
+
+def _dynamic(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce_range: bool) -> nn.Module | str:
+    d = x.descriptor
+    if not isinstance(d.format, IntFormat) or d.format.bits > 8:
+        return f"format {d.format} has no 8-bit integer kernel"
+    if (
+        not isinstance(d.granularity, PerTensor | PerAxis)
+        or x.pre_quant_scale is not None
+        or not (d.fake_quant and w.descriptor.fake_quant)
+    ):
+        return "its dynamic input has blocks, a scale in front, or codes as result"
+    if isinstance(d.granularity, PerAxis) and -1 in d.granularity.axes:
+        return "its dynamic input has a range per feature"
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    codes = integer_weight(w, weight.detach(), reduce_range)
+    return codes if isinstance(codes, str) else DynamicInt8Linear(*codes, _bias(module), d)
+
+
+def _bias(module: QuantModule) -> Tensor | None:
+    assert module.bias is None or isinstance(module.bias, Tensor)
+    return module.bias

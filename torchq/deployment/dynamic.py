@@ -1,0 +1,69 @@
+"""Integer linear layers that take the range of their input from each call: per token, or per tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.deployment import onednn
+from torchq.deployment.grid import SIGNED_ZERO
+from torchq.deployment.ops import kernel_name
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ExportError
+from torchq.functional.scale import divisor, reduce_amax, step_from_amax
+
+__all__ = ["DynamicInt8Linear"]
+
+
+class DynamicInt8Linear(nn.Module):
+    """An integer linear layer whose input steps are found in each call.
+
+    Args:
+        weight: int8, (out, in).
+        weight_step: float32, (out,).
+        bias: (out,) or None.
+        descriptor: of the input: dynamic, one range per tensor or per slice of leading axes (a token).
+
+    Shape:
+        (..., in) floating point -> (..., out), same dtype.
+    """
+
+    weight: Tensor
+    weight_step: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, descriptor: QuantDescriptor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_step", weight_step)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.descriptor = descriptor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Quantize by the range of ``x``, multiply integers, scale back.
+
+        Raises:
+            ExportError: the ranges run along the features.
+        """
+        d = self.descriptor
+        amax = reduce_amax(x, d.granularity).to(torch.float32)
+        if amax.dim() and amax.shape[-1] != 1:
+            raise ExportError(f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; expected one per token or tensor")
+        amax = amax if d.scale_amax is None else amax * d.scale_amax
+        step = step_from_amax(amax, d.format)
+        zero = SIGNED_ZERO if d.format.signed else 0
+        codes = d.format.snap_(x.to(torch.float32) / divisor(amax, step)).add_(zero).to(torch.uint8)
+        y = torch.ops.torchq.int8_linear(codes, self.weight, self.weight_step, None, 1.0, zero, 1.0, 0, torch.float32, "none", [])
+        y = y.mul_(step)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        onednn.PACKED.forget(self.weight)  # copied into in place
+        super()._load_from_state_dict(*args)
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """For :func:`torchq.summary`."""
+        size = sum(b.numel() * b.element_size() for b in self.buffers())
+        return f"{kernel_name(self.weight.device)} uint8 x int8 -> float", size, "the input's range is that of each call"
