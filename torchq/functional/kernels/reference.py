@@ -12,7 +12,9 @@ from torch import Tensor
 from torchq.formats import Format
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["fake_quantize", "gradient_mask", "mask_gradient", "snap", "supports"]
+__all__ = ["fake_quantize", "gradient_mask", "mask_bits", "mask_gradient", "snap", "supports"]
+
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
@@ -49,3 +51,11 @@ def gradient_mask(x: Tensor, amax: Tensor) -> Tensor:
 def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     """``grad`` where the mask is 1 and 0 elsewhere, whatever grad is there; differentiable."""
     return torch.where(mask.to(torch.float32) > 0.5, grad, 0.0)
+
+
+def mask_bits(grad: Tensor, mask: Tensor) -> Tensor:
+    """As :func:`mask_gradient`, not differentiable: the bits of a number times 0 or 1 are those of 0.0 or its own.
+
+    For compiled code: where a boolean occurs in the backward, AOTAutograd saves it instead of the mask.
+    """
+    return (grad.view(_BITS[grad.dtype]) * mask).view(grad.dtype)
