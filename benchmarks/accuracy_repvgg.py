@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--train", type=int, default=10000, help="training images for QAT (default: %(default)s)")
     options.add_argument("--steps", type=int, default=200, help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)")
     options.add_argument("--qat", nargs="*", default=["int8 per tensor", "w4a8 per channel"], choices=list(_recipes()), help="recipes")
-    options.add_argument("--lr", type=float, default=0.01, help="learning rate of QAT, cosine to 0 (default: %(default)s)")
+    options.add_argument("--lr", type=float, default=0.01, help="learning rate of QAT with BatchNorm, cosine to 0 (default: %(default)s)")
+    options.add_argument("--lr-fused", type=float, default=0.001, help="and without BatchNorm, where 0.01 diverges (default: %(default)s)")
     chosen = parse(options, argv)
     test = read_split(chosen.data, "test", 50 if chosen.quick else chosen.images)
     data = read_split(chosen.data, "train", 64 if chosen.quick else max(chosen.calibration, chosen.train))
@@ -67,14 +68,14 @@ def _run(report: Reporter, model: nn.Module, test: Images, data: Images, options
         for case, quantized in cases.items():
             report.value(case=case, recipe=name, accuracy=_score(quantized, test))
         if options.steps and name in options.qat:
-            trained = _train(cases["PTQ after fusing"], data, options)
+            trained = _train(cases["PTQ after fusing"], data, options, options.lr_fused)
             report.value(case="QAT after fusing", recipe=name, steps=options.steps, accuracy=_score(trained, test))
             _equivalent(report, name, _branches(model, config, calibration), test, data, options)
 
 
 def _equivalent(report: Reporter, name: str, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
     """Train the branches, the last third with frozen BatchNorm, then fuse."""
-    trained = _train(model, data, options, freeze_at=options.steps * 2 // 3)
+    trained = _train(model, data, options, options.lr, freeze_at=options.steps * 2 // 3)
     before = logits(trained, test)
     done = torchq.fuse_(trained, test.images[:4])
     same = torch.equal(before, logits(trained, test))
@@ -107,9 +108,9 @@ def _calibrated(model: nn.Module, config: torchq.QuantConfig, calibration: list[
     return quantized
 
 
-def _train(model: nn.Module, data: Images, options: argparse.Namespace, freeze_at: int | None = None) -> nn.Module:
+def _train(model: nn.Module, data: Images, options: argparse.Namespace, lr: float, freeze_at: int | None = None) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=options.lr, weight_decay=1e-4), momentum=0.9)
+    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=lr, weight_decay=1e-4), momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     model.train()
     for step in range(options.steps):

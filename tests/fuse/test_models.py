@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fuse import zoo
 from tests.fuse.common import error, outputs, randomized
 from torchq.fuse import fuse_
 
@@ -45,6 +46,40 @@ def test_detection_backbone_with_frozen_batchnorm():
     assert len(fuse_(model, x).fused) == 20
     assert not any(isinstance(m, layer) for m in model.modules())
     assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_a_branch_that_is_read_elsewhere_is_not_merged():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big, self.small = zoo.conv_bn(8, 8, 3, padding=1), zoo.conv_bn(8, 8, 1)
+
+        def forward(self, x):
+            small = self.small(x)
+            return torch.relu(self.big(x) + small) * small
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Reads()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == ["norm after layer"] * 2
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_branches_are_not_merged_into_more_work():
+    class LowRank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = zoo.conv_bn(32, 2, 1), zoo.conv_bn(2, 32, 1)
+
+        def forward(self, x):
+            return x + self.up(self.down(x))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(LowRank()).double())
+    fuse_(model)
+    assert isinstance(model[0], LowRank)
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 2
 
 
 def test_a_network_of_unknown_blocks():

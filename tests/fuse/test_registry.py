@@ -84,6 +84,12 @@ def test_what_is_not_one_convolution_is_rejected(name):
         linear_map(NOT_LINEAR[name], 4, 2)
 
 
+@pytest.mark.parametrize("name", [name for name in NOT_LINEAR if name not in ("flip", "flatten")])
+def test_the_symbolic_engine_rejects_them_by_itself(name):
+    with pytest.raises(NotAffine):
+        collapse(NOT_LINEAR[name], 4, 2)
+
+
 LINEAR = {
     "crop": lambda x: x[:, :, 1:-1, 2:],
     "pad": lambda x: F.pad(x, (1, 0, 2, 1)),
