@@ -101,6 +101,9 @@ def _others() -> list[Case]:
         Case("Embedding max_norm", _maker(nn.Embedding, 10, 3, max_norm=0.5), (4,), indices=10),
         Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
     ]
+    for cls in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.Sigmoid):
+        cases.append(Case(cls.__name__, _maker(cls), (3, 4)))
+    cases.append(Case("LeakyReLU slope", _maker(nn.LeakyReLU, 0.3), (2, 3, 4)))
     for d in (1, 2, 3):
         pools = {
             "MaxPool": {"stride": 2, "padding": 1, "ceil_mode": True},

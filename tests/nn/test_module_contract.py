@@ -182,7 +182,7 @@ def test_symbolic_trace(case: Case) -> None:
 def test_direct_construction() -> None:
     for float_class, cls in QUANTIZED._entries.items():
         if cls.quantizers and float_class.__module__.startswith("torch.nn.modules"):
-            args = {"Conv": (4, 8, 3), "Linear": (4, 2), "Embedding": (5, 3), "InstanceNorm": (3,), "Adaptive": (2,), "": (2,)}
+            args = {"Conv": (4, 8, 3), "Linear": (4, 2), "Embedding": (5, 3), "InstanceNorm": (3,), "Pool": (2,), "": ()}
             given = next(value for key, value in args.items() if key in float_class.__name__)
             module = cls(*given, input_descriptor=QuantDescriptor(4))
             assert isinstance(module, float_class) and cls.__qualname__ == f"Quant{float_class.__name__}"
