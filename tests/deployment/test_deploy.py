@@ -272,6 +272,7 @@ def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
 
 SATURATION = """
 import warnings, torch, torchq
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
 torch.nn.init.constant_(model[0].weight, 1.0)
 x = torch.rand(16, 256) - 0.1
@@ -285,7 +286,7 @@ reduced = torchq.deploy(model, reduce_range=True)
 assert torchq.deployment.onednn.saturates() == ("EXPECTED" == "yes"), "saturates"
 assert any("no VNNI" in t for t in texts) == ("EXPECTED" == "yes"), texts
 error = (reduced(x) - model(x)).norm() / model(x).norm()
-assert error < 0.02, error
+assert error < 0.05, error  # 7 bits
 """
 
 
@@ -297,3 +298,31 @@ def test_cpus_without_vnni_are_noticed(isa: str, expected: str) -> None:
     environment = {"ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", SATURATION.replace("EXPECTED", expected)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
+    model = Residual().eval()
+    torchq.quantize_(model, target=target)
+    torchq.calibrate(model, [images], progress=False)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    if target == "tensorrt":  # the shortcut alone is quantized, as the kernels want it
+        assert sum(m.residual_grid is not None for m in int8.modules() if isinstance(m, Int8Conv)) == 1
+        assert kinds(int8, Dequantize) <= 1
+
+
+def test_products_of_quantized_operands(images: Tensor) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.mul, self.cat = nn.Conv2d(3, 3, 1), torchq.nn.Mul(), torchq.nn.Cat()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cat([self.mul(self.conv(x), torch.sigmoid(x)), x])
+
+    config = torchq.recipes.int8().with_rules(*(torchq.Rule(c, input=torchq.QuantDescriptor()) for c in (torchq.nn.Mul, torchq.nn.Cat)))
+    model = calibrated(Gate(), images, config)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    assert kinds(int8, torchq.TensorQuantizer) == 0

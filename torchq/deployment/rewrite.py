@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -10,25 +9,22 @@ from torch import fx, nn
 
 from torchq.deployment import patterns
 from torchq.deployment.activations import ACTIVATIONS
-from torchq.deployment.editing import Editor, base_name
+from torchq.deployment.editing import base_name
+from torchq.deployment.folding import NORMS, fold_norm
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Layer
-from torchq.deployment.lowering import active
 from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Quantize
-from torchq.nn import QuantModule, TensorQuantizer, revert_
+from torchq.deployment.separate import Separator
 
 __all__ = ["Rewriter"]
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-
-class Rewriter(Editor):
+class Rewriter(Separator):
     """Rewrites one traced model, in place."""
 
     def run(self) -> None:
         """Apply all rules until nothing changes, then settle what depends on the result."""
-        for node in list(self.graph.nodes):
-            self._separate(node)
+        self.separate()
         rules: list[Callable[[fx.Node], bool]] = [  # the order matters: clamps join grids before kernels take them
             self._share, self._cancel, self._never_negative, self._quantize_earlier, self._dequantize_later,
             self._fold_norm, self._fuse_activation, self._fuse_add, self._fuse_output,
@@ -38,24 +34,6 @@ class Rewriter(Editor):
         self._settle()
 
     # --- rules ----------------------------------------------------------------------------------------------------------------
-
-    def _separate(self, node: fx.Node) -> None:
-        """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""
-        module = self.module(node)
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or node.kwargs:
-            return
-        if isinstance(module, Int8Layer) and module.input_scale is None:
-            with self.graph.inserting_before(node):
-                node.replace_input_with(source, self.call(f"{node.target}_input", Quantize(module.input_grid), source))
-        elif isinstance(module, TensorQuantizer) and (grid := _static_grid(module)):
-            codes = self.before(node, Quantize(grid), source)
-            self.replace(node, Dequantize(grid, self.dtype), "values", codes)
-        elif isinstance(module, QuantModule) and module.quantizers == ("input",) and (grid := _static_grid(module.input_quantizer)):
-            codes = self.before(node, Quantize(grid), source)
-            with self.graph.inserting_before(node):
-                values = self.call(f"{node.target}_values", Dequantize(grid, self.dtype), codes)
-            self.replace(node, revert_(copy.deepcopy(module)), "float", values)
 
     def _share(self, node: fx.Node) -> bool:
         """One tensor, one grid: one Quantize."""
@@ -175,10 +153,10 @@ class Rewriter(Editor):
         """BatchNorm in eval mode is a scale and a shift per channel: it goes into the steps and the bias, without new rounding."""
         norm, source = self.module(node), node.args[0] if node.args else None
         layer = self._plain(source)
-        if not isinstance(norm, _NORMS) or not isinstance(layer, Int8Conv) or len(source.args) > 1 or norm.running_var is None:  # type: ignore[union-attr]
+        if not isinstance(norm, NORMS) or not isinstance(layer, Int8Conv) or len(source.args) > 1 or norm.running_var is None:  # type: ignore[union-attr]
             return False
         layer = self.own(source)  # type: ignore[arg-type]
-        _fold(layer, norm)
+        fold_norm(layer, norm)
         node.replace_all_uses_with(source)  # type: ignore[arg-type]
         self.graph.erase_node(node)
         return True
@@ -270,23 +248,3 @@ class Rewriter(Editor):
         self.graph.lint()
         self.root.recompile()
         self.root.delete_all_unused_submodules()
-
-
-def _static_grid(quantizer: nn.Module) -> Grid | None:
-    found = active(quantizer)
-    if found is None or found.descriptor.dynamic or not found.descriptor.fake_quant or found.pre_quant_scale is not None:
-        return None
-    grid = Grid.of(found)
-    return grid if isinstance(grid, Grid) else None
-
-
-def _fold(layer: Int8Layer, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
-    shift = -norm.running_mean.double() * scale
-    if norm.weight is not None:
-        scale, shift = scale * norm.weight.double(), shift * norm.weight.double() + norm.bias.double()
-    if layer.bias is not None:
-        shift = shift + layer.bias.double() * scale
-    layer.weight_step = (layer.weight_step.double() * scale).float().detach()
-    layer.bias = shift.float().detach()

@@ -1,0 +1,94 @@
+"""Making every quantization in a traced model a node of its own."""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import torch
+from torch import fx, nn
+
+from torchq.deployment import patterns
+from torchq.deployment.editing import Editor, base_name
+from torchq.deployment.folding import static_grid
+from torchq.deployment.layers import Int8Layer
+from torchq.deployment.lowering import active
+from torchq.deployment.nodes import Dequantize, Quantize
+from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, TensorQuantizer, revert_
+
+__all__ = ["Separator"]
+
+_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_OPENED = {QuantAdd: operator.add, QuantMul: operator.mul, QuantMatMul: torch.matmul}
+
+
+class Separator(Editor):
+    """The first step of a rewrite."""
+
+    def separate(self) -> None:
+        """Put Quantize and Dequantize nodes where tensors are quantized, and drop what does nothing."""
+        for node in list(self.graph.nodes):
+            self._skip(node)
+        for node in list(self.graph.nodes):
+            self._separate(node)
+
+    def _skip(self, node: fx.Node) -> None:
+        """What does nothing outside training only keeps others apart."""
+        source = patterns.source_of(node)
+        if type(self.module(node)) in _NOTHING and source is not None:
+            node.replace_all_uses_with(source)
+            self.graph.erase_node(node)
+
+    def _separate(self, node: fx.Node) -> None:
+        """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""
+        module = self.module(node)
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.kwargs:
+            return
+        if isinstance(module, Int8Layer) and module.input_scale is None:
+            with self.graph.inserting_before(node):
+                node.replace_input_with(source, self.call(f"{node.target}_input", Quantize(module.input_grid), source))
+        elif isinstance(module, TensorQuantizer) and (grid := static_grid(module)):
+            codes = self.before(node, Quantize(grid), source)
+            self.replace(node, Dequantize(grid, self.dtype), "values", codes)
+        elif isinstance(module, (QuantAdd, QuantMul, QuantMatMul, QuantCat)):
+            self._open(node, module)
+        elif (
+            isinstance(module, QuantModule)
+            and module.quantizers == ("input",)
+            and len(node.args) == 1
+            and (grid := static_grid(module.input_quantizer))
+        ):
+            codes = self.before(node, Quantize(grid), source)
+            with self.graph.inserting_before(node):
+                values = self.call(f"{node.target}_values", Dequantize(grid, self.dtype), codes)
+            self.replace(node, revert_(copy.deepcopy(module)), "float", values)
+
+    def _open(self, node: fx.Node, module: QuantAdd | QuantMul | QuantMatMul | QuantCat) -> None:
+        """Sums and concatenations with quantized operands become plain ones of quantized values."""
+        if isinstance(module, QuantCat):
+            tensors = node.args[0]
+            if not isinstance(tensors, (list, tuple)) or not isinstance(module.input_quantizer, TensorQuantizer):
+                return
+            operands: list[object] = list(tensors)
+            quantizers: list[nn.Module] = [module.input_quantizer] * len(tensors)
+        else:
+            operands, quantizers = list(node.args), [module.input_quantizer, module.other_quantizer]
+        if not all(isinstance(o, fx.Node) and (active(q) is None or static_grid(q)) for o, q in zip(operands, quantizers, strict=True)):
+            return
+        values = [self._values(node, o, q) for o, q in zip(operands, quantizers, strict=True) if isinstance(o, fx.Node)]
+        with self.graph.inserting_before(node):
+            if isinstance(module, QuantCat):
+                new = self.graph.call_function(torch.cat, (values, node.args[1] if len(node.args) > 1 else module.dim))
+            else:
+                new = self.graph.call_function(_OPENED[type(module)], tuple(values))
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def _values(self, node: fx.Node, operand: fx.Node, quantizer: nn.Module) -> fx.Node:
+        grid = static_grid(quantizer)
+        if grid is None:
+            return operand
+        codes = self.before(node, Quantize(grid), operand)
+        with self.graph.inserting_before(node):
+            return self.call(f"{base_name(node)}_values", Dequantize(grid, self.dtype), codes)
