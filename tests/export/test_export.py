@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.export.exported import MODERN, Layers, Residual, calibrated, ends, run_file
 from torch import Tensor, nn
 
 import torchq
+from tests.export.exported import MODERN, Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError, ExportError, MissingExtraError
 
@@ -194,7 +194,9 @@ def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool
     torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamo=dynamo, dynamic_shapes={"x": {1: "length"}}, output_names=["y"])
     x, table = torch.randn(5, 9, 6), torch.randn(6, 3)
     torch.testing.assert_close(run_file(tmp_path / "m.onnx", x, table)[0], model(x, table), rtol=0, atol=1e-5)
-    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in onnx.load(tmp_path / "m.onnx").graph.input}
+    shapes = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in onnx.load(tmp_path / "m.onnx").graph.input
+    }
     assert shapes == {"x": ["batch", "length", 6], "table": [6, 3]}
     with pytest.raises(ExportError, match=r"dynamic_shapes names \['z'\]; expected some of the tensor arguments \['table', 'x'\]"):
         torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes={"z": {0: "n"}})

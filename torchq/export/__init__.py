@@ -7,6 +7,7 @@ from torchq.export.agreement import LayerAgreement, OutputAgreement, VerifyRepor
 from torchq.export.exporter import export_onnx
 from torchq.export.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.export.report import ExportReport
+from torchq.export.retarget import retarget_onnx
 from torchq.export.verify import verify_onnx
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "VerifyReport",
     "export_onnx",
     "inspect_onnx",
+    "retarget_onnx",
     "verify_onnx",
 ]

@@ -107,15 +107,7 @@ def export_onnx(
     activations = tuple(n for n in names if n not in weights and n not in merged)
     exporter = "dynamo" if modern else "torchscript"
     size = graph.save(path)
-    full = 4 * sum(_elements(tensor) for tensor in graph.initializers.values())
-    return ExportReport(path, target, graph.opset, exporter, size, full, activations, tuple(weights), merged, tuple(found))
-
-
-def _elements(tensor: Any) -> int:
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count
+    return ExportReport(path, target, graph.opset, exporter, size, graph.float_size, activations, tuple(weights), merged, tuple(found))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

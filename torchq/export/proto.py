@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,6 +73,11 @@ class Graph:
     def opset(self) -> int:
         """Version of the default domain."""
         return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 0)
+
+    @property
+    def float_size(self) -> int:
+        """Bytes that the initializers would take in float32."""
+        return 4 * sum(math.prod(tensor.dims) for tensor in self.initializers.values())
 
     def of(self, *kinds: str) -> Iterator[Any]:
         """The nodes of some operator types."""
@@ -249,9 +255,7 @@ def _pack4(flat: Tensor) -> bytes:
 
 
 def _unpack4(proto: Any) -> Tensor:
-    count = 1
-    for size in proto.dims:
-        count *= size
+    count = math.prod(proto.dims)
     raw = proto.raw_data or bytes(proto.int32_data)
     packed = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=1).reshape(-1)[:count]

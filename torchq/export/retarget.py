@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchq.export.cleanup import attribute, element_type, merge_duplicates
-from torchq.export.proto import Graph
+from torchq.export.grids import read_record, write_record
+from torchq.export.proto import Graph, load_graph
+from torchq.export.report import ExportReport
+from torchq.export.rules import findings
+from torchq.swap import TARGETS
 
-__all__ = ["nonnegative", "retarget"]
+__all__ = ["nonnegative", "retarget", "retarget_onnx"]
 
 _UINT8, _INT8 = 2, 3
 #: Operators whose result is never negative, whatever they read.
@@ -95,6 +102,32 @@ def _close_concatenations(graph: Graph) -> None:
         graph.add("QuantizeLinear", [node.output[0], *inputs], f"{name}/codes")
         graph.add("DequantizeLinear", [f"{name}/codes", *inputs], f"{name}/value")
     graph.sort()
+
+
+def retarget_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], target: str) -> ExportReport:
+    """Write a file for another runtime: :func:`torchq.export_onnx` with ``target=`` from a file instead of a model.
+
+    Args:
+        source: a Q/DQ file; of any exporter, as long as scales are initializers.
+        path: where to write.
+        target: "onnxruntime", "tensorrt" or "openvino".
+
+    Raises:
+        ConfigError: an unknown target.
+        MissingExtraError: onnx is not installed.
+    """
+    TARGETS[target]
+    graph = load_graph(source)
+    retarget(graph, target)
+    if found := findings(graph, target):
+        warnings.warn(f"retarget_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
+    write_record(graph, target=target)
+    activations = tuple(str(node.name).rpartition("/")[0] for node in graph.of("QuantizeLinear"))
+    weights = tuple(str(n.name).rpartition("/")[0] for n in graph.of("DequantizeLinear") if n.input[0] in graph.initializers)
+    merged = read_record(graph).get("merged", {})
+    return ExportReport(
+        Path(path), target, graph.opset, "file", graph.save(Path(path)), graph.float_size, activations, weights, merged, tuple(found)
+    )
 
 
 def _number(value: int) -> torch.Tensor:

@@ -151,8 +151,9 @@ def _unprefix(model: Any) -> None:
     for tensor in model.graph.initializer:
         tensor.name = tensor.name.removeprefix(prefix)
     for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = name.removeprefix(prefix)
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                names[index] = name.removeprefix(prefix)
 
 
 def run_torchscript(call: Call, opset: int) -> Any:

@@ -22,7 +22,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "matmul": [operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"],
     "cat": [torch.cat, torch.concat, torch.concatenate],
     "pool": [F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.max_pool2d, torch.avg_pool1d]
-    + [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d],
+    + [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.mean, "mean"],
     "activation": [F.silu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.elu, F.mish, F.sigmoid, torch.sigmoid, "sigmoid"],
 }
 _KINDS = {target: kind for kind, targets in _FUNCTIONS.items() for target in targets}
@@ -136,6 +136,8 @@ def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
+    if kind == "pool" and node.target in (torch.mean, "mean") and not _is_spatial(node):
+        return False
     if kind in ("pool", "activation"):
         operands, rest = list(node.args[:1]), {}
     elif kind == "cat":
@@ -145,6 +147,12 @@ def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool
         operands, rest = list(node.args), dict(node.kwargs)
     tensors = all(isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands)
     return tensors and not rest and (kind in ("cat", "pool", "activation") or len(operands) == 2)
+
+
+def _is_spatial(node: fx.Node) -> bool:
+    """Whether a mean goes over several dimensions: global pooling."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return isinstance(dims, (tuple, list)) and len(dims) > 1
 
 
 def _main_operand(module: nn.Module, node: fx.Node) -> int | None:

@@ -53,11 +53,19 @@ def plan_placement(model: nn.Module, config: QuantConfig, target: Target, includ
     patterns = [f"type:torchq.nn.elementwise.{_TYPES[kind]}" for kind in sorted(target.operators)]
     rules = [Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
-    operators, untraceable = find_operators(model, target.operators)
+    found, untraceable = find_operators(model, target.operators)
+    operators = [operator for operator in found if operator.kind == "matmul" or _has_convolution(operator.owner)]
     decisions = [(operator, by_rules(operator.names, operator.module(), config, include)) for operator in operators]
     skipped = [decision for _, decision in decisions if decision.reason]
     skipped += [Decision(u.owner_names, u.owner, type(u.owner), reason=f"{u.reason}; its sums stay float. {_WRITE}") for u in untraceable]
     return Placement(config, tuple((o, d) for o, d in decisions if not d.reason), tuple(skipped))
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
 
 
 _WRITE = "Write torchq.nn.QuantAdd() and the like in it"

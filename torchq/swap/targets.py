@@ -19,7 +19,8 @@ class Target:
 
     Attributes:
         name: of the runtime.
-        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "cat", "pool", "activation".
+        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "cat", "pool", "activation". Except "matmul",
+            only in modules that hold a convolution: between linear layers and norms these cost more than they save.
         modules: patterns of modules without weights whose input is quantized.
         one_branch: of an addition, leave the branch that ends in a convolution or linear layer unquantized.
         float_inputs: patterns of modules whose input stays float, as the runtime has no integer kernel; their weights are still stored

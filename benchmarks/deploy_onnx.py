@@ -1,0 +1,174 @@
+"""INT8 files in ONNX Runtime and OpenVINO against the float model in the same runtime, and their agreement with the simulation.
+
+Speed: batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with ``target=``
+and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32.
+
+Agreement (``--data DIR``, see benchmarks/cifar.py): a trained CIFAR-10 ResNet-20, calibrated on training images, run on test images:
+simulation against the file, unoptimised and optimised, and every quantizer's codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from benchmarks.cifar import read_split, resnet20
+from benchmarks.harness import Reporter, compare, parse, parser, timing
+
+MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder")
+TARGETS = ("onnxruntime", "openvino")
+Call = Callable[[], object]
+
+
+class EncoderBlock(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    """A fused float model in eval mode, and one input."""
+    torch.manual_seed(0)
+    if name == "encoder":
+        return nn.Sequential(*(EncoderBlock(384, 6) for _ in range(4))).eval(), torch.randn(1, 196, 384)
+    import torchvision
+
+    model = getattr(torchvision.models, name)()
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = None  # a plain average of the batches below
+    with torch.no_grad():
+        model.train()(torch.randn(8, 3, 224, 224))
+    torchq.fuse_(model.eval())
+    return model, torch.randn(1, 3, 224, 224)
+
+
+def export_float(model: nn.Module, x: Tensor, path: Path) -> None:
+    """Torch's own export of the float model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), str(path), dynamo=False, opset_version=20, input_names=["x"])
+
+
+def export_quantized(model: nn.Module, x: Tensor, path: Path, target: str) -> nn.Module:
+    """A quantized copy of the model, written for a runtime."""
+    quantized = copy.deepcopy(model)
+    torchq.quantize_(quantized, target=target, example=x)
+    torchq.calibrate(quantized, [x, torch.randn_like(x)], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(quantized, x, path, target=target, dynamo=False, input_names=["x"])
+    return quantized
+
+
+def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Call:
+    """One inference in ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, feeds)
+
+
+def openvino_call(path: Path, x: Tensor, threads: int) -> Call:
+    """One inference in OpenVINO; float32 stays float32."""
+    import openvino
+
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    model.reshape(list(x.shape))
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    array = x.numpy()
+    return lambda: request.infer([array])
+
+
+RUNTIMES: dict[str, Callable[[Path, Tensor, int], Call]] = {"onnxruntime": onnxruntime_call, "openvino": openvino_call}
+
+
+def speed(report: Reporter, name: str, target: str, options: argparse.Namespace) -> None:
+    """Float against INT8 of one model in one runtime."""
+    model, x = build(name)
+    with tempfile.TemporaryDirectory() as folder:
+        plain, integer = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
+        export_float(model, x, plain)
+        export_quantized(model, x, integer, target)
+        run = RUNTIMES[target]
+        try:
+            calls = {"float32": run(plain, x, options.threads), "int8": run(integer, x, options.threads)}
+        except ImportError as error:
+            report.value(model=name, runtime=target, skipped=str(error))
+            return
+        for row in compare(calls, baseline="float32", **timing(options)):
+            report.timing(row, model=name, runtime=target, threads=options.threads)
+        size = {"bytes_float32": plain.stat().st_size, "bytes_int8": integer.stat().st_size}
+        nodes = torchq.inspect_onnx(integer)
+        kinds = Counter(node.kind for node in nodes.integer)
+        left = Counter(node.kind for node in nodes.fallbacks)
+        report.value(model=name, runtime=target, **size, onnxruntime_integer=dict(kinds), onnxruntime_float=dict(left))
+
+
+def agreement(report: Reporter, target: str | None, options: argparse.Namespace) -> None:
+    """The simulation of a trained network against its file, on test images."""
+    model = resnet20(options.data)
+    torchq.fuse_(model)
+    train, test = read_split(options.data, "train", 512), read_split(options.data, "test", options.images)
+    torchq.quantize_(model, target=target, example=train.images[:1])
+    torchq.calibrate(model, train.batches(128), progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "int8.onnx")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torchq.export_onnx(model, train.images[:1], path, target=target, dynamo=False)
+        found = torchq.verify_onnx(model, path, test.batches(250))
+    case: dict[str, Any] = {"model": "resnet20", "target": target, "images": len(test.labels)}
+    for how, outputs in (("unoptimised", found.outputs), ("optimised", found.optimized)):
+        figures = outputs[0]
+        report.value(**case, runs=how, top1=figures.top1, sqnr_db=figures.sqnr_db, max_diff=figures.max_diff)
+    codes = sum(layer.elements for layer in found.layers)
+    ties, wrong = sum(layer.ties for layer in found.layers), sum(layer.mismatches for layer in found.layers)
+    report.value(**case, runs="layer by layer", quantizers=len(found.layers), codes=codes, ties=ties, wrong=wrong)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    arguments.add_argument("--runtimes", nargs="*", default=list(TARGETS), choices=TARGETS)
+    arguments.add_argument("--data", type=Path, help="folder with CIFAR-10 and resnet20.pt: measures agreement")
+    arguments.add_argument("--images", type=int, default=2000, help="test images (default: %(default)s)")
+    options = parse(arguments, argv)
+    with Reporter("deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino"]) as report:
+        for name in options.models:
+            for target in options.runtimes:
+                speed(report, name, target, options)
+        if options.data is not None:
+            for target in (None, *options.runtimes):
+                agreement(report, target, options)
+
+
+if __name__ == "__main__":
+    main()
