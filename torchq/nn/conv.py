@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.fold import OutputScaling
+from torchq.utils import constant_while_tracing
 
 __all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d"]
 
@@ -48,7 +49,8 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         # torch refuses other padding modes when the module is built.
         shape = (output_size, self.stride, self.padding, self.kernel_size, self._spatial, self.dilation)
-        output_padding = self._output_padding(input, *shape)  # type: ignore[operator]
+        with constant_while_tracing():
+            output_padding = self._output_padding(input, *shape)  # type: ignore[operator]
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
         return type(self)._function(x, weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
 

@@ -1,0 +1,213 @@
+"""Where quantizers go for a runtime: which operators, which branches, which ranges are one; and back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.export.exported import Residual
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ConfigError
+from torchq.nn import TensorQuantizer
+from torchq.swap import TARGETS
+from torchq.swap.operators import find_operators
+
+KINDS = frozenset(["add", "mul", "matmul", "cat", "pool", "activation"])
+
+
+class Operators(nn.Module):
+    """Every operator that counts, and the same symbols where they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(4, 4, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.size(0) + x.shape[1] * 2  # numbers
+        y = self.conv(x) * self.weight + 1  # a parameter, a number
+        y = torch.add(y, x) + torch.add(y, x, alpha=2)  # alpha is another operator
+        y += x
+        y = y.mul(x) @ x
+        y = torch.bmm(y.flatten(0, 1), x.flatten(0, 1)).view_as(x)
+        y = torch.cat([F.silu(y), x], dim=1) * count
+        return F.adaptive_avg_pool2d(F.max_pool2d(y, 2), 1) + y.mean((2, 3), keepdim=True) + y.mean()
+
+
+def test_operators_between_tensors_are_found() -> None:
+    found, failed = find_operators(Operators(), KINDS)
+    assert failed == []
+    assert [operator.kind for operator in found] == [
+        *("add", "add", "add", "mul", "matmul", "matmul", "activation", "cat", "pool", "pool", "pool", "add", "add"),
+    ]
+    assert [operator.child for operator in found if operator.kind == "add"] == ["quant_add", *(f"quant_add_{i}" for i in range(1, 5))]
+
+
+def test_operators_become_children_and_go_again() -> None:
+    model, x = Operators().eval(), torch.randn(2, 4, 4, 4)
+    expected = model(x)
+    keys = list(model.state_dict())
+    report = torchq.quantize_(model, target="openvino")
+    names = {d.name for d in report.replaced}
+    assert {"conv", "quant_add", "quant_add_4", "quant_mul", "quant_matmul_1", "quant_cat", "quant_pool_2"} <= names
+    with torchq.disabled(model):
+        assert torch.equal(model(x), expected)
+    assert not torch.equal(model(x), expected)
+    torchq.restore_(model)
+    assert type(model) is Operators
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_quantize_what_they_say(target: str) -> None:
+    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    expected = model(x)
+    names = {d.name for d in torchq.quantize_(model, target=target, example=x).replaced}
+    layers = {name for name, module in Residual().named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
+    placed = {"blocks.0.quant_add", "blocks.1.quant_add", "quant_cat", "gap"}
+    assert names - layers == placed | (set() if target == "tensorrt" else {"pool"})
+    with torchq.disabled(model):
+        assert torch.equal(model(x), expected)
+    torchq.calibrate(model, [x], progress=False)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+
+
+def test_tensorrt_opens_the_branch_that_ends_in_a_layer() -> None:
+    model = Residual()
+    torchq.quantize_(model, target="tensorrt")
+    modes = [(b.quant_add.input_quantizer.mode, b.quant_add.other_quantizer.mode) for b in model.blocks]
+    assert modes == [("off", "quantize")] * 2  # ``out += identity``: out comes from the second convolution, in both
+
+
+def test_readers_of_one_tensor_share_their_range() -> None:
+    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    first, second = model.blocks
+    # the stem's output, through max pooling, is read by the first block twice
+    assert model.pool.input_quantizer is first.first.input_quantizer is first.quant_add.other_quantizer
+    assert second.first.input_quantizer is second.down.input_quantizer
+    assert first.first.input_quantizer is not second.first.input_quantizer
+    assert model.quant_cat.input_quantizer is not model.side.input_quantizer
+    plain = Residual()
+    torchq.quantize_(plain, target="onnxruntime")
+    assert plain.pool.input_quantizer is not plain.blocks[0].first.input_quantizer
+
+
+class PreActivation(nn.Module):
+    """One tensor object with two contents: before and after an activation that works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        return self.a(x).sum() + self.b(x.relu_()).sum()
+
+
+def test_a_tensor_changed_in_place_is_another_tensor() -> None:
+    model = PreActivation()
+    torchq.quantize_(model, example=torch.randn(1, 2, 3, 3))
+    assert model.a.input_quantizer is not model.b.input_quantizer
+
+
+def test_save_and_load_bring_the_operators_back(tmp_path: Path) -> None:
+    model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
+    torchq.quantize_(model, target="tensorrt", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    twin = torchq.load(Residual().eval(), tmp_path / "m.pt")
+    assert torch.equal(twin(x), model(x))
+    assert list(twin.state_dict()) == list(model.state_dict())
+    assert twin.blocks[0].first.input_quantizer is twin.blocks[0].quant_add.other_quantizer
+
+
+def test_exclude_and_include_reach_operators() -> None:
+    model = Residual()
+    report = torchq.quantize_(model, target="onnxruntime", exclude=["blocks.0.quant_add", "quant_cat"])
+    assert not hasattr(model.blocks[0], "quant_add") and hasattr(model.blocks[1], "quant_add")
+    assert {d.name: d.reason for d in report.skipped if "quant" in d.name} == {"blocks.0.quant_add": "excluded", "quant_cat": "excluded"}
+    model = Residual()
+    torchq.quantize_(model, target="onnxruntime", include="blocks.1.*")
+    assert {n.partition(".quant_add")[0] for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and "quant_add" in n} == {
+        "blocks.1"
+    }
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + x if x.sum() > 0 else x
+
+
+def test_untraceable_modules_are_reported_and_left() -> None:
+    model = nn.Sequential(Untraceable(), Residual().blocks[0])
+    report = torchq.quantize_(model, target="openvino")
+    reasons = {d.name: d.reason for d in report.skipped}
+    assert "its forward cannot be traced (TraceError" in reasons["0"]
+    assert "QuantAdd" in reasons["0"]
+    assert type(model[0]) is Untraceable
+    assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}
+
+
+def test_transformer_blocks_keep_their_sums_float() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + self.up(y @ y.transpose(1, 2) @ y)
+
+    names: dict[str, Any] = {}
+    for target in TARGETS:
+        model = nn.Sequential(Block(), nn.Linear(4, 4))
+        names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
+    assert names["onnxruntime"] == names["tensorrt"] == {"0.up", "1"}
+    assert names["openvino"] == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+
+
+def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> None:
+    dynamic = QuantConfig((Rule("*", input=QuantDescriptor(dynamic=True), weight=QuantDescriptor()),))
+    with pytest.raises(ConfigError, match=r"target tensorrt: the config quantizes activations as .*; expected a fixed range per tensor"):
+        torchq.quantize_(Residual(), dynamic, target="tensorrt")
+    model = Residual()
+    torchq.quantize_(model, torchq.recipes.int4_weight(), target="onnxruntime")
+    assert not any("quant_" in name for name, _ in model.blocks[0].named_children())
+
+
+def test_four_bit_configs_keep_eight_bits_between_layers() -> None:
+    model = Residual()
+    torchq.quantize_(model, torchq.recipes.w4a4(), target="onnxruntime")
+    assert model.blocks[0].quant_add.input_quantizer.descriptor.num_bits == 8
+    assert model.blocks[0].first.input_quantizer.descriptor.num_bits == 4
+
+
+def test_unknown_targets_are_listed() -> None:
+    with pytest.raises(ConfigError, match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'tensorrt'"):
+        torchq.plan(Residual(), target="tvm")
+
+
+def test_a_failing_conversion_leaves_the_model_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = Residual(), list(Residual().state_dict())
+
+    def fail(self: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torchq.nn.QuantCat, "_attach", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        torchq.quantize_(model, target="onnxruntime")
+    assert list(model.state_dict()) == keys
+    assert type(model) is Residual
