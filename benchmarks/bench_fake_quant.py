@@ -1,0 +1,221 @@
+"""Fake quantization against copying the tensor: forward, forward as in training, backward, and memory.
+
+``clone`` is 1. Besides it and torchq there are the plain chain of operations (div, round_, clamp_, mul_), torch's own
+``fake_quantize_per_*_affine``, and NVIDIA ModelOpt, Brevitas and torchao where they are installed: run this with the interpreter of
+``make bench-env``, or name it with --python.
+
+Modes: ``forward`` (no gradient wanted), ``training`` (forward that keeps what its backward needs), ``backward``, and ``memory``: bytes
+per element that the backward keeps, and the peak beyond the input, in 64 MiB tensors.
+
+On one thread the clock is CPU time, which other processes on the machine disturb less; --wall takes the time on the wall.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchq
+from benchmarks.harness import Reporter, compare, parse, parser, timing
+from benchmarks.memory import peak_bytes
+from torchq.formats import E4M3, INT8, Format, PerAxis, PerBlock, PerTensor
+from torchq.formats.granularity import Granularity
+
+Quantize = Callable[[Tensor], Tensor]
+PER_TENSOR = PerTensor()
+LIMITS = {"forward": 2.7, "compiled": 1.4}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor and how it is quantized; shapes have 6.4 million elements."""
+
+    name: str
+    format: Format = INT8
+    granularity: Granularity = PER_TENSOR
+    dtype: str = "fp32"
+    channels_last: bool = False
+
+    def tensor(self, scale: int = 1) -> Tensor:
+        x = torch.randn(32 * scale, 64, 56, 56).to(DTYPES[self.dtype])
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+
+
+CASES = [
+    Case("int8 per tensor"),
+    Case("int8 per tensor channels_last", channels_last=True),
+    Case("int8 axis 0", granularity=PerAxis((0,))),
+    Case("int8 axis 1", granularity=PerAxis((1,))),
+    Case("int8 axis 1 channels_last", granularity=PerAxis((1,)), channels_last=True),
+    Case("int8 blocks of 28", granularity=PerBlock(28)),
+    Case("int8 per tensor bf16", dtype="bf16"),
+    Case("int8 per tensor fp16", dtype="fp16"),
+    Case("e4m3 per tensor", E4M3),
+    Case("e4m3 axis 0", E4M3, PerAxis((0,))),
+]
+
+
+def plain_chain(case: Case, amax: Tensor) -> Quantize:
+    step = amax / case.format.qmax
+
+    def run(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return (x / step).round_().clamp_(case.format.lo, case.format.hi).mul_(step)
+        inside = torch.clamp(x, -amax, amax)  # for the gradient
+        return inside + ((x / step).round_().clamp_(case.format.lo, case.format.hi).mul_(step) - inside).detach()
+
+    return run
+
+
+def aten(case: Case, amax: Tensor) -> Quantize:
+    if isinstance(case.granularity, PerAxis):
+        axis, steps = case.granularity.axes[0], amax.flatten() / 127
+        zeros = torch.zeros_like(steps, dtype=torch.int32)
+        return lambda x: torch.fake_quantize_per_channel_affine(x, steps, zeros, axis, -128, 127)
+    step, zero = amax / 127, torch.zeros((), dtype=torch.int32)
+    return lambda x: torch.fake_quantize_per_tensor_affine(x, step, zero, -128, 127)
+
+
+def modelopt(case: Case, amax: Tensor) -> Quantize:
+    config = import_module("modelopt.torch.quantization.config").QuantizerAttributeConfig
+    axis = case.granularity.axes[0] if isinstance(case.granularity, PerAxis) else None
+    quantizer = import_module("modelopt.torch.quantization.nn").TensorQuantizer(
+        config(num_bits=8 if case.format.is_integer else (4, 3), axis=axis)
+    )
+    quantizer.amax = amax
+    return quantizer
+
+
+def brevitas(case: Case, amax: Tensor) -> Quantize:
+    wrapper, quant = import_module("brevitas.core.function_wrapper"), import_module("brevitas.core.quant")
+    function = quant.IntQuant(narrow_range=False, signed=True, input_view_impl=wrapper.Identity())
+    step, zero, width = amax / 127, torch.tensor(0.0), torch.tensor(8.0)
+    return lambda x: function(step, zero, width, x)
+
+
+def torchao(case: Case, amax: Tensor) -> Quantize:
+    function = import_module("torchao.quantization.quant_primitives")._fake_quantize_affine
+    step = (amax / 127).flatten() if amax.dim() else amax / 127
+    zero = torch.zeros_like(step, dtype=torch.int32)
+
+    def run(x: Tensor) -> Tensor:
+        block = [1 if n != 1 else size for n, size in zip(amax.shape or [1] * x.dim(), x.shape, strict=True)]
+        return function(x, tuple(block), step, zero, torch.int8, -128, 127)
+
+    return run
+
+
+def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
+    """The others that can do the case and are installed."""
+    found: dict[str, Quantize] = {}
+    if isinstance(case.granularity, PerBlock):
+        return found
+    if case.format.is_integer:
+        found["chain"] = plain_chain(case, amax)
+        found["aten"] = aten(case, amax)
+    for build in (modelopt, brevitas, torchao):
+        try:
+            if case.format.is_integer or build is modelopt:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found[build.__name__] = build(case, amax)
+        except ImportError as error:
+            print(f"left out: {build.__name__} ({error})", file=sys.stderr)
+    return found
+
+
+def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
+    amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
+    found = rivals(case, amax)
+
+    def ours(v: Tensor) -> Tensor:
+        return torchq.functional.fake_quantize(v, amax, case.format, case.granularity)
+
+    found["torchq"] = ours
+    if compiled:
+        found["torchq compiled"] = torch.compile(ours, fullgraph=True)
+    usable = {}
+    for name, run in found.items():
+        try:
+            difference = ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
+        except (RuntimeError, TypeError, ValueError) as error:
+            print(f"left out of {case.name}: {name} ({str(error).splitlines()[0]})", file=sys.stderr)
+            continue
+        if difference > 0.07:  # one step of E4M3 at its maximum; int8 rivals that multiply by 1 / step flip single ties
+            raise SystemExit(f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; not the same work")
+        usable[name] = run
+    return usable
+
+
+def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable[[], object]]:
+    leaf = x.clone().requires_grad_(mode != "forward")
+    if mode != "backward":
+        return {"clone": lambda: x.clone(), **{name: (lambda run=run: run(leaf)) for name, run in runs.items()}}
+    grad = torch.randn_like(x)
+    found: dict[str, Callable[[], object]] = {"clone": lambda: grad.clone()}
+    for name, run in runs.items():
+        y = run(leaf)
+        found[name] = lambda y=y: torch.autograd.grad(y, leaf, grad, retain_graph=True)
+    return found
+
+
+def memory(case: Case, runs: dict[str, Quantize], report: Reporter) -> None:
+    x = case.tensor(scale=3).requires_grad_()
+    for name, run in runs.items():
+        kept: dict[int, int] = {}
+
+        def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = run(x)
+        kept.pop(x.untyped_storage().data_ptr(), None)
+        kept.pop(y.untyped_storage().data_ptr(), None)
+        del y
+        peak = peak_bytes(lambda run=run: run(x))
+        figures: dict[str, Any] = {"kept_bytes_per_element": sum(kept.values()) / x.numel()}
+        if peak is not None:
+            figures["peak_bytes_per_element"] = peak / x.numel()
+        report.value(case=case.name, mode="memory", candidate=name, **figures)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--python", help="interpreter of the environment that has the rivals")
+    options.add_argument("--cases", default="", help="only cases whose name contains this")
+    options.add_argument("--modes", default="forward,training,backward,memory", help="default: %(default)s")
+    options.add_argument("--compile", action="store_true", help="also torch.compile of torchq's function (needs a C++ compiler)")
+    options.add_argument("--wall", action="store_true", help="wall clock, not CPU time")
+    chosen = parse(options, argv)
+    if chosen.python:
+        rest = list(sys.argv[1:] if argv is None else argv)
+        at = rest.index("--python")
+        raise SystemExit(subprocess.run([chosen.python, "-m", "benchmarks.bench_fake_quant", *rest[:at], *rest[at + 2 :]]).returncode)
+    clock = time.perf_counter if chosen.wall or chosen.threads > 1 else time.thread_time
+    with Reporter("fake_quant", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")) as report:
+        for case in (c for c in CASES if chosen.cases in c.name):
+            x = case.tensor()
+            runs = candidates(case, x, chosen.compile)
+            for mode in chosen.modes.split(","):
+                if mode == "memory":
+                    memory(case, runs, report)
+                    continue
+                for row in compare(calls(mode, runs, x), baseline="clone", clock=clock, **timing(chosen)):
+                    limit = LIMITS.get("compiled" if "compiled" in row.candidate else mode)
+                    mine = {"limit": limit} if row.candidate.startswith("torchq") and limit else {}
+                    report.timing(row, case=case.name, mode=mode, clock=clock.__name__, **mine)
+
+
+if __name__ == "__main__":
+    main()
