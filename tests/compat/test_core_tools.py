@@ -118,3 +118,15 @@ def test_legacy_and_new_modules_in_one_model() -> None:
     assert [d.name for d in report.replaced] == ["0"]
     torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
     assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter about itself
+def test_export_and_verify(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    model = legacy_model().eval()
+    torchq.calibrate(model, [batch()], progress=False)
+    dynamo = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+    torchq.export_onnx(model, (batch(),), tmp_path / "model.onnx", dynamo=dynamo)
+    report = torchq.verify_onnx(model, tmp_path / "model.onnx", [batch()])
+    assert "all codes equal" in str(report)

@@ -139,6 +139,8 @@ def test_defaults_belong_to_the_class() -> None:
     assert other.input_quantizer._num_bits == 8 and other.weight_quantizer._axis == 0
     quant_nn.Linear.set_default_quant_desc_weight(QuantDescriptor(num_bits=5))
     assert quant_nn.QuantLinear(2, 2).weight_quantizer.num_bits == 5
+    quant_nn.QuantMaxPool2d.set_default_quant_desc_input(QuantDescriptor(num_bits=4))
+    assert (quant_nn.QuantMaxPool2d(2).input_quantizer.num_bits, quant_nn.QuantMaxPool1d(2).input_quantizer.num_bits) == (4, 8)
     with pytest.raises(ValueError, match="expected an instance of QuantDescriptor"):
         quant_nn.QuantLinear.set_default_quant_desc_input(8)
 

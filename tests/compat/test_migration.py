@@ -23,7 +23,9 @@ def test_code_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     ranges = {"0._input_quantizer._amax": torch.tensor(2.0), "0._weight_quantizer._amax": torch.ones(4, 1, 1, 1)}
     torch.save({**model.state_dict(), **ranges}, "calibrated.pth")
-    names = {"torch": torch, "torchq": torchq, "model": model}
+    old_model = nn.Sequential(pytorch_quantization.nn.QuantConv2d(3, 4, 3))
+    old_model[0].input_quantizer.amax = 2.0
+    names = {"torch": torch, "torchq": torchq, "model": model, "old_model": old_model}
     exec(compile(block, "migration.md", "exec"), names)
     found = names["model"][0].input_quantizer.amax
     assert found is None if "install" in block else found == 2

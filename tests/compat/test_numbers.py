@@ -141,6 +141,12 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
         assert TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))(x).double().tolist() == wanted
 
 
+def test_e4m3_drops_values_that_fp16_does_not_have() -> None:
+    """Also where a small range would scale them up to something."""
+    found = tensor_quant.scaled_e4m3(torch.tensor([5.9e-8, -5.9e-8, 6.0e-8, 1e-6]), torch.tensor(1e-6))
+    assert found[:2].eq(0).all() and found[2:].gt(0).all()
+
+
 def test_published_e4m3_values() -> None:
     """Of the FP8 values that the original documents."""
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])

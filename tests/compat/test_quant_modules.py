@@ -122,7 +122,9 @@ def test_enable_onnx_export_is_a_context_that_gives_back() -> None:
     assert not quantizer._enable_onnx_export
     with package.enable_onnx_export():
         assert quantizer._enable_onnx_export
-        with pytest.raises(KeyError), quant_modules.enable_onnx_export():
-            raise KeyError
+        with quant_modules.enable_onnx_export():
+            pass
         assert quantizer._enable_onnx_export
+    with pytest.raises(KeyError), quant_modules.enable_onnx_export():
+        raise KeyError
     assert not quantizer._enable_onnx_export

@@ -305,12 +305,14 @@ def test_ordinary_use_is_silent() -> None:
 
 
 def test_clip_values_and_gradients() -> None:
-    x = draw(3, 100).requires_grad_()
+    x = draw(3, 100)
+    x[0, 0], x[0, 1] = -0.3, 0.7  # the bounds themselves count as clipped
+    x.requires_grad_()
     low, high = torch.tensor(-0.3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
     weight = draw(3, 100, seed=1)
     (QF.clip(x, low, high) * weight).sum().backward()
-    torch.testing.assert_close(low.grad, weight[x < low].sum())
-    torch.testing.assert_close(high.grad, weight[x > high].sum())
+    torch.testing.assert_close(low.grad, weight[x <= low].sum())
+    torch.testing.assert_close(high.grad, weight[x >= high].sum())
     assert x.grad.equal(weight * ((x > low) & (x < high)))
     rows = torch.tensor([[0.1], [0.2], [0.3]])
     assert QF.clip(x, -rows, rows).equal(torch.minimum(torch.maximum(x, -rows), rows))

@@ -51,7 +51,7 @@ class MaxCalibrator(_Calibrator):
             raise CalibrationError(f"MaxCalibrator: amax shape changed: got {shape}; expected {before} as before")
         self._core.collect(x)
         if self._track_amax:
-            self._amaxs.append(self._core.granularity.amax(x).float().cpu().numpy().copy())
+            self._amaxs.append(self._core.granularity.amax(x).float().cpu().numpy())  # a tensor of its own
 
     def reset(self) -> None:
         self._core.reset()
