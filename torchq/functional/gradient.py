@@ -43,11 +43,11 @@ def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
 
     Args:
         elements: of the tensor that is quantized.
-        ranges: how many amax it has; ``n = elements / ranges``.
+        ranges: how many amax it has, at least 1; ``n = elements / ranges``.
 
     Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), section 2.2.
 
     >>> range_gradient_scale(elements=400, ranges=4, format=torchq.formats.by_bits(3, unsigned=False))
     0.5196152422706632
     """
-    return float(format.qmax**1.5 / max(elements / max(ranges, 1), 1) ** 0.5)
+    return format.qmax**1.5 / (elements / ranges) ** 0.5 if elements else 0.0

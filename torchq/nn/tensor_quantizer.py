@@ -93,7 +93,8 @@ class TensorQuantizer(nn.Module):
         """The amax that a call on ``x`` quantizes with: the calibrated one, or that of ``x``; times ``scale_amax``."""
         d = self.descriptor
         if self.calibrated and not d.dynamic:
-            amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if d.scale_range_grad else self.amax
+            scaled = d.scale_range_grad and torch.is_grad_enabled() and not torch.onnx.is_in_onnx_export()
+            amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if scaled else self.amax
         elif torch.onnx.is_in_onnx_export():
             raise ExportError(f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}")
         else:
