@@ -68,11 +68,11 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     return model.eval(), torch.randn(batch, 3, 224, 224)
 
 
-def quantized(model: nn.Module, x: Tensor) -> nn.Module:
+def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Module:
     """Folded, quantized and calibrated on the timed input."""
     result = copy.deepcopy(model)
     torchq.fuse_(result, x[:1], verify=False)
-    torchq.quantize_(result)
+    torchq.quantize_(result, target=target)
     torchq.calibrate(result, [x[:4]], progress=False)
     return result
 
@@ -116,6 +116,8 @@ def candidates(model: nn.Module, x: Tensor, options: object, folder: Path) -> tu
         "int8": lambda: int8(x),
         "int8 layers only": (lambda layers: lambda: layers(x))(torchq.deploy(simulated, chains=False)),
     }
+    if x.dim() == 4:  # with quantized shortcuts, which is where TensorRT wants them and oneDNN too
+        found["int8 residual"] = (lambda chained: lambda: chained(x))(torchq.deploy(quantized(model, x, "tensorrt")))
     if options.compiled:
         found["fp32 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(folded))
         found["int8 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(int8))

@@ -302,7 +302,7 @@ def test_cpus_without_vnni_are_noticed(isa: str, expected: str) -> None:
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
-    model = Residual().eval()
+    model = nn.Sequential(Residual()).eval()
     torchq.quantize_(model, target=target)
     torchq.calibrate(model, [images], progress=False)
     int8 = torchq.deploy(model, images)

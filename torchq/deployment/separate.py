@@ -43,6 +43,8 @@ class Separator(Editor):
         """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""
         module = self.module(node)
         source = node.args[0] if node.args else None
+        if isinstance(module, QuantCat) and not node.kwargs:
+            self._open(node, module)
         if not isinstance(source, fx.Node) or node.kwargs:
             return
         if isinstance(module, Int8Layer) and module.input_scale is None:
@@ -51,7 +53,7 @@ class Separator(Editor):
         elif isinstance(module, TensorQuantizer) and (grid := static_grid(module)):
             codes = self.before(node, Quantize(grid), source)
             self.replace(node, Dequantize(grid, self.dtype), "values", codes)
-        elif isinstance(module, (QuantAdd, QuantMul, QuantMatMul, QuantCat)):
+        elif isinstance(module, (QuantAdd, QuantMul, QuantMatMul)):
             self._open(node, module)
         elif (
             isinstance(module, QuantModule)
