@@ -264,6 +264,8 @@ def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
     assert found.dtype is dtype and found.is_contiguous(memory_format=torch.channels_last)
 
 
+# torch 2.6's tracer warns about what it does itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_as_one_graph() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(amax=1.0))
     x = draw(20).requires_grad_()
