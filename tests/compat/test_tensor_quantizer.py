@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from torchq.compat.pytorch_quantization import calib, tensor_quant, utils
-from torchq.compat.pytorch_quantization.nn import Clip, TensorQuantizer
-from torchq.compat.pytorch_quantization.nn import functional as QF
+from torchq.compat.pytorch_quantization.nn import TensorQuantizer
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
@@ -264,29 +263,6 @@ def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
     assert found.dtype is dtype and found.is_contiguous(memory_format=torch.channels_last)
 
 
-# torch 2.6's tracer warns about what it does itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_as_one_graph() -> None:
-    quantizer = TensorQuantizer(QuantDescriptor(amax=1.0))
-    x = draw(20).requires_grad_()
-    found = torch.compile(quantizer, fullgraph=True, backend="aot_eager")(x)
-    assert found.equal(quantizer(x))
-    found.sum().backward()
-    assert x.grad.equal((x.abs() <= 1).float())
-
-
-def test_traces_with_fx() -> None:
-    model = torch.nn.Sequential(TensorQuantizer(QuantDescriptor(amax=1.0)), TensorQuantizer(QuantDescriptor(axis=0)))
-
-    class Inside(torch.fx.Tracer):
-        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
-            return False
-
-    x = draw(3, 4)
-    traced = torch.fx.GraphModule(model, Inside().trace(model))
-    assert traced(x).equal(model(x))
-
-
 def test_printed_forms() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0], unsigned=True, scale_amax=0.5), if_calib=True)
     assert quantizer.extra_repr() == "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=MaxCalibrator quant calib"
@@ -304,33 +280,3 @@ def test_ordinary_use_is_silent() -> None:
         quantizer.load_calib_amax()
         quantizer.load_state_dict(quantizer.state_dict())
     assert quantizer.amax is not None
-
-
-def test_clip_values_and_gradients() -> None:
-    x = draw(3, 100)
-    x[0, 0], x[0, 1] = -0.3, 0.7  # the bounds themselves count as clipped
-    x.requires_grad_()
-    low, high = torch.tensor(-0.3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
-    weight = draw(3, 100, seed=1)
-    (QF.clip(x, low, high) * weight).sum().backward()
-    torch.testing.assert_close(low.grad, weight[x <= low].sum())
-    torch.testing.assert_close(high.grad, weight[x >= high].sum())
-    assert x.grad.equal(weight * ((x > low) & (x < high)))
-    rows = torch.tensor([[0.1], [0.2], [0.3]])
-    assert QF.clip(x, -rows, rows).equal(torch.minimum(torch.maximum(x, -rows), rows))
-    with pytest.raises(ValueError, match="can only be scalar"):
-        QF.clip(x, (-rows).requires_grad_(), rows).sum().backward()
-
-
-def test_clip_module() -> None:
-    x = draw(50)
-    assert Clip(torch.tensor(0.3), torch.tensor(0.7))(x).equal(x.clamp(0.3, 0.7))
-    assert list(Clip(0.3, 0.7).state_dict()) == []
-    learned = Clip(0.3, 0.7, learn_min=True, learn_max=True)
-    assert list(learned.state_dict()) == ["clip_value_min", "clip_value_max"]
-    learned.disable()
-    assert learned(x) is x
-    learned.enable()
-    assert learned(x).equal(x.clamp(0.3, 0.7))
-    with pytest.raises(ValueError, match="must be scalar"):
-        Clip(torch.tensor(0.3), torch.tensor(0.7), learn_min=True)

@@ -63,6 +63,11 @@ def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
     return torch.as_tensor(amax, device=inputs.device).detach().to(functional.compute_dtype(inputs.dtype))
 
 
+def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Through the saved mask. A function, since torch 2.6 does not trace the ``backward`` of another Function."""
+    return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
+
+
 class FakeTensorQuantFunction(functional.FakeTensorQuantFunction):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`fake_tensor_quant`."""
 
@@ -81,7 +86,7 @@ class FakeTensorQuantFunction(functional.FakeTensorQuantFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*functional.FakeTensorQuantFunction.backward(ctx, *grads), None, None)
+        return _input_gradient(ctx, grads[0]), None, None, None, None
 
 
 #: The CPU form of the original; here there is one form.
@@ -118,7 +123,7 @@ class TensorQuantFunction(functional.TensorQuantFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*functional.TensorQuantFunction.backward(ctx, *grads), None, None)
+        return _input_gradient(ctx, grads[0]), None, None, None, None
 
 
 class ScaledE4M3Function(functional.FakeTensorQuantFunction):
@@ -138,7 +143,7 @@ class ScaledE4M3Function(functional.FakeTensorQuantFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*functional.FakeTensorQuantFunction.backward(ctx, *grads), None)
+        return _input_gradient(ctx, grads[0]), None, None, None
 
 
 class FakeAffineTensorQuantFunction(torch.autograd.Function):
