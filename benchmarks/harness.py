@@ -1,6 +1,6 @@
 """What every benchmark shares: interleaved timing, the description of the machine, and JSON lines.
 
-A benchmark is a program ``benchmarks/bench_<what>.py`` with a function ``main(argv=None)`` that looks like this::
+A benchmark is a program in this folder with a function ``main(argv=None)`` that looks like this::
 
     def main(argv: Sequence[str] | None = None) -> None:
         options = parse(parser(__doc__), argv)
