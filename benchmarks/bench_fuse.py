@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a network, layer or candidate."""
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", default=["exact", "layer", "latency"], choices=["exact", "layer", "latency"])
+    options.add_argument("--networks", nargs="+", default=[*_NETWORKS, *_VIDEO_NETWORKS], help="for exact (default: all)")
     options.add_argument("--size", type=int, default=96, help="side of the images for exact (default: %(default)s)")
     chosen = parse(options, argv)
     parts = {"exact": _exact, "layer": _layers, "latency": _latency}
@@ -103,7 +104,7 @@ def _error(model: nn.Module, x: Tensor, want: Tensor) -> float:
 
 
 def _exact(report: Reporter, options: argparse.Namespace) -> None:
-    for name in _NETWORKS[:2] if options.quick else _NETWORKS + _VIDEO_NETWORKS:
+    for name in options.networks[:2] if options.quick else options.networks:
         model, size = _build(name), max(options.size, 128 if name == "inception_v3" else 0)
         x = torch.randn(1, 3, 4, 64, 65) if name in _VIDEO_NETWORKS else torch.randn(1, 3, size, size + 1)
         exact = copy.deepcopy(model).double()

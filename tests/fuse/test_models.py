@@ -5,12 +5,28 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuse import zoo
 from tests.fuse.common import error, outputs, randomized
 from torchq.fuse import fuse_
+from torchq.graph.core import tensors_in
 
 torchvision = pytest.importorskip("torchvision")
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(t.numel() for t in tensors_in(out))])
+        return out
+
 
 # name: (BatchNorms that stay, because they come before an activation, image size); untrained weights
 MODELS = {
@@ -64,6 +80,26 @@ def test_a_branch_that_is_read_elsewhere_is_not_merged():
     want = outputs(model, x)
     assert [fusion.kind for fusion in fuse_(model, x).fused] == ["norm after layer"] * 2
     assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_widely_dilated_convolutions_cost_no_memory():
+    """Written densely, the kernels of an atrous pyramid would take hundreds of megabytes."""
+
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Conv2d(64, 64, 3, padding=rate, dilation=rate, bias=False) for rate in (90, 150))
+            self.norm_a, self.norm_b = nn.BatchNorm2d(64), nn.BatchNorm2d(64)
+
+        def forward(self, x):
+            return torch.relu(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Pyramid()))
+    with Allocations() as allocations:
+        report = fuse_(model)
+    assert [fusion.kind for fusion in report.fused] == ["norm after layer"] * 2
+    assert allocations.largest <= 64 * 64 * 9 * 2  # nothing larger than a kernel as it is stored, and a little for images
 
 
 def test_branches_are_not_merged_into_more_work():

@@ -131,17 +131,21 @@ class Affine:
 
         return self.derive(self.geometry, build, layers=layers)
 
-    def convolved(self: A, kernel: Tensor, bias: Tensor | None, geometry: Geometry) -> A:
-        """A convolution (dense ``kernel`` of ``geometry``) of this map.
+    def convolved(self: A, weight: Tensor, bias: Tensor | None, geometry: Geometry, dilation: Ints | None = None) -> A:
+        """A convolution of this map, by ``weight``, which ``dilation`` spreads over the window of ``geometry``.
 
         Raises:
             NotAffine: the convolution pads this map with zeros where the map itself would not be zero.
         """
         if geometry.channels != self.geometry.out or geometry.rank != self.geometry.rank:
             raise NotAffine(f"a layer for {geometry.channels} channels follows {self.geometry.out}")
-        second = KernelBias(kernel.double(), kernel.new_zeros(geometry.out).double() if bias is None else bias.double())
+
+        def second() -> KernelBias:
+            dense = weight.double() if dilation is None else algebra.dilate_kernel(weight.double(), dilation)
+            return KernelBias(dense, dense.new_zeros(geometry.out) if bias is None else bias.double())
+
         if self.is_identity:
-            return self.derive(geometry, lambda: second, layers=1, cost=geometry.kernel_numel)
+            return self.derive(geometry, second, layers=1, cost=weight.numel())
         self.check_zero_padding(geometry.before, geometry.after)
         first = self.geometry
         groups = math.gcd(first.groups, geometry.groups)
@@ -152,11 +156,12 @@ class Affine:
 
         def build() -> KernelBias:
             inner = KernelBias(algebra.regroup_kernel(self.value.kernel, first.groups, groups), self.value.bias)
-            outer = KernelBias(algebra.regroup_kernel(second.kernel, geometry.groups, groups), second.bias)
+            kernel, shift = second()
+            outer = KernelBias(algebra.regroup_kernel(kernel, geometry.groups, groups), shift)
             return algebra.compose(inner, outer, groups=groups, stride=first.stride)
 
         merged = Geometry(first.channels, geometry.out, groups, window, before, after, stride)
-        return self.derive(merged, build, layers=1, cost=geometry.kernel_numel)
+        return self.derive(merged, build, layers=1, cost=weight.numel())
 
     def check_zero_padding(self, before: Ints, after: Ints) -> None:
         """Raise :class:`NotAffine` unless zeros put around this map are what the map gives on zeros put around the source."""

@@ -144,12 +144,19 @@ def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = N
     return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
 
 
+def _reach(window: int, padding: int, mode: str) -> int:
+    """An input size that the layer accepts and that shows its window; a wide one (atrous layers) only as far as padding leaves it to."""
+    if mode != "zeros":
+        return max(window, padding + 1)
+    return max(window - 2 * padding, min(window, 16))
+
+
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
     if isinstance(layer, nn.Linear):
         shape = [4, layer.in_features]
     else:
         pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
-        reach = [max(d * (k - 1) + 1, p + 1) for d, k, p in zip(layer.dilation, layer.kernel_size, pads, strict=True)]
+        reach = [_reach(d * (k - 1) + 1, p, layer.padding_mode) for d, k, p in zip(layer.dilation, layer.kernel_size, pads, strict=True)]
         shape = [2, layer.in_channels, *(3 if isinstance(layer, TRANSPOSED) else size + 1 + axis for axis, size in enumerate(reach))]
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 

@@ -195,7 +195,7 @@ def _conv(a: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any =
     else:
         before = after = _ints(padding, rank)
     geometry = Geometry(weight.shape[1] * groups, weight.shape[0], groups, window, before, after, _ints(stride, rank))
-    return a.convolved(algebra.dilate_kernel(weight, rate), bias, geometry)
+    return a.convolved(weight, bias, geometry, rate)
 
 
 _rule("conv1d", "conv2d", "conv3d")(_conv)
