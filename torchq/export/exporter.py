@@ -23,6 +23,7 @@ from torchq.export.report import ExportReport
 from torchq.export.retarget import retarget
 from torchq.export.rules import findings
 from torchq.export.run import Call, plain_attention, run_dynamo, run_torchscript
+from torchq.formats import Format
 from torchq.functional.onnx_ops import mark
 from torchq.nn import TensorQuantizer
 from torchq.swap import TARGETS
@@ -93,21 +94,27 @@ def export_onnx(
         stack.enter_context(_marked(active))
         stack.enter_context(plain_attention())
         graph = Graph(run_dynamo(call, opset) if modern else run_torchscript(call, opset))
-    constants_to_initializers(graph)
-    fold_scales(graph)
-    names, merged = name_quantizers(graph)
-    weights = fold_weights(graph, {name: q.descriptor.format for name, q in active.items()})
-    merged |= merge_duplicates(graph)
-    store_transposed(graph)
-    strip_metadata(graph)
+    formats = {name: q.descriptor.format for name, q in active.items()}
+    names, weights, merged = _clean(graph, formats)
     retarget(graph, target)
     if found := findings(graph, target):
         warnings.warn(f"export_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
     write_record(graph, target=target, merged=merged)
     activations = tuple(n for n in names if n not in weights and n not in merged)
-    exporter = "dynamo" if modern else "torchscript"
-    size = graph.save(path)
+    exporter, size = "dynamo" if modern else "torchscript", graph.save(path)
     return ExportReport(path, target, graph.opset, exporter, size, graph.float_size, activations, tuple(weights), merged, tuple(found))
+
+
+def _clean(graph: Graph, formats: Mapping[str, Format]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Names, integer weights, no duplicates; the quantizers in the graph, those of weights, and those that others stand for."""
+    constants_to_initializers(graph)
+    fold_scales(graph)
+    names, merged = name_quantizers(graph)
+    weights = fold_weights(graph, formats)
+    merged |= merge_duplicates(graph)
+    store_transposed(graph)
+    strip_metadata(graph)
+    return names, weights, merged
 
 
 def unwrap(model: nn.Module) -> nn.Module:
