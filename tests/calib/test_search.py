@@ -67,6 +67,25 @@ def test_pieces_do_not_show(granularity: Granularity, generator: torch.Generator
     assert torch.equal(search_amax(x, INT4, granularity, candidates=5), torch.cat(rows))
 
 
+def test_of_equal_errors_the_largest_range_wins() -> None:
+    # -1 is code -7 of step 1/7 and code -8 of step 1/8, whose amax is 7/8: both exact, and both candidates.
+    assert torch.equal(fake_quantize(torch.tensor([-1.0]), 0.875, INT4), torch.tensor([-1.0]))
+    assert search_amax(torch.tensor([-1.0]), INT4, candidates=33).item() == 1.0
+
+
+def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.Generator) -> None:
+    granularity = PerBlock(16, 1)
+    x = torch.randn(16, 16384, generator=generator) * torch.logspace(-3, 2, 16).unsqueeze(1)
+    largest, errors = granularity.amax(x), []
+    fractions = [1.0, 0.6, 0.2]
+    for fraction in fractions:
+        quantized = fake_quantize(x, largest * fraction, E2M1, granularity, E4M3)
+        errors.append(granularity.split(quantized - x).square().sum(2))
+    # argmin names the first of equals, which is the largest fraction.
+    chosen = torch.tensor(fractions)[torch.stack(errors).argmin(0)]
+    torch.testing.assert_close(search_amax(x, E2M1, granularity, scale_format=E4M3, candidates=3), largest * chosen)
+
+
 def test_dead_channel_and_empty_tensor() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
     assert search_amax(x, INT8, PerAxis((0,)))[0].item() == 0.0
