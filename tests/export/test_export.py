@@ -201,6 +201,27 @@ def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool
         torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes={"z": {0: "n"}})
 
 
+class Variadic(nn.Module):
+    """Arguments without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.linear(tensors[0]) + tensors[1]
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_arguments_without_names(tmp_path: Path, dynamo: bool) -> None:
+    model = Variadic()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.randn(4, 6)], forward=lambda m, x: m(x, x), progress=False)
+    torchq.export_onnx(model, (torch.randn(1, 6), torch.randn(1, 6)), tmp_path / "m.onnx", dynamo=dynamo)
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x, y)[0], model(x, y), rtol=0, atol=1e-6)
+
+
 def test_fixed_batch(tmp_path: Path) -> None:
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
     torchq.export_onnx(model, torch.randn(3, 6), tmp_path / "m.onnx", dynamic_batch=False, input_names=["x"], dynamo=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.export.exported import Layers, Residual, calibrated, ends, run_file
+from tests.export.exported import MODERN, Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.export import retarget_onnx
 
@@ -54,6 +54,14 @@ def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path
     proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
     assert proof.ok, str(proof)
     assert proof.optimized[0].sqnr_db > 25  # biases in int32 steps and codes that flip: measured 30 and more
+
+
+@pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+def test_the_modern_exporter_reaches_the_same_kernels(model: nn.Module, tmp_path: Path) -> None:
+    torchq.export_onnx(model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", target="onnxruntime", dynamo=True)
+    kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
+    assert (kinds.count("QLinearConv"), kinds.count("QLinearAdd"), kinds.count("QLinearConcat")) == (7, 2, 1)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(4, 3, 16, 16)]).ok
 
 
 def test_positive_tensors_get_the_finer_grid(model: nn.Module, tmp_path: Path) -> None:

@@ -111,7 +111,12 @@ def plain_attention() -> Iterator[None]:
 def run_dynamo(call: Call, opset: int) -> Any:
     """The ModelProto of the exporter on top of ``torch.export``."""
     names = _parameters(call.model, len(call.args))
-    shapes: Any = {name: call.open.get(name) or None for name in (*names, *call.kwargs)}
+    shapes: dict[str, Any] = {name: call.open.get(name) or None for name in (*names, *call.kwargs)}
+    is_open = any(shapes.values())
+    parameters = inspect.signature(call.model.forward).parameters
+    if unnamed := [name for name in names if name not in parameters]:  # torch.export knows *args as one tuple
+        rest = next(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)
+        shapes[rest] = tuple(shapes.pop(name) for name in unnamed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns about itself
@@ -122,7 +127,7 @@ def run_dynamo(call: Call, opset: int) -> Any:
                 input_names=call.input_names,
                 output_names=call.output_names,
                 opset_version=opset,
-                dynamic_shapes=shapes if any(shapes.values()) else None,
+                dynamic_shapes=shapes if is_open else None,
                 dynamo=True,
                 verbose=False,
             )

@@ -37,9 +37,6 @@ class WiredModule(QuantModule):
 
     wiring: Mapping[str, str]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
-
     def wiring_record(self) -> dict[str, Any]:
         """What :func:`rewire_` needs to wire a float twin of this module, as JSON data."""
         kinds = {}
@@ -68,14 +65,15 @@ class WiredModule(QuantModule):
 
 
 @cache
-def _twin(cls: type[nn.Module]) -> type[WiredModule]:
+def _twin(cls: type[Any]) -> type[WiredModule]:
     """The wired class of a float class: one for each, so that types of copies are equal."""
-    body = {
-        "float_class": cls,
-        "float_forward": cls.forward,
-        "__doc__": f"Wired :class:`{qualified_name(cls)}`.",
-        "__module__": cls.__module__,
-    }
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # exporters ask for the names of arguments
+    text = f"Wired :class:`{qualified_name(cls)}`."
+    body = {"float_class": cls, "float_forward": cls.forward, "forward": forward, "__doc__": text, "__module__": cls.__module__}
     return types.new_class(f"Wired{cls.__name__}", (WiredModule, cls), {}, lambda namespace: namespace.update(body))
 
 
