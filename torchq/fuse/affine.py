@@ -122,7 +122,9 @@ class Affine:
     def scaled(self: A, scale: Tensor | None, shift: Tensor | None, *, layers: int = 0) -> A:
         """``scale * self + shift`` with one value per channel (or one for all)."""
         out = self.geometry.out
-        scale, shift = (None if v is None else v.double().reshape(-1).expand(out) for v in (scale, shift))
+        scale, shift = (
+            None if v is None else v.to(device=self.device, dtype=torch.float64).reshape(-1).expand(out) for v in (scale, shift)
+        )
 
         def build() -> KernelBias:
             kernel, bias = self.value

@@ -54,9 +54,10 @@ class _Values(fx.Interpreter):
         for user in node.users:
             module = self.fetch_attr(str(user.target)) if user.op == "call_module" else None
             if is_layer(module) and not isinstance(module, nn.Linear) and user.args[:1] == (node,):
-                return AffineTensor.identity(node, module.in_channels, rank_of(module))
+                return AffineTensor.identity(node, module.in_channels, rank_of(module), module.weight.device)
             if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
-                return AffineTensor.identity(node, module.num_features, rank_of(module))
+                device = None if module.running_mean is None else module.running_mean.device
+                return AffineTensor.identity(node, module.num_features, rank_of(module), device)
         return _Unknown()
 
 
