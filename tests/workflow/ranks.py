@@ -24,7 +24,7 @@ METHODS = ("max", "moving_average", "percentile", "mse", "entropy")
 class Net(nn.Module):
     """Two convolutions, of which the second runs only for batches whose first value is large, and a head.
 
-    DistributedDataParallel broadcasts the buffers of the BatchNorm in every forward.
+    DistributedDataParallel broadcasts the buffers of the BatchNorm in the first forward.
     """
 
     def __init__(self) -> None:
@@ -103,6 +103,7 @@ def run(folder: Path) -> None:
     for method in METHODS:
         found[method] = calibrated(lambda model: model, data, method=method, group=world)
     found["ddp"] = calibrated(DistributedDataParallel, data, group=world)
+    found["ddp no batches"] = calibrated(DistributedDataParallel, data if rank else [], group=world)
     found["no batches"] = calibrated(lambda model: model, data if rank else [], group=world)
     bad = [x.clone() for x in data]
     if rank:

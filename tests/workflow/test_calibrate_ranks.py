@@ -71,6 +71,7 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
     expected = one_process(batches(1))
     for found in results:
         assert_same_bits(found["no batches"], expected)
+        assert_same_bits(found["ddp no batches"], expected)
 
 
 def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:

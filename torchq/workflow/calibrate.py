@@ -74,7 +74,7 @@ def calibrate(
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        model = model.module  # the wrapper would exchange buffers in every forward, and wait for ranks that have fewer batches
+        model = model.module  # the wrapper would exchange buffers in its first forward, and wait for a rank without batches
     todo = _pending(model, force)
     weights = weight_quantizers(model)
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
