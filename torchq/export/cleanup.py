@@ -71,7 +71,7 @@ def constants_to_initializers(graph: Graph) -> None:
 def name_quantizers(graph: Graph) -> tuple[list[str], dict[str, str]]:
     """Take out the marks; give each QuantizeLinear, its DequantizeLinear and their values the path of its quantizer.
 
-    A quantizer that is called again gets ``path#2`` and so on.
+    A quantizer that is called again is marked ``path#2`` and so on.
 
     Returns:
         the names in order of the graph; and those whose nodes the exporter had merged with another's: name -> name in the graph.
@@ -81,7 +81,7 @@ def name_quantizers(graph: Graph) -> tuple[list[str], dict[str, str]]:
     merged: dict[str, str] = {}
     named: dict[int, str] = {}
     for mark in marks:
-        name = graph.fresh(attribute(mark, "name").decode())
+        name = attribute(mark, "name").decode()
         if (pair := _pair_behind(graph, mark.input[0])) is not None:
             names.append(name)
             if (first := named.setdefault(id(pair[0]), name)) != name:

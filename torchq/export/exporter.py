@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ def export_onnx(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
-        stack.enter_context(_marked(active))
+        stack.enter_context(_marked(model, active))
         stack.enter_context(plain_attention())
         graph = Graph(run_dynamo(call, opset) if modern else run_torchscript(call, opset))
     formats = {name: q.descriptor.format for name, q in active.items()}
@@ -151,14 +152,20 @@ def _choose(dynamo: bool | None, opset: int) -> bool:
 
 
 @contextmanager
-def _marked(active: Mapping[str, TensorQuantizer]) -> Iterator[None]:
-    """Inside, every quantizer writes its path beside its Q/DQ nodes, and none observes."""
+def _marked(model: nn.Module, active: Mapping[str, TensorQuantizer]) -> Iterator[None]:
+    """Inside, every quantizer writes its path beside its Q/DQ nodes, ``path#2`` on its second call and so on, and none observes."""
     before = [(q, q.observing) for q in active.values()]
-    handles = []
+    calls: Counter[str] = Counter()
+    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]  # an exporter may run the model more than once
+
+    def hook(name: str, out: Tensor) -> Tensor:
+        calls[name] += 1
+        return mark(out, name if calls[name] == 1 else f"{name}#{calls[name]}")
+
     try:
         for name, quantizer in active.items():
             quantizer.observing = False
-            handles.append(quantizer.register_forward_hook(lambda _, __, out, name=name: mark(out, name)))
+            handles.append(quantizer.register_forward_hook(lambda _, __, out, name=name: hook(name, out)))
         yield
     finally:
         for handle in handles:

@@ -71,9 +71,11 @@ def verify_onnx(
     exact, optimized = Outputs(plain.outputs), Outputs(plain.outputs)
     codes = {name: Codes(name, grid.format.qmax) for name, grid in grids.items()}
     count = 0
-    with torch.no_grad(), evaluating(model), _simulating(known, grids, merged) as seen:
+    calls: Counter[str] = Counter()
+    with torch.no_grad(), evaluating(model), _simulating(known, grids, merged, calls) as seen:
         for batch in islice(batches, num_batches):
             seen.clear()
+            calls.clear()
             expected = [t.cpu() for t in tensors_in(run_batch(model, batch))]
             feeds = plain.feeds(batch)
             exact.add(expected, plain.run(feeds))
@@ -91,13 +93,15 @@ Seen = dict[str, tuple[Tensor, Tensor, Tensor]]
 
 
 @contextmanager
-def _simulating(known: Mapping[str, TensorQuantizer], grids: Mapping[str, Grid], merged: Mapping[str, str]) -> Iterator[Seen]:
+def _simulating(
+    known: Mapping[str, TensorQuantizer], grids: Mapping[str, Grid], merged: Mapping[str, str], calls: Counter[str]
+) -> Iterator[Seen]:
     """Inside, quantizers note what they do, as (steps, codes, values) under the name in the file, and take over a grid that differs."""
     seen: Seen = {}
     handles = []
 
-    def hook(quantizer: TensorQuantizer, args: tuple[Tensor, ...], out: Tensor, *, path: str, calls: Counter[str]) -> Tensor:
-        calls[path] = 1 if not any(name.partition("#")[0] == path for name in seen) else calls[path] + 1
+    def hook(quantizer: TensorQuantizer, args: tuple[Tensor, ...], out: Tensor, path: str) -> Tensor:
+        calls[path] += 1
         own = path if calls[path] == 1 else f"{path}#{calls[path]}"
         grid = grids.get(merged.get(own, own))
         if grid is None:
@@ -114,11 +118,8 @@ def _simulating(known: Mapping[str, TensorQuantizer], grids: Mapping[str, Grid],
         return out
 
     try:
-        calls: Counter[str] = Counter()
         for path, quantizer in known.items():
-            handles.append(
-                quantizer.register_forward_hook(lambda module, args, out, path=path: hook(module, args, out, path=path, calls=calls))
-            )
+            handles.append(quantizer.register_forward_hook(lambda module, args, out, path=path: hook(module, args, out, path)))
         yield seen
     finally:
         for handle in handles:
