@@ -70,6 +70,25 @@ def with_data(calibrator: Calibrator, *tensors: Tensor) -> Calibrator:
 def run(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {**traffic_by_size(rank), **refusals(rank)}
+    torch.save(found, folder / f"rank{rank}.pt")
+
+    ended = folder / "ended"
+    if rank == world - 1:
+        if world > 2:
+            os._exit(0)
+        while not ended.exists():
+            time.sleep(0.05)
+        return
+    start = time.monotonic()
+    found["absent"] = failure(with_data(MaxCalibrator(), torch.ones(2)), timeout=1.0)
+    found["waited"] = time.monotonic() - start
+    torch.save(found, folder / f"rank{rank}.pt")
+    ended.touch()
+
+
+def traffic_by_size(rank: int) -> dict[str, Any]:
+    """What every calibrator computes from little and from much data, and what went over the wire for it."""
     found: dict[str, Any] = {}
     traffic: list[tuple[int, torch.dtype]] = []
     all_reduce = dist.all_reduce
@@ -88,32 +107,24 @@ def run(folder: Path) -> None:
         found[f"{name} traffic"] = list(traffic)
         found[f"{name} batches"] = [c.batches for c in calibrators]
     dist.all_reduce = all_reduce
+    return found
 
+
+def refusals(rank: int) -> dict[str, Any]:
+    """Calibrators made in inference mode, none at all, and what must fail."""
     with torch.inference_mode():
         calibrator = with_data(HistogramCalibrator(), torch.ones(3) * (rank + 1))
         sync([calibrator])
-    found["inference"] = calibrator.compute_amax("max")
     nothing: list[Calibrator] = []
     sync(nothing)
     bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
-    found["nan"] = failure(with_data(MaxCalibrator(), bad))
-    found["shape"] = failure(MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5)))
-    found["kind"] = failure(MaxCalibrator() if rank else HistogramCalibrator())
-    found["number"] = failure(*[MaxCalibrator() for _ in range(1 + rank)])
-    torch.save(found, folder / f"rank{rank}.pt")
-
-    ended = folder / "ended"
-    if rank == world - 1:
-        if world > 2:
-            os._exit(0)
-        while not ended.exists():
-            time.sleep(0.05)
-        return
-    start = time.monotonic()
-    found["absent"] = failure(with_data(MaxCalibrator(), torch.ones(2)), timeout=1.0)
-    found["waited"] = time.monotonic() - start
-    torch.save(found, folder / f"rank{rank}.pt")
-    ended.touch()
+    return {
+        "inference": calibrator.compute_amax("max"),
+        "nan": failure(with_data(MaxCalibrator(), bad)),
+        "shape": failure(MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5))),
+        "kind": failure(MaxCalibrator() if rank else HistogramCalibrator()),
+        "number": failure(*[MaxCalibrator() for _ in range(1 + rank)]),
+    }
 
 
 if __name__ == "__main__":
