@@ -38,7 +38,7 @@ check: style types doctest
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao
+	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao requests huggingface_hub
 
 clean:
 	rm -rf .venv .venv-oldest .venv-bench build dist torchq.egg-info .pytest_cache .mypy_cache .ruff_cache
