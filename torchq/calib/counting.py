@@ -81,13 +81,17 @@ def count_bins_(counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, 
 def count_on_cpu_(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
     """:func:`count_bins_` for finite data in host memory; ``scale`` is the inverse width."""
     bins = counts.shape[1]
-    for part, where in pieces(x, size=max(_CPU_PIECE, bins), groups=max(1, _NARROW // bins)):
-        groups = part.shape[1]
-        dtype = torch.int16 if groups * bins <= _NARROW else torch.int32
-        index = _bins(part, scale[where], signed, dtype)
+    most, size = max(1, _NARROW // bins), min(_CPU_PIECE, x.numel())
+    dtype = torch.int16 if most * bins <= _NARROW else torch.int32
+    offset = torch.arange(0, most * bins, bins, dtype=dtype).view(-1, 1)
+    # One pair of buffers for all pieces: fresh memory for each would cost more than the arithmetic.
+    scaled, narrow = torch.empty(size), torch.empty(size, dtype=dtype)
+    for part, where in pieces(x, size=size, groups=most):
+        groups, count = part.shape[1], part.numel()
+        index = _bins(part, scale[where], signed, scaled[:count].view(part.shape), narrow[:count].view(part.shape))
         if groups > 1:
-            index.add_(torch.arange(0, groups * bins, bins, dtype=dtype).view(-1, 1))
-        counts[where] += torch.bincount(index.flatten(), minlength=groups * bins).view(groups, bins)
+            index.add_(offset[:groups])
+        counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(groups, bins)
         if skip_zeros:
             counts[where, 0] -= _zeros(part, signed)
 
@@ -99,20 +103,25 @@ def count_on_device_(counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, s
     one = finite.to(torch.int64)
     for part, where in pieces(x, size=_DEVICE_PIECE, groups=groups):
         # A NaN converts to anything; the index must stay in range although nothing is added.
-        index = _bins(part, scale[where], signed, torch.int64).clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
+        scaled, index = torch.empty(part.shape, device=x.device), torch.empty(part.shape, dtype=torch.int64, device=x.device)
+        index = _bins(part, scale[where], signed, scaled, index).clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
         # Flat, because only the one-dimensional form is allowed under torch.use_deterministic_algorithms on CUDA.
-        counts.view(-1).scatter_add_(0, index.flatten(), one.expand(index.numel()))
+        counts.view(-1).scatter_add_(0, index.view(-1), one.expand(index.numel()))
         if skip_zeros:
             counts[where, 0] -= _zeros(part, signed) * one
 
 
-def _bins(part: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-    """The bin of each element, in a new tensor."""
-    scaled = part.to(torch.float32) * (scale.view(()) if scale.numel() == 1 else scale.view(-1, 1))
+def _bins(part: Tensor, scale: Tensor, signed: bool, scaled: Tensor, index: Tensor) -> Tensor:
+    """The bin of each element, written to ``index`` by way of the float32 ``scaled``, both of the part's shape."""
+    scale = scale.view(()) if scale.numel() == 1 else scale.view(-1, 1)
+    if part.dtype is torch.float32:
+        torch.mul(part, scale, out=scaled)
+    else:
+        scaled.copy_(part).mul_(scale)
     if not signed:
-        return scaled.clamp_(min=0).to(dtype)
+        return index.copy_(scaled.clamp_(min=0))
     # Conversion truncates towards zero, so the sign may go afterwards, where the elements are smaller.
-    return scaled.to(dtype).abs_()
+    return index.copy_(scaled).abs_()
 
 
 def _zeros(part: Tensor, signed: bool) -> Tensor:
