@@ -10,6 +10,7 @@ this loop it was. ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes eve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -146,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Reporter("calibration", given.out, packages=("nvidia-modelopt",)) as report:
         if peer is None:
             report.value(what="left out", candidate="ModelOpt", reason="not installed")
-        collecting(report, x, peer, timing(given), data="relu" if given.relu else "normal")
+        fresh = "MALLOC_MMAP_THRESHOLD_" in os.environ
+        collecting(report, x, peer, timing(given), data="relu" if given.relu else "normal", fresh_memory=fresh)
         estimating(report, x.float(), peer, timing(given))
 
 
