@@ -21,6 +21,7 @@ from benchmarks.cifar import Images, accuracy, logits, read_split
 from benchmarks.harness import Reporter, parse, parser
 from benchmarks.repvgg import repvgg_cifar
 from torchq.fuse import diagnose_ranges
+from torchq.workflow import calibrate_weights
 
 __all__ = ["main"]
 
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--train", type=int, default=10000, help="training images for QAT (default: %(default)s)")
     options.add_argument("--steps", type=int, default=200, help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)")
     options.add_argument("--qat", nargs="*", default=["int8 per tensor", "w4a8 per channel"], choices=list(_recipes()), help="recipes")
-    options.add_argument("--lr", type=float, default=0.01, help="learning rate of QAT with BatchNorm, cosine to 0 (default: %(default)s)")
-    options.add_argument("--lr-fused", type=float, default=0.001, help="and without BatchNorm, where 0.01 diverges (default: %(default)s)")
+    options.add_argument("--lr", type=float, default=0.003, help="learning rate of QAT with branches, cosine to 0 (default: %(default)s)")
+    options.add_argument(
+        "--lr-fused", type=float, default=0.001, help="and of the fused network, where 0.01 diverges (default: %(default)s)"
+    )
     chosen = parse(options, argv)
     test = read_split(chosen.data, "test", 50 if chosen.quick else chosen.images)
     data = read_split(chosen.data, "train", 64 if chosen.quick else max(chosen.calibration, chosen.train))
@@ -74,8 +77,8 @@ def _run(report: Reporter, model: nn.Module, test: Images, data: Images, options
 
 
 def _equivalent(report: Reporter, name: str, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
-    """Train the branches, the last third with frozen BatchNorm, then fuse."""
-    trained = _train(model, data, options, options.lr, freeze_at=options.steps * 2 // 3)
+    """Train the branches, the last half with frozen BatchNorm and fresh weight ranges, then fuse."""
+    trained = _train(model, data, options, options.lr, freeze_at=options.steps // 2)
     before = logits(trained, test)
     done = torchq.fuse_(trained, test.images[:4])
     same = torch.equal(before, logits(trained, test))
@@ -116,6 +119,7 @@ def _train(model: nn.Module, data: Images, options: argparse.Namespace, lr: floa
     for step in range(options.steps):
         if step == freeze_at:
             torchq.qat.freeze_bn_(model)
+            calibrate_weights(model)  # the kernels have moved with the statistics
         images, labels = data.augmented(torch.randint(len(data.labels), (64,), generator=generator), generator)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
