@@ -141,6 +141,7 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
