@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.calib.groups import pieces
+from torchq.functional.kernels import pieces
 
 __all__ = ["MIN_EXPONENT", "bin_exponent", "count_bins_", "count_on_cpu_", "count_on_device_", "merge_bins", "power_of_two"]
 

@@ -18,9 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchq.calib.groups import group_view, magnitude
+from torchq.calib.groups import magnitude
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity
+from torchq.functional.kernels import group_view
 
 __all__ = ["Exchange", "MaxObserver", "MovingAverageObserver", "Observer", "Reduce"]
 
@@ -122,7 +123,7 @@ class Observer(ABC):
 
     @abstractmethod
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
-        """Take in a :func:`~torchq.calib.groups.group_view` and its magnitude; ``amax`` is 0 where ``finite`` is False."""
+        """Take in a :func:`~torchq.functional.kernels.group_view` and its magnitude; ``amax`` is 0 where ``finite`` is False."""
 
     @abstractmethod
     def _merge(self, other: Observer, device: torch.device) -> None:

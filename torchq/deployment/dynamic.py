@@ -12,7 +12,8 @@ from torchq.deployment.grid import SIGNED_ZERO
 from torchq.deployment.ops import kernel_name
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
-from torchq.functional.scale import divisor, reduce_amax, step_from_amax
+from torchq.functional.reduce import reduce_amax
+from torchq.functional.scale import divisor, step_from_amax
 
 __all__ = ["DynamicInt8Linear"]
 

@@ -12,7 +12,8 @@ from torchq.functional.fake_quant import (
     quantize,
 )
 from torchq.functional.gradient import ScaleGradientFunction, range_gradient_scale, scale_gradient
-from torchq.functional.scale import TINY, amax_from_step, compute_dtype, reduce_amax, step_from_amax
+from torchq.functional.reduce import reduce_amax
+from torchq.functional.scale import TINY, amax_from_step, compute_dtype, step_from_amax
 from torchq.functional.seed import FakeTensorQuantFunction, TensorQuantFunction, fake_tensor_quant, tensor_quant
 
 __all__ = [

@@ -12,10 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.formats import FloatFormat, Format, PerTensor, power_of_two_below
-from torchq.formats.granularity import Granularity
+from torchq.formats import FloatFormat, Format, power_of_two_below
 
-__all__ = ["TINY", "compute_dtype", "step_from_amax", "amax_from_step", "divisor", "reduce_amax"]
+__all__ = ["TINY", "compute_dtype", "step_from_amax", "amax_from_step", "divisor"]
 
 #: Ranges up to here (inclusive) are dead. 2**-24 is the smallest fp16 subnormal.
 TINY = 2.0**-24
@@ -75,17 +74,3 @@ def divisor(amax: Tensor, step: Tensor) -> Tensor:
     A step that was rounded to zero (a block far below its neighbours in NVFP4) is dead as well.
     """
     return torch.where((amax <= TINY) | (step == 0), torch.inf, step)
-
-
-def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
-    """Largest magnitude of each group of ``x``: fp32 (fp64 for fp64), shape ``granularity.amax_shape(x.shape)``.
-
-    No gradient. An empty tensor gives 0; NaN propagates.
-
-    Example:
-        >>> from torchq.formats import PerAxis
-        >>> reduce_amax(torch.tensor([[1.0, -2.0], [0.5, 0.25]]), PerAxis((0,)))
-        tensor([[2.0000],
-                [0.5000]])
-    """
-    return (granularity or PerTensor()).amax(x).to(compute_dtype(x.dtype))

@@ -9,7 +9,22 @@ backend        where                                                       how
 =============  ==========================================================  ==================================
 """
 
+from torchq.functional.kernels.groups import extremes, group_view, largest_magnitude, pieces
 from torchq.functional.kernels.reference import gradient_mask, snap
-from torchq.functional.kernels.select import BACKENDS, Kernels, backend_for, kernels, mask_gradient, use_backend
+from torchq.functional.kernels.select import BACKENDS, Kernels, backend_for, is_plain, kernels, mask_gradient, use_backend
 
-__all__ = ["BACKENDS", "Kernels", "backend_for", "gradient_mask", "kernels", "mask_gradient", "snap", "use_backend"]
+__all__ = [
+    "BACKENDS",
+    "Kernels",
+    "backend_for",
+    "extremes",
+    "gradient_mask",
+    "group_view",
+    "is_plain",
+    "kernels",
+    "largest_magnitude",
+    "mask_gradient",
+    "pieces",
+    "snap",
+    "use_backend",
+]

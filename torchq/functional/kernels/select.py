@@ -17,7 +17,7 @@ from torchq.errors import ConfigError
 from torchq.formats import INT8, Format
 from torchq.functional.kernels import reference, tiled
 
-__all__ = ["BACKENDS", "Kernels", "backend_for", "kernels", "mask_gradient", "use_backend"]
+__all__ = ["BACKENDS", "Kernels", "backend_for", "is_plain", "kernels", "mask_gradient", "use_backend"]
 
 #: The definition, CPU tiles, and Triton on CUDA.
 BACKENDS = ("reference", "tiled", "triton")
@@ -74,11 +74,9 @@ def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) ->
     Raises:
         ConfigError: the forced backend cannot do it.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not is_plain(x) or not (amax is None or is_plain(amax)):
         return "reference"
     amax = x.new_ones(()) if amax is None else amax
-    if not (_has_memory(x) and _has_memory(amax)):
-        return "reference"
     forced = _forced.get()
     if forced is None:
         candidates = ("triton",) if x.is_cuda and has_triton() else ("tiled",)
@@ -93,6 +91,13 @@ def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) ->
             "expected a case that it supports. Leave the choice to torchq, or use 'reference'"
         )
     return "reference"
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a kernel may run on ``x`` now: it has memory, nothing traces, and the definition is not forced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _forced.get() == "reference":
+        return False
+    return _has_memory(x)
 
 
 def _has_memory(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchq.calib import MaxCalibrator as CoreMaxCalibrator
 from torchq.compat.pytorch_quantization.calib.calibrator import _Calibrator
 from torchq.errors import CalibrationError
+from torchq.functional import reduce_amax
 
 __all__ = ["MaxCalibrator"]
 
@@ -51,7 +52,7 @@ class MaxCalibrator(_Calibrator):
             raise CalibrationError(f"MaxCalibrator: amax shape changed: got {shape}; expected {before} as before")
         self._core.collect(x)
         if self._track_amax:
-            self._amaxs.append(self._core.granularity.amax(x).float().cpu().numpy())  # a tensor of its own
+            self._amaxs.append(reduce_amax(x, self._core.granularity).float().cpu().numpy())  # a tensor of its own
 
     def reset(self) -> None:
         self._core.reset()

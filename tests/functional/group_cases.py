@@ -1,0 +1,35 @@
+"""Granularities, and the elements of each group found by walking over all indices."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor
+
+from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
+
+__all__ = ["GRANULARITIES", "groups_of"]
+
+GRANULARITIES: list[Granularity] = [
+    PerTensor(),
+    *(PerAxis(axes) for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)),
+    PerBlock(2, 0),
+    PerBlock(3, 1),
+    PerBlock(4, 2),
+]
+
+
+def groups_of(x: Tensor, granularity: Granularity) -> dict[int, list[float]]:
+    """The elements of each group, by walking over all indices."""
+    shape = granularity.amax_shape(x.shape)
+    found: dict[int, list[float]] = {}
+    for index in itertools.product(*map(range, x.shape)):
+        if isinstance(granularity, PerBlock):
+            place = [i // granularity.size if d == granularity.axis else i for d, i in enumerate(index)]
+        else:
+            place = [i if shape[d] > 1 else 0 for d, i in enumerate(index)] if shape else []
+        number = 0
+        for i, size in zip(place, shape, strict=True):
+            number = number * size + i
+        found.setdefault(number, []).append(x[index].item())
+    return found

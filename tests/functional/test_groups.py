@@ -1,0 +1,95 @@
+"""Views and reductions by group, against gathering each group's elements by index."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.functional.group_cases import GRANULARITIES, groups_of
+from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
+from torchq.functional import compute_dtype, reduce_amax
+from torchq.functional.kernels import group_view, groups, pieces, use_backend
+
+LAYOUTS = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)]
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def x(request: pytest.FixtureRequest) -> Tensor:
+    """(4, 6, 5) with distinct values, in every order of memory."""
+    order = request.param
+    inverse = [order.index(d) for d in range(3)]
+    return (torch.arange(120.0).view(4, 6, 5) - 40).permute(order).contiguous().permute(inverse)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_groups_come_in_the_order_of_the_amax(x: Tensor, granularity: Granularity) -> None:
+    parts = group_view(x, granularity)
+    for number, values in groups_of(x, granularity).items():
+        mine = parts[:, number].flatten().tolist()
+        padding = [0.0] * (len(mine) - len(values))
+        assert sorted(mine) == sorted(values + padding)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((2,))], ids=str)
+def test_one_axis_is_never_copied(x: Tensor, granularity: Granularity) -> None:
+    assert group_view(x, granularity).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 7, 20, 1000])
+@pytest.mark.parametrize("groups", [1, 4, 100])
+def test_pieces_cover_everything_once(size: int, groups: int) -> None:
+    x = torch.arange(5 * 9 * 13).view(5, 9, 13)
+    seen = torch.zeros(9, 5 * 9 * 13, dtype=torch.int64)
+    for part, where in pieces(x, size=size, groups=groups):
+        assert part.numel() <= max(size, 1)
+        assert part.shape[1] == where.stop - where.start <= groups
+        for row, values in zip(range(where.start, where.stop), part.unbind(1), strict=True):
+            seen[row] += torch.bincount(values.flatten(), minlength=seen.shape[1])
+    expected = torch.zeros_like(seen)
+    for row in range(9):
+        expected[row, x[:, row].flatten()] = 1
+    assert torch.equal(seen, expected)
+
+
+@pytest.fixture(params=[2**18, 7], ids=["one-piece", "tiny-pieces"])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with so few elements in a piece that every case needs many."""
+    monkeypatch.setattr(groups, "_PIECE", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_reduce_amax_equals_the_definition(x: Tensor, granularity: Granularity, dtype: torch.dtype) -> None:
+    for data in (
+        x.to(dtype),
+        (x * -1e-9).to(dtype),
+        torch.full_like(x, -0.0, dtype=dtype),
+        x.to(dtype)[:1].expand(4, 6, 5),
+        x.to(dtype)[:, ::2, 1:],
+    ):
+        amax = reduce_amax(data, granularity)
+        with use_backend("reference"):
+            expected = reduce_amax(data, granularity)
+        assert amax.dtype is expected.dtype and torch.equal(amax, expected)
+        assert not amax.signbit().any()
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_poison_their_group_alone(granularity: Granularity, dtype: torch.dtype, value: float) -> None:
+    x = torch.ones(4, 6, 5, dtype=dtype)
+    x[2, 3, 1] = value
+    place = torch.zeros(4, 6, 5)
+    place[2, 3, 1] = 1.0
+    expected = torch.where(granularity.amax(place) > 0, abs(value), 1.0)
+    torch.testing.assert_close(reduce_amax(x, granularity), expected.to(compute_dtype(dtype)), rtol=0, atol=0, equal_nan=True)
+
+
+def test_empty_and_single_values() -> None:
+    assert reduce_amax(torch.empty(0, 3), PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
+    assert reduce_amax(torch.empty(2, 0), PerBlock(2, 1)).shape == (2, 0)
+    assert reduce_amax(torch.tensor(-3.0)).tolist() == 3.0

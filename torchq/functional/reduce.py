@@ -1,0 +1,32 @@
+"""The range of a tensor that is at hand: the largest magnitude of each of its groups."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchq.formats import PerTensor
+from torchq.formats.granularity import Granularity
+from torchq.functional.kernels import group_view, is_plain, largest_magnitude
+from torchq.functional.scale import compute_dtype
+
+__all__ = ["reduce_amax"]
+
+
+def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
+    """Largest magnitude of each group of ``x``: fp32 (fp64 for fp64), shape ``granularity.amax_shape(x.shape)``.
+
+    No gradient. An empty tensor gives 0; NaN propagates. The definition is :meth:`torchq.formats.Granularity.amax`, which compiled and
+    transformed code sees; on plain CPU tensors a faster way gives the same.
+
+    Example:
+        >>> from torchq.formats import PerAxis
+        >>> reduce_amax(torch.tensor([[1.0, -2.0], [0.5, 0.25]]), PerAxis((0,)))
+        tensor([[2.0000],
+                [0.5000]])
+    """
+    granularity = granularity or PerTensor()
+    if x.numel() and x.device.type == "cpu" and is_plain(x):
+        amax = largest_magnitude(group_view(x.detach(), granularity)).view(granularity.amax_shape(x.shape))
+    else:
+        amax = granularity.amax(x)
+    return amax.to(compute_dtype(x.dtype))
