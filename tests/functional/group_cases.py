@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from torch import Tensor
 
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 
-__all__ = ["GRANULARITIES", "groups_of"]
+__all__ = ["GRANULARITIES", "LAYOUTS", "groups_of", "in_order"]
 
 GRANULARITIES: list[Granularity] = [
     PerTensor(),
@@ -33,3 +34,12 @@ def groups_of(x: Tensor, granularity: Granularity) -> dict[int, list[float]]:
             number = number * size + i
         found.setdefault(number, []).append(x[index].item())
     return found
+
+
+LAYOUTS = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)]
+
+
+def in_order(order: tuple[int, int, int]) -> Tensor:
+    """(4, 6, 5) with distinct values, whose dimensions lie in memory in this order."""
+    inverse = [order.index(d) for d in range(3)]
+    return (torch.arange(120.0).view(4, 6, 5) - 40).permute(order).contiguous().permute(inverse)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchq.formats import PerTensor
 from torchq.formats.granularity import Granularity
-from torchq.functional.kernels import group_view, is_plain, largest_magnitude
+from torchq.functional.kernels import is_plain, largest_magnitude
 from torchq.functional.scale import compute_dtype
 
 __all__ = ["reduce_amax"]
@@ -25,8 +25,10 @@ def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
                 [0.5000]])
     """
     granularity = granularity or PerTensor()
-    if x.numel() and x.device.type == "cpu" and is_plain(x):
-        amax = largest_magnitude(group_view(x.detach(), granularity)).view(granularity.amax_shape(x.shape))
+    parts = granularity.split(x.detach())
+    dims = granularity.reduce_dims(parts.dim())
+    if dims and x.numel() and x.device.type == "cpu" and is_plain(x):
+        amax = largest_magnitude(parts, dims).view(granularity.amax_shape(x.shape))
     else:
         amax = granularity.amax(x)
     return amax.to(compute_dtype(x.dtype))

@@ -9,15 +9,15 @@ backend        where                                                       how
 =============  ==========================================================  ==================================
 """
 
-from torchq.functional.kernels.groups import extremes, group_view, largest_magnitude, pieces
+from torchq.functional.kernels.groups import group_view, pieces
 from torchq.functional.kernels.reference import gradient_mask, snap
 from torchq.functional.kernels.select import BACKENDS, Kernels, backend_for, is_plain, kernels, mask_gradient, use_backend
+from torchq.functional.kernels.tiled import largest_magnitude
 
 __all__ = [
     "BACKENDS",
     "Kernels",
     "backend_for",
-    "extremes",
     "gradient_mask",
     "group_view",
     "is_plain",

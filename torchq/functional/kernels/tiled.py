@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format
-from torchq.functional.kernels.layout import memory_order
+from torchq.functional.kernels.layout import memory_order, merged_dims
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["fake_quantize", "mask_gradient", "supports"]
+__all__ = ["fake_quantize", "largest_magnitude", "mask_gradient", "supports"]
 
 # Elements in a tile for each thread: 1 MiB of float32. Smaller ones spend their time in dispatching operations.
 _TILE = 2**18
@@ -88,3 +88,34 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     for grad_t, result_t, mask_t in _tiles(_in_memory_order(tensors, result), _tile()):
         result_t.copy_(mask_t).mul_(grad_t)
     return result
+
+
+def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """``x.abs().amax(dims, keepdim=True)``, tile by tile and one dimension after the other; no host sync.
+
+    Without the sign, floats are ordered as the integers of the same bits, NaN last, and torch reduces integers faster.
+
+    Args:
+        x: at least one element.
+        dims: at least one.
+
+    Returns:
+        x's dtype; NaN where one is among the values, never a negative zero.
+    """
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+    order = memory_order(x)
+    if all(size == 1 for size in shape):
+        low, high = torch.aminmax(x.permute(order))
+        return torch.maximum(low.abs(), high.abs()).view(shape)
+    sizes, kept = merged_dims(x, x.new_empty(shape))
+    integer = _BITS[x.dtype]
+    scratch = torch.empty(min(x.numel(), _tile()), dtype=integer)
+    largest = torch.zeros([size if keep else 1 for size, keep in zip(sizes, kept, strict=True)], dtype=integer)
+    for part, result in _tiles([x.permute(order).reshape(sizes).view(integer), largest], _tile()):
+        magnitude = torch.bitwise_and(part, torch.iinfo(integer).max, out=scratch[: part.numel()].view(part.shape))
+        for d, size in enumerate(result.shape):
+            if size == 1 and magnitude.shape[d] > 1:
+                magnitude = magnitude.amax(d, keepdim=True)
+        torch.maximum(result, magnitude, out=result)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return largest.view(x.dtype).view([shape[d] for d in order]).permute(back)

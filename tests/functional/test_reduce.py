@@ -1,0 +1,60 @@
+"""Ranges of tensors at hand: the fast way on the CPU against the definition, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.functional.group_cases import GRANULARITIES, LAYOUTS, in_order
+from torchq.formats import Granularity, PerAxis, PerBlock
+from torchq.functional import compute_dtype, reduce_amax
+from torchq.functional.kernels import tiled, use_backend
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def x(request: pytest.FixtureRequest) -> Tensor:
+    return in_order(request.param)
+
+
+@pytest.fixture(params=[2**18, 7], ids=["one-piece", "tiny-pieces"])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with so few elements in a piece that every case needs many."""
+    monkeypatch.setattr(tiled, "_TILE", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_reduce_amax_equals_the_definition(x: Tensor, granularity: Granularity, dtype: torch.dtype) -> None:
+    for data in (
+        x.to(dtype),
+        (x * -1e-9).to(dtype),
+        torch.full_like(x, -0.0, dtype=dtype),
+        x.to(dtype)[:1].expand(4, 6, 5),
+        x.to(dtype)[:, ::2, 1:],
+    ):
+        amax = reduce_amax(data, granularity)
+        with use_backend("reference"):
+            expected = reduce_amax(data, granularity)
+        assert amax.dtype is expected.dtype and torch.equal(amax, expected)
+        assert not amax.signbit().any()
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_poison_their_group_alone(granularity: Granularity, dtype: torch.dtype, value: float) -> None:
+    x = torch.ones(4, 6, 5, dtype=dtype)
+    x[2, 3, 1] = value
+    place = torch.zeros(4, 6, 5)
+    place[2, 3, 1] = 1.0
+    expected = torch.where(granularity.amax(place) > 0, abs(value), 1.0)
+    torch.testing.assert_close(reduce_amax(x, granularity), expected.to(compute_dtype(dtype)), rtol=0, atol=0, equal_nan=True)
+
+
+def test_empty_and_single_values() -> None:
+    assert reduce_amax(torch.empty(0, 3), PerAxis((1,))).tolist() == [[0.0, 0.0, 0.0]]
+    assert reduce_amax(torch.empty(2, 0), PerBlock(2, 1)).shape == (2, 0)
+    assert reduce_amax(torch.tensor(-3.0)).tolist() == 3.0
