@@ -176,7 +176,9 @@ def test_edges_are_multiples_of_the_width() -> None:
 
 
 def test_blocks_and_too_few_bins_are_errors() -> None:
-    with pytest.raises(ConfigError, match=r"expected one amax per tensor or per axis\. Use method='max' for blocks"):
+    with pytest.raises(
+        ConfigError, match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* Use method 'max', for weights also 'mse'"
+    ):
         HistogramObserver(PerBlock(32))
     with pytest.raises(ConfigError, match="num_bins: got 8; expected at least 16"):
         HistogramCalibrator(num_bins=8)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from torchq import QuantDescriptor, TensorQuantizer
+from torchq.calib import search_amax
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import CATALOG, PerAxis
+from torchq.formats import CATALOG, INT4, PerAxis, PerBlock
 from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax, step_from_amax
 
 MODES = {"off": (False, False), "observe": (True, False), "quantize": (False, True), "observe+quantize": (True, True)}
@@ -149,6 +150,23 @@ def test_unknown_calibration_method_is_an_error_at_once() -> None:
         TensorQuantizer(QuantDescriptor(calib_method="maximum"))
     with pytest.raises(ConfigError, match="percentil"):
         TensorQuantizer(QuantDescriptor(calib_method="percentile", calib_options={"percentil": 99}))
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy", "histogram"])
+def test_a_histogram_of_blocks_is_an_error_at_once(method: str) -> None:
+    with pytest.raises(ConfigError, match=r"^TensorQuantizer: histogram: got PerBlock.* Use method 'max', for weights also 'mse'"):
+        TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method=method))
+
+
+def test_blocks_of_a_weight_are_searched_for_the_least_error() -> None:
+    w = torch.randn(6, 70)
+    w[:, 5] *= 4
+    q = TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method="mse"))
+    q.calibrate_on(w)
+    assert torch.equal(q.amax, search_amax(w, INT4, PerBlock(32))) and bool((q.amax < reduce_amax(w, PerBlock(32))).any())
+    q.name = "fc.input_quantizer"
+    with pytest.raises(ConfigError, match=r"^fc.input_quantizer: histogram: got PerBlock"):
+        q.start_calibration()  # of activations, whose tensors are not at hand
 
 
 def test_calibrate_on_keeps_what_was_being_observed(x: torch.Tensor) -> None:

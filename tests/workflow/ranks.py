@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +96,14 @@ def train_step(model: nn.Module, x: Tensor) -> float:
     return loss.item()
 
 
+def without_group(data: list[Tensor], group: dist.ProcessGroup | None) -> tuple[dict[str, Tensor] | str, list[str]]:
+    """The ranges of this rank alone, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = calibrated(lambda model: model, data, group=group, on_unseen="disable")
+    return found, [str(warning.message) for warning in caught]
+
+
 def run(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank, world = dist.get_rank(), dist.group.WORLD
@@ -110,6 +119,8 @@ def run(folder: Path) -> None:
         bad[0][0, 0, 1, 1] = torch.nan
     found["nan"] = calibrated(lambda model: model, bad, group=world)
     found["unseen"] = calibrated(lambda model: model, data if not rank else [], group=world)
+    found["alone"], found["warned"] = without_group(data, None)
+    found["alone on purpose"], found["not warned"] = without_group(data, [dist.new_group([i]) for i in range(2)][rank])
     found["fsdp"] = fsdp_runs_here()
     if found["fsdp"]:
         # Its forward gathers weights, so both ranks need as many batches and the same branches.

@@ -82,3 +82,14 @@ def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Re
 def test_unseen_on_all_ranks_is_an_error_on_all(results: Results) -> None:
     for found in results:
         assert "no tensor reached branch.input_quantizer in" in found["unseen"]
+
+
+def test_without_a_group_each_rank_is_alone_and_says_so(results: Results) -> None:
+    for rank, found in enumerate(results):
+        expected = one_process(batches(rank), on_unseen="disable")
+        for kind in ("alone", "alone on purpose"):
+            assert found[kind].keys() == expected.keys()
+            assert all(torch.equal(found[kind][name], amax) for name, amax in expected.items())
+        assert len(found["warned"]) == 1 and not found["not warned"]
+        assert found["warned"][0].startswith("calibrate: this is one of 2 processes and uses its own batches alone")
+        assert "group=torch.distributed.group.WORLD" in found["warned"][0]

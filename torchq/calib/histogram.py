@@ -70,7 +70,10 @@ class HistogramObserver(Observer):
 
     def __init__(self, granularity: Granularity, *, signed: bool = True, num_bins: int = 2048, skip_zeros: bool = False) -> None:
         if not isinstance(granularity, (PerTensor, PerAxis)):
-            raise ConfigError(f"histogram: got {granularity}; expected one amax per tensor or per axis. Use method='max' for blocks")
+            raise ConfigError(
+                f"histogram: got {granularity}; expected one amax per tensor or per axis, since a block holds too few elements for a "
+                "histogram. Use method 'max', for weights also 'mse', or ranges of each call (dynamic=True)"
+            )
         if num_bins < 16:
             raise ConfigError(f"num_bins: got {num_bins}; expected at least 16")
         self.num_bins = num_bins

@@ -76,7 +76,8 @@ class TensorQuantizer(nn.Module):
         else:
             self.register_buffer("amax", initial)
         self.register_buffer("pre_quant_scale", None)
-        self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
+        if not self._searches:
+            self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pre_quant_scale is not None:
@@ -170,7 +171,15 @@ class TensorQuantizer(nn.Module):
         d = self.descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
-        return make_calibrator(method or d.calib_method, format=d.format, granularity=d.granularity, **options)
+        try:
+            return make_calibrator(method or d.calib_method, format=d.format, granularity=d.granularity, **options)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name or 'TensorQuantizer'}: {error}") from None
+
+    @property
+    def _searches(self) -> bool:
+        """Whether a tensor at hand is searched, not put into a histogram."""
+        return self.descriptor.calib_method == "mse" and not self.descriptor.calib_options
 
     def start_calibration(self, method: str | None = None, **options: Any) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
@@ -200,7 +209,7 @@ class TensorQuantizer(nn.Module):
             CalibrationError: NaN or infinite values; amax stays as it was.
         """
         d = self.descriptor
-        if d.calib_method == "mse" and not d.calib_options:
+        if self._searches:
             try:
                 self.set_amax(search_amax(x, d.format, d.granularity, scale_format=d.step_format))
             except CalibrationError as error:

@@ -61,7 +61,7 @@ def calibrate(
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each with its own ``batches``: every
             rank gets the bits that one process would get from rank 0's batches, then rank 1's, and so on. Ranks may have
             different numbers of batches, even none, unless the model itself communicates (FSDP). Without it each process
-            calibrates on its own batches alone.
+            calibrates on its own batches alone, with one warning where there are several.
         timeout: seconds that a rank waits for the others of its group once it is through its batches.
         progress: show a bar (in a group, on its first rank).
         **options: for the calibrator, such as ``percentile=99.9`` or ``num_bins=4096``.
@@ -76,6 +76,8 @@ def calibrate(
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         model = model.module  # the wrapper would exchange buffers in its first forward, and wait for a rank without batches
     todo = _pending(model, force)
+    if batches is not None and group is None:
+        _warn_of_other_ranks()
     weights = weight_quantizers(model)
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
     try:
@@ -92,6 +94,15 @@ def calibrate(
     finally:
         with torch.no_grad():  # last: weight_norm and its like compute the weight in a forward pass
             calibrate_weights(model, only={id(q) for q in todo.values()})
+
+
+def _warn_of_other_ranks() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"calibrate: this is one of {dist.get_world_size()} processes and uses its own batches alone, so each gets other ranges; pass "
+            "group=torch.distributed.group.WORLD to join them, or a group of this process if that is meant",
+            stacklevel=3,
+        )
 
 
 def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
