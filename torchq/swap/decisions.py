@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -14,7 +14,7 @@ from torchq.errors import ConfigError
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer
 from torchq.swap.operators import Operator
 from torchq.swap.targets import Target
-from torchq.utils import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name
+from torchq.utils import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name, twin_of
 
 __all__ = ["Decision", "SwapReport", "by_rules", "check_used", "decide", "patterns"]
 
@@ -30,6 +30,8 @@ class Decision:
         rule: the pattern that decided, or None.
         input, weight: the descriptors of its quantizers.
         reason: why it is left alone; empty where it is quantized.
+        parent: None where the module stays in its place. A module without parameters that stands in several places gets a range in
+            each, so there ``module`` is a copy that its ``parent`` takes in instead.
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,7 @@ class Decision:
     input: QuantDescriptor | None = None
     weight: QuantDescriptor | None = None
     reason: str = ""
+    parent: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -109,14 +112,31 @@ def decide(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] =
         parents |= {id(child): module for child in module.children()}
         if reason is None:
             continue
-        decision = Decision(names, module, type(module), reason=reason) if reason else by_rules(names, module, config, include)
-        if decision.rule is not None or twin is None or not twin.is_marker:
-            decisions.append(decision)
-    swapped = {id(d.module) for d in decisions if not d.reason}
+        if reason:
+            found = [Decision(names, module, type(module), reason=reason)]
+        else:
+            found = _by_places(model, names, module, config, include)
+        decisions += [d for d in found if d.rule is not None or twin is None or not twin.is_marker]
+    swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in containers:
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
             decisions.append(Decision(names, module, type(module), rule="(contains quantized modules)"))
     return tuple(decisions)
+
+
+def _by_places(
+    model: nn.Module, names: tuple[str, ...], module: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
+) -> list[Decision]:
+    """What the rules say about a module; about each of its places where it stands in several and has no state to share."""
+    places: dict[tuple[int, str], tuple[nn.Module, list[str]]] = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(path)
+        places.setdefault((id(parent), leaf), (parent, []))[1].append(name)
+    if len(places) == 1 or any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
+        return [by_rules(names, module, config, include)]
+    found = [(parent, by_rules(tuple(paths), module, config, include)) for parent, paths in places.values()]
+    return [d if d.reason else replace(d, module=twin_of(module), parent=parent) for parent, d in found]
 
 
 def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:

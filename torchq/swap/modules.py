@@ -30,8 +30,9 @@ def quantize_(
     """Swap the layers of ``model`` for quantized ones, in place.
 
     The module objects stay the same; only their classes change and quantizers are added, so optimizers, hooks, attributes
-    and references from elsewhere stay valid. Without calibration every quantizer takes its range from the data of each call;
-    run :func:`torchq.calibrate` next.
+    and references from elsewhere stay valid. The exception is a module without parameters that stands in several places, such as one
+    activation object for all layers: each place gets a copy, as each needs a range of its own. Without calibration every quantizer
+    takes its range from the data of each call; run :func:`torchq.calibrate` next.
 
     Args:
         model, config, include, exclude, target: as for :func:`plan`.
@@ -74,6 +75,9 @@ def apply_(report: SwapReport) -> None:
             if isinstance(module, QuantModule):
                 revert_(module)
         raise
+    for d in report.replaced:
+        if d.parent is not None:
+            setattr(d.parent, d.name.rpartition(".")[2], d.module)
     if report.target is not None and report.target.one_branch:
         for operator, _ in report.operators:
             operator.open_main()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["evaluating", "set_submodule"]
+__all__ = ["evaluating", "set_submodule", "twin_of"]
 
 
 @contextmanager
@@ -26,3 +27,10 @@ def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:
     """Put ``new`` at the dotted ``path`` below ``model``. The root itself cannot be replaced."""
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, new)
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A second object with the attributes, hooks and children of ``module``; adding to one does not add to the other."""
+    twin = copy.copy(module)
+    vars(twin).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
+    return twin

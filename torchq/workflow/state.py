@@ -12,7 +12,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import QuantModule, TensorQuantizer, WiredModule, convert_, rewire_, share_quantizers_, shared_groups
 from torchq.swap.modules import name_quantizers
-from torchq.utils import modules_with_names, qualified_name
+from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers
 
 __all__ = ["save", "load", "swap_record", "apply_record"]
@@ -44,8 +44,9 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
     if record.get("version") != _VERSION:
         raise ConfigError(f"load: got a record of version {record.get('version')!r}; expected {_VERSION}")
     _rewire(model, record.get("wirings", {}))
-    found = dict(model.named_modules())
-    todo = []
+    found = dict(model.named_modules(remove_duplicate=False))
+    listed = [id(found[name]) for name in record["modules"] if name in found]
+    todo, places = [], []
     for name, entry in record["modules"].items():
         module = found.get(name)
         cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
@@ -53,9 +54,14 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
             got = "no such module" if module is None else qualified_name(cls)
             raise QuantizationError(f"{name or '(root)'}: got {got}; expected {entry['class']}. Load into the architecture that was saved")
         if not isinstance(module, QuantModule):
+            if listed.count(id(module)) > 1:  # one object without parameters that got a copy in each of its places
+                module = twin_of(module)
+                places.append((name, module))
             todo.append((module, {slot: QuantDescriptor.from_dict(entry[slot]) for slot in ("input", "weight") if slot in entry}))
     for module, descriptors in todo:
         convert_(module, **descriptors)
+    for name, module in places:
+        set_submodule(model, name, module)
     for paths in record.get("shared", []):
         share_quantizers_(model, paths)
     known = quantizers(model)
