@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 import pytest
 import torch
 
-from torchq.calib import HistogramCalibrator
+from torchq.calib import HistogramCalibrator, estimators
 from torchq.calib.estimators import entropy, largest, mse, percentile
 from torchq.calib.histogram import Histogram
 from torchq.errors import ConfigError
@@ -163,3 +163,13 @@ def test_a_far_outlier_is_clipped(estimator: object, generator: torch.Generator)
     counts = random_counts("normal", 512, generator) + [0] * 1535 + [1]
     assert callable(estimator)
     assert estimator(histogram_of(counts), INT4).item() < 512
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy"])
+def test_groups_and_candidates_may_be_cut_anywhere(method: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    calibrator = HistogramCalibrator(axis=1, method=method, num_bins=256)
+    calibrator.collect(torch.randn(50, 9, generator=generator) * torch.logspace(-2, 3, 9))
+    whole = calibrator.compute_amax()
+    monkeypatch.setattr(estimators, "_ROWS", 7)
+    monkeypatch.setattr(estimators, "_GROUPS", 2)
+    assert torch.equal(calibrator.compute_amax(), whole)
