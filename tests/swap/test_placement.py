@@ -211,3 +211,28 @@ def test_a_failing_conversion_leaves_the_model_float(monkeypatch: pytest.MonkeyP
         torchq.quantize_(model, target="onnxruntime")
     assert list(model.state_dict()) == keys
     assert type(model) is Residual
+
+
+class C2f(nn.Module):
+    """The block of YOLOv8: a list of parts that grows."""
+
+    def __init__(self, channels: int, depth: int) -> None:
+        super().__init__()
+        self.cv1 = nn.Conv2d(channels, channels, 1)
+        self.cv2 = nn.Conv2d(channels // 2 * (2 + depth), channels, 1)
+        self.m = nn.ModuleList(nn.Conv2d(channels // 2, channels // 2, 3, padding=1) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = list(self.cv1(x).chunk(2, 1))
+        y.extend(m(y[-1]) for m in self.m)
+        return self.cv2(torch.cat(y, 1))
+
+
+def test_a_loop_over_chunks_is_no_obstacle() -> None:
+    model, x = C2f(8, 2).eval(), torch.randn(2, 8, 5, 5)
+    expected = model(x)
+    report = torchq.quantize_(model, target="onnxruntime", example=x)
+    assert isinstance(model.quant_cat, torchq.nn.QuantCat)
+    assert not report.skipped
+    with torchq.disabled(model, "*"):
+        assert torch.equal(model(x), expected)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from torchq.errors import QuantizationError
+from torchq.graph.core import ForwardTracer
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.elementwise import ELEMENTWISE, Tap
 from torchq.utils import qualified_name
@@ -82,7 +83,7 @@ def _blank(cls: type[nn.Module]) -> WiredModule:
     return twin.__new__(twin)
 
 
-class _ShallowTracer(fx.Tracer):
+class _ShallowTracer(ForwardTracer):
     def __init__(self, function: str) -> None:
         super().__init__()
         self.traced_func_name = function

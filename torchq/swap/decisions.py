@@ -136,6 +136,8 @@ def _by_places(
     if len(places) == 1 or any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return [by_rules(names, module, config, include)]
     found = [(parent, by_rules(tuple(paths), module, config, include)) for parent, paths in places.values()]
+    if all(d.reason for _, d in found):
+        return [by_rules(names, module, config, include)]
     return [d if d.reason else replace(d, module=twin_of(module), parent=parent) for parent, d in found]
 
 

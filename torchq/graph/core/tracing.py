@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from torchq.utils import evaluating
 
-__all__ = ["call_model", "is_torch_leaf", "observed", "tensors_in", "trace"]
+__all__ = ["ForwardTracer", "call_model", "is_torch_leaf", "observed", "tensors_in", "trace"]
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -24,7 +24,39 @@ def is_torch_leaf(module: nn.Module) -> bool:
     return library or next(module.children(), None) is None
 
 
-class _Tracer(fx.Tracer):
+class ForwardTracer(fx.Tracer):
+    """A tracer that can also loop over the parts of a tensor where the code says how many there are.
+
+    ``list(x.chunk(2, 1))`` and ``for part in torch.split(x, [8, 8])`` (the C2f block of YOLOv8) give two items each. A dimension that
+    has fewer chunks than asked for raises an IndexError when the traced graph runs.
+    """
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
+        return super().proxy(node) if _number_of_parts(node) is None else _Parts(node, self)
+
+
+class _Parts(fx.Proxy):
+    """A tuple of known length."""
+
+    def __len__(self) -> int:
+        return _number_of_parts(self.node) or 0
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        parts: Any = self
+        return (parts[i] for i in range(len(self)))
+
+
+def _number_of_parts(node: fx.Node) -> int | None:
+    name = getattr(node.target, "__name__", node.target)
+    given = [node.kwargs[key] for key in ("chunks", "split_size_or_sections", "split_size") if key in node.kwargs]
+    parts = given[0] if given else node.args[1] if len(node.args) > 1 else None
+    if name == "split" and isinstance(parts, (list, tuple)):
+        return len(parts)
+    return parts if name == "chunk" and isinstance(parts, int) else None
+
+
+class _Tracer(ForwardTracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._leaf = is_leaf

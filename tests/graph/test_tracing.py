@@ -1,0 +1,52 @@
+"""Loops over the parts of a tensor trace where the code says how many parts there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.graph.core import ForwardTracer, trace
+
+X = torch.arange(24.0).reshape(2, 4, 3)
+
+
+class Parts(nn.Module):
+    def __init__(self, cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = list(self.cut(x))
+        parts.extend(-part for part in parts[:1])
+        return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.chunk(2, 1),
+        lambda x: x.chunk(chunks=2, dim=1),
+        lambda x: torch.chunk(x, 4, 1),
+        lambda x: x.split([1, 3], 1),
+        lambda x: x.split((1, 3), dim=1),
+        lambda x: torch.split(x, [2, 1, 1], dim=1),
+        lambda x: torch.split(x, split_size_or_sections=[2, 2], dim=1),
+    ],
+)
+def test_parts_of_a_known_number(cut) -> None:
+    model = Parts(cut)
+    assert torch.equal(trace(model)(X), model(X))
+
+
+@pytest.mark.parametrize("cut", [lambda x: x.split(2, 1), lambda x: x.unbind(1), lambda x: x])
+def test_parts_of_an_unknown_number_are_refused(cut) -> None:
+    with pytest.raises(fx.proxy.TraceError, match="cannot be iterated"):
+        ForwardTracer().trace(Parts(cut))
+
+
+def test_fewer_chunks_than_asked_for_are_an_error_and_no_other_result() -> None:
+    model = Parts(lambda x: x.chunk(3, 1))
+    assert len(X.chunk(3, 1)) == 2
+    with pytest.raises(IndexError):
+        trace(model)(X)
