@@ -44,8 +44,10 @@ def cheap_init(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weighted(model: nn.Module) -> set[int]:
-    """The modules with a matrix or kernel of their own."""
-    return {id(m) for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)) and not isinstance(m, TensorQuantizer)}
+    """The modules with a matrix or kernel of their own; the output layer of attention is a part of that."""
+    inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    modules = [m for m in model.modules() if id(m) not in inside and not isinstance(m, TensorQuantizer)]
+    return {id(m) for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
 
 
 @pytest.mark.usefixtures("cheap_init")

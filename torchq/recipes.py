@@ -1,6 +1,7 @@
 """Ready-made configurations. Each is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, save it as JSON.
 
-All quantize convolutions and linear layers; pooling, normalisation and embeddings stay float unless a rule names them.
+All quantize convolutions, linear layers and the projections of attention; pooling, normalisation and embeddings stay float unless a rule
+names them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ RECIPES: Registry[str, Callable[[], QuantConfig]] = Registry("recipe")
 _CONV = "type:torch.nn.modules.conv.Conv[123]d"
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 _LINEAR = "type:torch.nn.modules.linear.Linear"
+_ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
 
 
 def _compute_layers(name: str, input: QuantDescriptor | None, weight: QuantDescriptor, *, per_channel: bool) -> QuantConfig:
-    """Rules for Conv, ConvTranspose and Linear that differ only in the axis of the weight's output channels."""
-    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0}
+    """Rules for Conv, ConvTranspose, Linear and MultiheadAttention that differ only in the axis of the weight's output channels."""
+    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _ATTENTION: 0}
     rules = [
         Rule(pattern, input=input, weight=weight.replace(axis=axis) if per_channel else weight, optional=True)
         for pattern, axis in axes.items()
@@ -57,10 +59,11 @@ def fp8() -> QuantConfig:
 
 @RECIPES.register("int4_weight")
 def int4_weight() -> QuantConfig:
-    """INT4 weights alone: blocks of 128 inputs in Linear layers, per output channel in convolutions."""
+    """INT4 weights alone: blocks of 128 inputs in Linear and MultiheadAttention layers, per output channel in convolutions."""
     weight = QuantDescriptor(4, calib_method="max")
     rules = [Rule(pattern, weight=weight.replace(axis=axis), optional=True) for pattern, axis in ((_CONV, 0), (_TRANSPOSED, 1))]
-    return QuantConfig((*rules, Rule(_LINEAR, weight=weight.replace(block_size=128), optional=True)), name="int4_weight")
+    blocks = [Rule(pattern, weight=weight.replace(block_size=128), optional=True) for pattern in (_LINEAR, _ATTENTION)]
+    return QuantConfig((*rules, *blocks), name="int4_weight")
 
 
 def _block_scaled(name: str, num_bits: tuple[int, int], size: int, scale_format: str) -> QuantConfig:
@@ -70,7 +73,7 @@ def _block_scaled(name: str, num_bits: tuple[int, int], size: int, scale_format:
         return QuantDescriptor(num_bits, block_size=size, block_axis=axis, scale_format=scale_format, dynamic=True)
 
     # (input axis, weight axis); spatial axes are counted from the front so that 1-3d share the rule.
-    axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0), _LINEAR: (-1, -1)}
+    axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0), _LINEAR: (-1, -1), _ATTENTION: (-1, -1)}
     rules = [Rule(pattern, input=on(i), weight=on(w), optional=True) for pattern, (i, w) in axes.items()]
     return QuantConfig(tuple(rules), name=name)
 

@@ -74,7 +74,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "--export", metavar="FILE.onnx", help="write ONNX with QuantizeLinear / DequantizeLinear, and verify it in onnxruntime"
     )
     out.add_argument("--target", choices=("tensorrt", "onnxruntime", "openvino"), help="the runtime that the ONNX file is for")
-    out.add_argument("--opset", type=int, default=21, help="of the ONNX file (default: %(default)s)")
+    out.add_argument("--opset", type=int, help="of the ONNX file (default: 20, or 21 where the types need it)")
     out.add_argument(
         "--verify", type=int, default=2, metavar="N", help="batches to compare onnxruntime with PyTorch on (default: %(default)s)"
     )

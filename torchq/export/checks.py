@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -14,12 +15,26 @@ from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["check_quantizers", "listed"]
+__all__ = ["check_quantizers", "default_opset", "listed"]
+
+#: ONNX Runtime 1.31 fails to optimise some files of opset 21 and above: where it moves a signed DequantizeLinear past a reshape or a
+#: transposition and then makes it unsigned, it leaves an attribute behind that older opsets do not have.
+_USUAL_OPSET = 20
 
 
 def listed(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     """The first names, comma separated."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def default_opset(model: nn.Module) -> int:
+    """The opset that every runtime reads best, raised where a quantizer needs a later one."""
+    needed = _USUAL_OPSET
+    for quantizer in quantizers(model).values():
+        if quantizer.quantizing:
+            with suppress(ExportError):  # check_quantizers tells, by name
+                needed = max(needed, opset_needed(quantizer.descriptor.format, quantizer.descriptor.granularity)[0])
+    return needed
 
 
 def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, TensorQuantizer]:

@@ -22,6 +22,7 @@ __all__ = [
     "element_type",
     "fold_constants",
     "fold_scales",
+    "fold_slices",
     "fold_weights",
     "merge_duplicates",
     "name_quantizers",
@@ -150,6 +151,17 @@ def _evaluate(graph: Graph, name: str, nodes: list[Any], names: set[str]) -> Ten
     )
     (result,) = need("onnx.reference", "torchq.export").ReferenceEvaluator(model).run(None, {})
     return torch.from_numpy(result.copy())
+
+
+def fold_slices(graph: Graph) -> None:
+    """Compute slices and copies of initializers: biases of packed projections, parameters with two names."""
+    for node in graph.of("Slice", "Identity"):
+        if all(name in graph.initializers for name in node.input) and not graph.is_output(node.output[0]):
+            value = node.input[0]
+            if node.op_type == "Slice":
+                value = graph.add_initializer(node.output[0], _evaluate(graph, node.output[0], [node], {*node.input}))
+            graph.replace_uses(node.output[0], value)
+    graph.prune()
 
 
 def fold_scales(graph: Graph) -> None:

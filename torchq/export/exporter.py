@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.export.checks import check_quantizers
-from torchq.export.cleanup import constants_to_initializers, fold_scales, fold_weights, merge_duplicates, name_quantizers, strip_metadata
+from torchq.export.checks import check_quantizers, default_opset
+from torchq.export.cleanup import (
+    constants_to_initializers,
+    fold_scales,
+    fold_slices,
+    fold_weights,
+    merge_duplicates,
+    name_quantizers,
+    strip_metadata,
+)
 from torchq.export.extras import need
 from torchq.export.grids import write_record
 from torchq.export.layout import store_transposed
@@ -43,7 +51,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     target: str | None = None,
-    opset: int = 21,
+    opset: int | None = None,
     dynamo: bool | None = None,
     dynamic_batch: bool = True,
     dynamic_shapes: Shapes | None = None,
@@ -60,7 +68,7 @@ def export_onnx(
         args: an example: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         path: the ``.onnx`` file. Tensors go to ``path + ".data"`` where they exceed what one file can hold.
         target: shape the graph for ``"tensorrt"``, ``"onnxruntime"`` or ``"openvino"``; None writes what the simulation does.
-        opset: 10 to 23. Per-channel ranges need 13, FP8 19, int4, int16 and blocks 21.
+        opset: 10 to 23; None takes 20, or 21 for what needs it. Per-channel ranges need 13, FP8 19, int4, int16 and blocks 21.
         dynamo: which exporter of torch to use: True the ``torch.export`` based one (torch >= 2.8, opset >= 18), False TorchScript.
             None takes the first where it can.
         dynamic_batch: leave the first dimension of every tensor argument open.
@@ -82,6 +90,7 @@ def export_onnx(
     """
     need("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
+    opset = default_opset(model) if opset is None else opset
     modern = _choose(dynamo, opset)
     if target is not None:
         TARGETS[target]  # an unknown one is an error that lists the known
@@ -109,6 +118,7 @@ def export_onnx(
 def _clean(graph: Graph, formats: Mapping[str, Format]) -> tuple[list[str], list[str], dict[str, str]]:
     """Names, integer weights, no duplicates; the quantizers in the graph, those of weights, and those that others stand for."""
     constants_to_initializers(graph)
+    fold_slices(graph)
     fold_scales(graph)
     names, merged = name_quantizers(graph)
     weights = fold_weights(graph, formats)

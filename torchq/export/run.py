@@ -167,6 +167,7 @@ def run_torchscript(call: Call, opset: int) -> Any:
     try:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", message="Constant folding")  # it would not shorten the graph there
             file = Path(folder, "model.onnx")
             torch.onnx.export(
                 _Positional(call.model),

@@ -43,7 +43,8 @@ class Session:
                 source if isinstance(source, bytes) else str(source), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # its own exception classes are private
-            raise ExportError(f"onnxruntime {runtime.__version__} cannot run the model ({error}); expected it to") from error
+            fix = ". Export with target='onnxruntime', or with opset 20 or lower" if "output_dtype" in str(error) else ""
+            raise ExportError(f"onnxruntime {runtime.__version__} cannot run the model ({error}); expected it to{fix}") from error
         self.inputs = [value.name for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
 

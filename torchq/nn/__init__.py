@@ -5,6 +5,7 @@ everything below: calib, functional, descriptor, formats, utils.
 """
 
 from torchq.nn.activation import QuantELU, QuantHardsigmoid, QuantHardswish, QuantLeakyReLU, QuantMish, QuantSigmoid, QuantSiLU
+from torchq.nn.attention import QuantMultiheadAttention, QuantScaledDotProductAttention, ScaledDotProductAttention
 from torchq.nn.branches import Branches, QuantBranches
 from torchq.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
 from torchq.nn.convert import QUANTIZED, QuantModule, convert_, is_weight_quantizer, register, revert_
@@ -28,7 +29,7 @@ from torchq.nn.inputs import (
 from torchq.nn.linear import QuantEmbedding, QuantLinear
 from torchq.nn.sharing import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer
-from torchq.nn.transformer import QuantTransformerEncoderLayer
+from torchq.nn.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.wired import WiredModule, rewire_, trace_forward, wire_
 
 __all__ = [
@@ -66,6 +67,8 @@ __all__ = [
     "QuantMaxPool3d",
     "QuantModule",
     "QuantMul",
+    "QuantMultiheadAttention",
+    "QuantScaledDotProductAttention",
     "QuantELU",
     "QuantHardsigmoid",
     "QuantHardswish",
@@ -74,7 +77,9 @@ __all__ = [
     "QuantSiLU",
     "QuantSigmoid",
     "QuantTap",
+    "QuantTransformerEncoder",
     "QuantTransformerEncoderLayer",
+    "ScaledDotProductAttention",
     "Tap",
     "TensorQuantizer",
     "WiredModule",

@@ -7,7 +7,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
 
-__all__ = ["QuantTransformerEncoderLayer"]
+__all__ = ["QuantTransformerEncoder", "QuantTransformerEncoderLayer"]
 
 
 @register(nn.TransformerEncoderLayer)
@@ -29,3 +29,23 @@ class QuantTransformerEncoderLayer(QuantModule, nn.TransformerEncoderLayer):
     def _detach(self) -> None:
         self.activation_relu_or_gelu = self.fused_activation
         del self.fused_activation
+
+
+@register(nn.TransformerEncoder)
+class QuantTransformerEncoder(QuantModule, nn.TransformerEncoder):
+    """A :class:`torch.nn.TransformerEncoder` that gives its layers padded tensors.
+
+    With a padding mask, in eval mode, torch packs the batch into a nested tensor for the fused kernel of its layers, which no other
+    code takes.
+    """
+
+    quantizers = ()
+    is_container = True
+
+    def _attach(self, **descriptors: QuantDescriptor | None) -> None:
+        self.float_nesting = self.use_nested_tensor
+        self.use_nested_tensor = False
+
+    def _detach(self) -> None:
+        self.use_nested_tensor = self.float_nesting
+        del self.float_nesting

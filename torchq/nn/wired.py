@@ -17,11 +17,14 @@ from torch import fx, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph.core import ForwardTracer
+from torchq.nn.attention import ScaledDotProductAttention
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.elementwise import ELEMENTWISE, Tap
 from torchq.utils import qualified_name
 
 __all__ = ["WiredModule", "rewire_", "trace_forward", "wire_"]
+
+_PLACED: dict[str, type[nn.Module]] = {**ELEMENTWISE, ScaledDotProductAttention.__name__: ScaledDotProductAttention}
 
 
 class WiredModule(QuantModule):
@@ -145,8 +148,7 @@ def _substitute(graph: fx.Graph, node: fx.Node, child: str, before: bool) -> Non
             first = node.args[0]
             node.args = (graph.call_module(child, (first,)), *node.args[1:])
             return
-        dim = {"dim": node.kwargs["dim"]} if "dim" in node.kwargs else {}
-        new = graph.call_module(child, node.args, dim)
+        new = graph.call_module(child, node.args, dict(node.kwargs))
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -181,5 +183,5 @@ def rewire_(module: nn.Module, record: Mapping[str, Any]) -> nn.Module:
     if qualified_name(type(module)) != record["class"]:
         raise QuantizationError(f"{qualified_name(type(module))}: got this class; expected {record['class']}")
     for child, kind in record["children"].items():
-        module.add_module(child, ELEMENTWISE[kind]().train(module.training))
+        module.add_module(child, _PLACED[kind]().train(module.training))
     return wire_(module, record["nodes"])

@@ -154,6 +154,8 @@ def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
         return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
     parent = parents.get(id(module))
     if isinstance(parent, nn.MultiheadAttention):
+        if type(parent) in QUANTIZED or isinstance(parent, QuantModule):
+            return None  # a part of its parent, quantized with it
         return "its weight is read by nn.MultiheadAttention directly, its forward is never called"
     base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
     if base is not None and issubclass(cls, nn.modules.lazy.LazyModuleMixin):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchq.config import QuantConfig
-from torchq.nn import QuantModule, TensorQuantizer, convert_, revert_
+from torchq.nn import QuantModule, QuantMultiheadAttention, TensorQuantizer, convert_, revert_
 from torchq.swap.decisions import SwapReport
 from torchq.swap.operators import insert_
 from torchq.swap.placement import share_common_ranges_
@@ -81,6 +81,10 @@ def apply_(report: SwapReport) -> None:
     if report.target is not None and report.target.one_branch:
         for operator, _ in report.operators:
             operator.open_main()
+    if report.target is not None and "attention" in report.target.operators:
+        for module in done:
+            if isinstance(module, QuantMultiheadAttention):
+                module.quantize_products()
 
 
 def restore_(model: nn.Module) -> nn.Module:

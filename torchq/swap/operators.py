@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.nn import Add, Cat, MatMul, Mul, QuantModule, Tap, TensorQuantizer, trace_forward, wire_
+from torchq.nn import Add, Cat, MatMul, Mul, QuantModule, ScaledDotProductAttention, Tap, TensorQuantizer, trace_forward, wire_
 from torchq.utils import modules_with_names
 
-__all__ = ["Operator", "Untraceable", "find_operators", "insert_"]
+__all__ = ["MODULES", "Operator", "Untraceable", "find_operators", "insert_"]
 
 _FUNCTIONS: dict[str, list[Any]] = {
     "add": [operator.add, operator.iadd, torch.add, "add", "add_"],
@@ -23,10 +22,21 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cat": [torch.cat, torch.concat, torch.concatenate],
     "pool": [F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.max_pool2d, torch.avg_pool1d]
     + [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.mean, "mean"],
+    "attention": [F.scaled_dot_product_attention],
     "activation": [F.silu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.elu, F.mish, F.sigmoid, torch.sigmoid, "sigmoid"],
 }
 _KINDS = {target: kind for kind, targets in _FUNCTIONS.items() for target in targets}
-_MODULES: dict[str, Callable[[], nn.Module]] = {"add": Add, "mul": Mul, "matmul": MatMul, "cat": Cat, "pool": Tap, "activation": Tap}
+#: The module that stands for each kind of operator.
+MODULES: dict[str, type[nn.Module]] = {
+    "add": Add,
+    "mul": Mul,
+    "matmul": MatMul,
+    "cat": Cat,
+    "pool": Tap,
+    "activation": Tap,
+    "attention": ScaledDotProductAttention,
+}
+_OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
 #: Methods and attributes whose results are numbers.
 _NUMBERS = frozenset(["size", "shape", "dim", "ndim", "numel", "device", "dtype", "__len__", "stride"])
 _LINEAR = (
@@ -44,7 +54,7 @@ class Operator:
     Attributes:
         owner, owner_names: the module and its dotted paths.
         node: the node in its traced forward.
-        kind: "add", "mul", "matmul", "cat", "pool" or "activation".
+        kind: "add", "mul", "matmul", "attention", "cat", "pool" or "activation".
         child: name of the child that will stand there.
         main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or BatchNorm; the later one of two.
     """
@@ -63,7 +73,7 @@ class Operator:
 
     def module(self) -> nn.Module:
         """A new float module that computes the operator."""
-        return _MODULES[self.kind]()
+        return MODULES[self.kind]()
 
     def open_main(self) -> None:
         """Switch off the quantizer of the :attr:`main` operand, once the child is quantized."""
@@ -138,15 +148,18 @@ def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
     if kind == "pool" and node.target in (torch.mean, "mean") and not _is_spatial(node):
         return False
+    rest: dict[str, Any] = {}
     if kind in ("pool", "activation"):
-        operands, rest = list(node.args[:1]), {}
+        operands = list(node.args[:1])
+    elif kind == "attention":
+        operands = list(node.args[:3])
     elif kind == "cat":
         operands = list(node.args[0]) if node.args and isinstance(node.args[0], (list, tuple)) else list(node.args[:1])
         rest = {name: value for name, value in node.kwargs.items() if name != "dim"}
     else:
         operands, rest = list(node.args), dict(node.kwargs)
     tensors = all(isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands)
-    return tensors and not rest and (kind in ("cat", "pool", "activation") or len(operands) == 2)
+    return tensors and not rest and len(operands) == _OPERANDS.get(kind, len(operands))
 
 
 def _is_spatial(node: fx.Node) -> bool:

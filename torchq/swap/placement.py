@@ -17,13 +17,11 @@ from torchq.formats import PerTensor
 from torchq.graph.core import call_model
 from torchq.nn import QuantCat, QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.decisions import Decision, by_rules
-from torchq.swap.operators import Operator, find_operators
+from torchq.swap.operators import MODULES, Operator, find_operators
 from torchq.swap.targets import Target
-from torchq.utils import Pattern, evaluating, matches
+from torchq.utils import Pattern, evaluating, matches, qualified_name
 
 __all__ = ["Placement", "keep_inputs_float", "plan_placement", "share_common_ranges_"]
-
-_TYPES = {"add": "Add", "mul": "Mul", "matmul": "MatMul", "cat": "Cat", "pool": "Tap", "activation": "Tap"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,11 @@ def plan_placement(model: nn.Module, config: QuantConfig, target: Target, includ
     descriptor = _activation_descriptor(config, target)
     if descriptor is None:
         return Placement(config, (), ())
-    patterns = [f"type:torchq.nn.elementwise.{_TYPES[kind]}" for kind in sorted(target.operators)]
+    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(target.operators)]
     rules = [Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
     found, untraceable = find_operators(model, target.operators)
-    operators = [operator for operator in found if operator.kind == "matmul" or _has_convolution(operator.owner)]
+    operators = [operator for operator in found if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)]
     decisions = [(operator, by_rules(operator.names, operator.module(), config, include)) for operator in operators]
     skipped = [decision for _, decision in decisions if decision.reason]
     skipped += [Decision(u.owner_names, u.owner, type(u.owner), reason=f"{u.reason}; its sums stay float. {_WRITE}") for u in untraceable]

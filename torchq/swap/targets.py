@@ -19,8 +19,8 @@ class Target:
 
     Attributes:
         name: of the runtime.
-        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "cat", "pool", "activation". Except "matmul",
-            only in modules that hold a convolution: between linear layers and norms these cost more than they save.
+        operators: kinds of operators whose inputs are quantized: "add", "mul", "matmul", "attention", "cat", "pool", "activation". Except
+            products of matrices, only in modules that hold a convolution: between linear layers and norms these cost more than they save.
         modules: patterns of modules without weights whose input is quantized.
         one_branch: of an addition, leave the branch that ends in a convolution or linear layer unquantized.
         float_inputs: patterns of modules whose input stays float, as the runtime has no integer kernel; their weights are still stored
@@ -47,4 +47,4 @@ TARGETS: Registry[str, Target] = Registry("target")
 TARGETS.add("tensorrt", Target("tensorrt", frozenset(["add", "cat"]), (_AVERAGE,), one_branch=True))
 # Integer kernels exist between Q/DQ alone, so every tensor between layers needs one. Integer products of activations gain nothing there.
 TARGETS.add("onnxruntime", Target("onnxruntime", _BETWEEN | {"activation"}, (_MAX, _AVERAGE, *_ACTIVATIONS), float_inputs=(_TRANSPOSED,)))
-TARGETS.add("openvino", Target("openvino", _BETWEEN | {"matmul"}, (_MAX, _AVERAGE)))
+TARGETS.add("openvino", Target("openvino", _BETWEEN | {"matmul", "attention"}, (_MAX, _AVERAGE)))
