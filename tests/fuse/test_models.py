@@ -118,6 +118,53 @@ def test_branches_are_not_merged_into_more_work():
     assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 2
 
 
+def test_factors_computed_from_parameters_are_constants():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha, self.body = nn.Parameter(torch.randn(2, 8)), zoo.conv_bn(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            one, two = self.alpha.sigmoid().unbind(0)
+            return torch.relu(one.view(1, -1, 1, 1) * self.body(x) + two.view(1, -1, 1, 1) * x)
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Gated()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == ["unknown block"]
+    assert [type(m) for m in model[0].children()] == [nn.Conv2d]
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_branches_that_can_only_be_followed_without_their_norms():
+    class Opaque(nn.BatchNorm2d):
+        """A BatchNorm with an activation slot, whose forward looks at the image size."""
+
+        def __init__(self, c):
+            super().__init__(c)
+            self.act = nn.Identity()
+
+        def forward(self, x):
+            return self.act(super().forward(x)) if x.shape[-1] else x
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big, self.small, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), Opaque(8)
+
+        def forward(self, x):
+            return torch.relu(self.norm(self.big(x)) + self.small(x))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Branch()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == ["norm after layer", "unknown block"]
+    assert error(outputs(model, x), want) <= 1e-10
+    assert fuse_(model, x).fused == ()
+
+
 def test_a_network_of_unknown_blocks():
     class Block(nn.Module):
         def __init__(self, c):

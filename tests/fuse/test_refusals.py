@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.fuse import zoo_rest
 from tests.fuse.common import error, outputs, randomized
 from torchq.errors import FuseError
 from torchq.fuse import fuse_
@@ -170,6 +171,25 @@ def test_linear_and_batchnorm_with_the_features_moved(shape):
     x = torch.randn(*shape, dtype=torch.float64)
     want = outputs(model, x)
     assert fuse_(model, x).applied
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("like", ["reshape_as", "view_as", "zeros_like"])
+@pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
+def test_reading_only_the_shape_of_a_result_is_not_using_it(like, traceable):
+    class Tokens(zoo_rest.LinearNorm):
+        def forward(self, x):
+            if not traceable and float(x.sum()) > 1e9:
+                return x
+            x = self.linear(x)
+            y = self.bn(x.flatten(0, 1))
+            return y.view(torch.zeros_like(x).shape) if like == "zeros_like" else getattr(y, like)(x)
+
+    torch.manual_seed(0)
+    model = randomized(Tokens(6, 4).double())
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert fuse_(model, x).require_all().applied
     assert error(outputs(model, x), want) <= 1e-10
 
 

@@ -90,6 +90,20 @@ def test_the_symbolic_engine_rejects_them_by_itself(name):
         collapse(NOT_LINEAR[name], 4, 2)
 
 
+@pytest.mark.parametrize("name", ["relu", "product", "attention", "max"])
+def test_what_is_not_linear_is_turned_away_at_a_small_size(name):
+    """Looking for the window of a wide residual block up to 258 x 258 takes minutes."""
+    sizes = []
+
+    def function(x):
+        sizes.append(x.shape[-1])
+        return NOT_LINEAR[name](x)
+
+    with pytest.raises(NotAffine):
+        extract(function, 4, 2)
+    assert sizes == [11]
+
+
 LINEAR = {
     "crop": lambda x: x[:, :, 1:-1, 2:],
     "pad": lambda x: F.pad(x, (1, 0, 2, 1)),
@@ -97,6 +111,7 @@ LINEAR = {
     "pool of a pool": lambda x: F.avg_pool2d(F.avg_pool2d(x, 2, 1), 2, 2),
     "negative": lambda x: 1.5 - (-x) / 2 + torch.ones(1, 4, 1, 1, dtype=torch.float64),
     "sum": lambda x: sum([x, x * 2, torch.add(x, x, alpha=3)]),
+    "dimensions": lambda x: x * 2.0 if x.ndim == 4 and x.dim() == 4 else x,
     "leaky relu of slope one": lambda x: F.leaky_relu(x, 1.0),
     "dropout": lambda x: F.dropout(x, 0.5, training=False).contiguous(),
     "pointwise then window": lambda x: F.avg_pool2d(F.conv2d(x, torch.eye(4, dtype=torch.float64)[:, :, None, None]), 3, 2, 1),

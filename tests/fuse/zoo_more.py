@@ -69,6 +69,7 @@ class BatchNormAct(nn.BatchNorm2d):
         self.drop, self.act = nn.Identity(), nn.ReLU() if act else nn.Identity()
 
     def forward(self, x):
+        torch._assert(x.ndim == 4, "expected 4 dimensions")
         return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)))
 
 
@@ -105,21 +106,25 @@ class TimmRepVgg(nn.Module):
 
 
 class TimmMobileOne(nn.Module):
-    def __init__(self, cin, cout, stride=1, groups=1):
+    """FastViT's has ``se`` between the sum and the activation, ByobNet's ``attn``."""
+
+    def __init__(self, cin, cout, stride=1, groups=1, se=None):
         super().__init__()
         self.reparam_conv = None
         self.identity = BatchNormAct(cout, False) if cin == cout and stride == 1 else None
         self.conv_kxk = nn.ModuleList(ConvNormAct(cin, cout, 3, stride, groups) for _ in range(3))
         self.conv_scale = ConvNormAct(cin, cout, 1, stride, groups)
-        self.drop_path, self.attn, self.act = DropPath(), nn.Identity(), nn.ReLU()
+        self.drop_path, self.act = DropPath(), nn.ReLU()
+        setattr(self, "se" if se else "attn", se or nn.Identity())
 
     def forward(self, x):
+        behind = self.se if hasattr(self, "se") else self.attn
         if self.reparam_conv is not None:
-            return self.act(self.attn(self.reparam_conv(x)))
+            return self.act(behind(self.reparam_conv(x)))
         out = self.conv_scale(x) + (0 if self.identity is None else self.identity(x))
         for conv in self.conv_kxk:
             out = out + conv(x)
-        return self.act(self.attn(self.drop_path(out)))
+        return self.act(behind(self.drop_path(out)))
 
 
 class TimmLargeKernel(nn.Module):
@@ -195,6 +200,27 @@ class GhostV3(nn.Module):
         one = self.primary_activation(sum(conv(x) for conv in self.primary_rpr_conv))
         two = self.cheap_rpr_skip(one) + self.cheap_rpr_scale(one) + sum(conv(one) for conv in self.cheap_rpr_conv)
         return torch.cat([one, self.cheap_activation(two)], 1)
+
+
+class GhostV3Bottleneck(nn.Module):
+    """Only its strided form sums branches of its own, between two modules that do too."""
+
+    def __init__(self, cin, mid):
+        super().__init__()
+        self.infer_mode = False
+        self.conv_dw, self.bn_dw = nn.Identity(), nn.Identity()
+        self.ghost1, self.ghost2 = GhostV3(cin, mid), GhostV3(2 * mid, mid)
+        self.dw_rpr_conv = nn.ModuleList(conv_bn(2 * mid, 2 * mid, 3, 2, 1, 2 * mid) for _ in range(3))
+        self.dw_rpr_scale, self.dw_rpr_skip = conv_bn(2 * mid, 2 * mid, 1, 2, groups=2 * mid), None
+
+    def forward(self, x):
+        x = self.ghost1(x)
+        if self.infer_mode:
+            return self.ghost2(self.bn_dw(self.conv_dw(x)))
+        out = self.dw_rpr_scale(x)
+        for conv in self.dw_rpr_conv:
+            out += conv(x)
+        return self.ghost2(out)
 
 
 class RepGhost(nn.Module):

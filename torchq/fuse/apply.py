@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from warnings import warn
@@ -114,10 +114,32 @@ def fuse_(
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise FuseError(f"fuse_: the model cannot be copied ({reason}); expected one that copy.deepcopy takes. {_COPY}") from error
-    for find in (plan_blocks, plan_unknown_blocks) if reparameterize else ():
+    merges = (plan_blocks, plan_unknown_blocks) if reparameterize else ()
+    _merge(plan, trial, merges)
+    # A branch that could not be followed because of its BatchNorm may be one convolution now.
+    while _fold(plan, trial, example, verify, constant_pad) and _merge(plan, trial, merges[1:]):
+        pass
+    report = FuseReport(tuple(edit.fusion for edit in plan.edits), tuple(plan.refused.values()), notes=tuple(plan.notes))
+    if verify and example is not None and plan.edits:
+        report = _compare(model, trial, example, report)
+    return _finish(model, plan, report, dry_run)
+
+
+def _merge(plan: _Plan, trial: nn.Module, finders: Sequence[Callable[[nn.Module], Sequence[Edit | Refusal]]]) -> int:
+    """Merge branches until nothing is left; how much it was."""
+    count = 0
+    for find in finders:
         for _ in range(_PASSES):
-            if not plan.add(trial, find(trial)):
+            found = plan.add(trial, find(trial))
+            count += found
+            if not found:
                 break
+    return count
+
+
+def _fold(plan: _Plan, trial: nn.Module, example: Any, verify: bool, constant_pad: bool) -> int:
+    """Fold BatchNorms until nothing is left; how many it were."""
+    count = 0
     for _ in range(_PASSES):
         flow, notes = find_flow(trial, example)
         pairs, refusals = find_pairs(trial, flow, constant_pad=constant_pad)
@@ -125,12 +147,10 @@ def fuse_(
         plan.notes = list(notes)
         folded = plan.add(trial, [plan_fold(trial, pair, verify=verify) for pair in pairs])
         plan.add(trial, refusals)
+        count += folded
         if not folded:
             break
-    report = FuseReport(tuple(edit.fusion for edit in plan.edits), tuple(plan.refused.values()), notes=tuple(plan.notes))
-    if verify and example is not None and plan.edits:
-        report = _compare(model, trial, example, report)
-    return _finish(model, plan, report, dry_run)
+    return count
 
 
 def _find(model: nn.Module, path: str) -> nn.Module | None:
@@ -164,9 +184,16 @@ def _compare(model: nn.Module, trial: nn.Module, example: Any, report: FuseRepor
     limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if holds_quantizers(model):
         limit = max(limit, QUANTIZED_TOLERANCE)
-    if len(before) != len(after):
-        return replace(report, error=math.inf, tolerance=limit)
-    return replace(report, error=max(map(relative_error, after, before), default=0.0), tolerance=limit)
+    error, notes = _difference(after, before), report.notes
+    if not error <= limit:  # rounding may swap near-ties in a ranking; what has swapped is equal
+        reordered = _difference(*([t.flatten().sort().values for t in found] for found in (after, before)))
+        if reordered <= limit:
+            error, notes = reordered, (*notes, "the outputs agree, but in another order, as after top-k or NMS with ties")
+    return replace(report, error=error, tolerance=limit, notes=notes)
+
+
+def _difference(after: list[Tensor], before: list[Tensor]) -> float:
+    return max(map(relative_error, after, before), default=0.0) if len(after) == len(before) else math.inf
 
 
 def _finish(model: nn.Module, plan: _Plan, report: FuseReport, dry_run: bool) -> FuseReport:

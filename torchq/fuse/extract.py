@@ -24,6 +24,7 @@ __all__ = ["apply_map", "collapse", "extract", "linear_map", "relative_error"]
 TOLERANCE = 1e-10  # float64, relative to the largest output
 _CHUNK = 2**22  # input elements per gradient pass: bounds the memory of extraction
 _WIDEST = 129  # no known block reaches further
+_SMALLEST = 11  # input size to begin with
 
 Function = Callable[[Tensor], Tensor]
 
@@ -86,9 +87,20 @@ def _output_size(function: Function, channels: int, rank: int, size: int, axis: 
         return function(torch.zeros(1, channels, *[size] * rank, dtype=torch.float64)).shape[axis + 2]
 
 
+def _check_additive(function: Function, channels: int, rank: int) -> None:
+    """Turn away what is not linear at a small size: looking for the window of a wide block takes minutes."""
+    x = torch.zeros(4, channels, *[_SMALLEST] * rank, dtype=torch.float64)
+    x[1:3].normal_(generator=torch.Generator().manual_seed(0))
+    x[3] = x[1] + x[2]
+    with torch.no_grad():
+        zero, one, two, both = function(x)
+    if not relative_error(one + two, both + zero) <= TOLERANCE:
+        raise NotAffine("the result for a sum is not the sum of the results")
+
+
 def _find_geometry(function: Function, channels: int, rank: int) -> tuple[Geometry, int]:
     """The geometry with one group, and an input size at which the central output sees no border."""
-    for size in (11, 23, 47, 95, 2 * _WIDEST):
+    for size in (_SMALLEST, 23, 47, 95, 2 * _WIDEST):
         outs, centre, first, last = _taps_read(function, channels, rank, size)
         if all(f > 0 and last_ < size - 1 for f, last_ in zip(first, last, strict=True)):
             break
@@ -119,6 +131,7 @@ def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, Ker
     """
     if rank == 0:
         return _extract_linear(function, channels)
+    _check_additive(function, channels, rank)
     geometry, size = _find_geometry(function, channels, rank)
     centre = [((size + e) // s + 1) // 2 for e, s in zip(geometry.extent, geometry.stride, strict=True)]
     first = [o * s - b for o, s, b in zip(centre, geometry.stride, geometry.before, strict=True)]

@@ -152,7 +152,7 @@ FAMILIES: tuple[BlockRule, ...] = (
         has=("conv_kxk", "reparam_conv"),
         branches=("conv_kxk", "conv_1x1", "conv_scale", "identity", "drop_path"),
         writes="reparam_conv",
-        bypass=("attn", "act"),
+        bypass=("attn", "se", "act"),
         lacks=("reparam_conv",),
     ),
     BlockRule(
@@ -173,6 +173,15 @@ FAMILIES: tuple[BlockRule, ...] = (
     ),
     GhostV3Rule(
         name="ghostnetv3", has=("primary_rpr_conv", "cheap_rpr_conv"), branches=("primary_rpr_*", "cheap_rpr_*"), writes="primary_conv"
+    ),
+    BlockRule(
+        name="ghostnetv3-bottleneck",
+        has=("dw_rpr_conv", "dw_rpr_scale", "conv_dw"),
+        branches=("dw_rpr_*",),
+        writes="conv_dw",
+        flags={"infer_mode": True},
+        when=lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
+        linear=lambda b, x: sum((conv(x) for conv in b.dw_rpr_conv), start=b.dw_rpr_scale(x)),
     ),
     RepGhostRule(
         name="repghost",

@@ -101,8 +101,13 @@ def _alone(block: nn.Module, region: _Region) -> fx.GraphModule:
     """A module that computes just the region, in float64 on the CPU, on a copy of the block."""
     graph = fx.Graph()
     copies = {region.source: graph.placeholder("x")}
+    needed, todo = {region.result}, [region.result]
+    while todo:  # the branches, and what is computed from parameters alone
+        new = [node for node in todo.pop().all_input_nodes if node is not region.source and node not in needed]
+        needed.update(new)
+        todo += new
     for node in region.source.graph.nodes:
-        if node in region.inner or node.op == "get_attr":
+        if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[region.result])
     return fx.GraphModule(copy.deepcopy(block).cpu().double(), graph)

@@ -44,6 +44,11 @@ class AffineTensor(Affine):
         """Dimensions of the tensor that this stands for, with the batch."""
         return self.geometry.rank + 2
 
+    @property
+    def ndim(self) -> int:
+        """The same as :meth:`dim`."""
+        return self.dim()
+
     def size(self, axis: int | None = None) -> int:
         """Only the number of channels is known."""
         if axis != 1:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["Call", "Flow", "LAYER_FUNCTIONS", "METADATA", "flow_of_graph"]
+__all__ = ["Call", "Flow", "LAYER_FUNCTIONS", "METADATA", "flow_of_graph", "read_arguments"]
 
 #: Functions whose second argument is the weight of a layer: called with a module's own weight they count as a call of that module.
 LAYER_FUNCTIONS = frozenset(
@@ -22,6 +22,19 @@ METADATA = frozenset(
     ["size", "shape", "dim", "ndim", "ndimension", "dtype", "device", "numel", "nelement", "stride", "layout", "__len__", "is_contiguous"]
     + ["is_floating_point", "is_cuda", "requires_grad", "names", "type", "get_device", "element_size", "is_complex", "is_quantized"]
 )
+
+#: Functions that take the shape or type of their second argument, and those that take nothing else of their first.
+_SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as"])
+_MADE_LIKE = frozenset(
+    ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"],
+)
+
+
+def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of function ``name`` whose values it reads, not only what they are like."""
+    if name in _MADE_LIKE:
+        return ()
+    return args[:1] if name in _SHAPED_LIKE else (args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -119,8 +132,8 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    _visit(node.args, found.append)
-    _visit(node.kwargs, found.append)
+    function = node.op in ("call_function", "call_method")
+    _visit(read_arguments(_function_name(node.target), node.args, node.kwargs) if function else (node.args, node.kwargs), found.append)
     return found
 
 

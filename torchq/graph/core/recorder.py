@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.core.flow import LAYER_FUNCTIONS, METADATA, Call, Flow
+from torchq.graph.core.flow import LAYER_FUNCTIONS, METADATA, Call, Flow, read_arguments
 from torchq.graph.core.tracing import call_model, is_torch_leaf, tensors_in
 from torchq.utils import evaluating
 
@@ -44,7 +44,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth or _name(func) in METADATA:
             return func(*args, **kwargs)
-        inputs = self.sources(args, kwargs)
+        inputs = self.sources(read_arguments(_name(func), args, kwargs))
         out = func(*args, **kwargs)
         name, module = _name(func), None
         if func in LAYER_FUNCTIONS:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from torchq.utils import evaluating
 
-__all__ = ["ForwardTracer", "call_model", "is_torch_leaf", "observed", "tensors_in", "trace"]
+__all__ = ["ForwardTracer", "call_model", "is_torch_leaf", "observed", "tensors_in", "trace", "trace_call"]
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -65,11 +65,27 @@ class _Tracer(ForwardTracer):
         return self._leaf(m)
 
 
-def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
-    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
+def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
+    """What ``tracer`` makes of the forward of ``module``; calls give arguments by position or by name as before.
 
-    Arguments of ``forward`` with a default of None, a number or a flag keep that default: otherwise a Proxy stands in for it and
-    ``if mask is not None`` takes a branch that ordinary calls do not.
+    Arguments with a default of None, a number or a flag keep that default: otherwise a Proxy stands in for it and ``if mask is not None``
+    takes a branch that ordinary calls do not. A call with another value raises an AssertionError that names the argument.
+
+    Raises:
+        Exception: whatever the forward raises when its control flow looks at a tensor.
+    """
+    function = getattr(type(module), tracer.traced_func_name)
+    parameters = list(inspect.signature(function).parameters.values())
+    constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
+    graph = tracer.trace(module, constants or None)
+    names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
+        node.target = name  # fx numbers those with a constant, which would hide them from keyword calls
+    return graph
+
+
+def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole; see :func:`trace_call` for its arguments.
 
     Args:
         model: left unchanged; its modules' training modes are given back.
@@ -79,10 +95,8 @@ def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
         Exception: whatever the model raises when its control flow looks at a tensor.
     """
     tracer = _Tracer(is_leaf)
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
     with evaluating(model):
-        graph = tracer.trace(model, constants or None)
+        graph = trace_call(tracer, model)
     return fx.GraphModule(tracer.root, graph)
 
 
