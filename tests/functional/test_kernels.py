@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, make
+from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, bits, make
 from torchq.errors import ConfigError
-from torchq.formats import CATALOG, INT8, PerAxis
-from torchq.functional import fake_quantize, learned_fake_quantize
-from torchq.functional.kernels import BACKENDS, backend_for, kernels, mask_gradient, tiled, use_backend
+from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
+from torchq.functional.kernels import BACKENDS, backend_for, kernels, mask_gradient, reference, tiled, use_backend
 from torchq.functional.kernels import select as choice
 
 
@@ -77,13 +78,53 @@ def test_gradients_of_other_strides_and_second_derivatives() -> None:
     assert torch.equal(torch.autograd.grad(first.sum(), w)[0], mask)
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_backward_keeps_one_byte_per_element(backend: str) -> None:
+def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """What autograd keeps of a call, besides its arguments."""
     kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function(x)
+    return [t for t in kept if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()]
+
+
+GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerBlock(8)]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_backward_keeps_one_byte_per_element(backend: str, dtype: torch.dtype, granularity: Granularity) -> None:
+    x = torch.randn(64, 32).to(dtype).requires_grad_()
+    amax = reduce_amax(x, granularity)
+    with use_backend(backend):
+        kept = saved(lambda v: fake_quantize(v, amax, INT8, granularity), x)
+    assert [(t.dtype, t.numel()) for t in kept] == [(torch.int8, x.numel())]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_a_learned_range_keeps_its_arguments_alone(backend: str, granularity: Granularity) -> None:
     x = torch.randn(64, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), use_backend(backend):
-        fake_quantize(x, 1.0)
-    assert [(t.dtype, t.shape) for t in kept] == [(torch.int8, x.shape)]
+    amax = reduce_amax(x, granularity).requires_grad_()
+    with use_backend(backend):
+        kept = saved(lambda v: learned_fake_quantize(v, amax, INT8, granularity), x)
+    assert [t.untyped_storage().data_ptr() for t in kept] == [amax.untyped_storage().data_ptr()]
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_learned_gradients_of_tiles_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+    for name in ("int4", "uint8", "e4m3"):
+        x, amax = make(case, dtype)
+        grad = torch.randn(x.shape).to(dtype)
+        expected, _ = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
+        got, _ = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
+        assert got.dtype is dtype and got.stride() == torch.empty_like(x).stride()
+        assert torch.equal(bits(got + 0.0), bits(expected + 0.0))
+        x, amax = x.nan_to_num(1.0, 2.0, -2.0).clamp(-9, 9), amax.nan_to_num(posinf=3.0)
+        _, expected = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
+        _, got = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
+        # At most 252 terms below 300 (the largest grid value that clips times a gradient, over qmax) in another order.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 class Allocations(TorchDispatchMode):
@@ -189,7 +230,8 @@ def test_one_result_whatever_the_backend() -> None:
                 y.square().sum().backward()
             assert y.stride() == x.stride() and a.grad is not None
             results.append((y.detach(), a.grad, b.grad if b.grad is not None else torch.zeros(())))
-        assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(*(found[:2] for found in results), strict=True))
+        torch.testing.assert_close(results[0][2], results[1][2])  # sums in another order
 
 
 def test_the_gradient_is_exactly_zero_outside_the_range() -> None:

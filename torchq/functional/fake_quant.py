@@ -10,8 +10,8 @@ from torch import Tensor
 from torchq.formats import INT8, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
-from torchq.functional.kernels import backend_for, gradient_mask, kernels, mask_gradient, snap
-from torchq.functional.scale import compute_dtype, divisor, step_from_amax
+from torchq.functional.kernels import backend_for, gradient_mask, kernels, learned_gradients, mask_gradient, snap
+from torchq.functional.scale import compute_dtype, step_from_amax
 from torchq.utils import constant_while_tracing
 
 __all__ = ["FakeQuantizeFunction", "LearnedFakeQuantizeFunction", "fake_quantize", "learned_fake_quantize", "quantize", "dequantize"]
@@ -70,23 +70,14 @@ class LearnedFakeQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, amax, ctx.format, ctx.scale_format, _ = inputs
+        x, amax, ctx.format, ctx.scale_format, ctx.backend = inputs
         ctx.save_for_backward(x, amax)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, amax = ctx.saved_tensors
-        format = ctx.format
-        step = step_from_amax(amax, format, ctx.scale_format)
-        v = torch.div(x.to(step.dtype), divisor(amax, step))
-        inside = (x <= amax) & (x >= amax * (format.lo / format.qmax))
-        grad = grads[0].to(step.dtype)
-        grad_x = (grad * inside).to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_amax = None
-        if ctx.needs_input_grad[1]:
-            slope = format.snap_(v.clone()) - v * inside
-            grad_amax = ((grad * slope).sum_to_size(amax.shape) / format.qmax).to(amax.dtype)
-        return grad_x, grad_amax, None, None, None
+        grad_x, grad_amax = learned_gradients(ctx.backend, grads[0], x, amax, ctx.format, ctx.scale_format)
+        return grad_x if ctx.needs_input_grad[0] else None, grad_amax if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularity) -> Tensor:

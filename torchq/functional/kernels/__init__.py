@@ -11,7 +11,16 @@ backend        where                                                       how
 
 from torchq.functional.kernels.groups import group_view, pieces
 from torchq.functional.kernels.reference import gradient_mask, snap
-from torchq.functional.kernels.select import BACKENDS, Kernels, backend_for, is_plain, kernels, mask_gradient, use_backend
+from torchq.functional.kernels.select import (
+    BACKENDS,
+    Kernels,
+    backend_for,
+    is_plain,
+    kernels,
+    learned_gradients,
+    mask_gradient,
+    use_backend,
+)
 from torchq.functional.kernels.tiled import largest_magnitude
 
 __all__ = [
@@ -23,6 +32,7 @@ __all__ = [
     "is_plain",
     "kernels",
     "largest_magnitude",
+    "learned_gradients",
     "mask_gradient",
     "pieces",
     "snap",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchq.formats import Format
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["fake_quantize", "gradient_mask", "mask_bits", "mask_gradient", "snap", "supports"]
+__all__ = ["fake_quantize", "gradient_mask", "learned_gradients", "mask_bits", "mask_gradient", "snap", "supports"]
 
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -59,3 +59,18 @@ def mask_bits(grad: Tensor, mask: Tensor) -> Tensor:
     For compiled code: where a boolean occurs in the backward, AOTAutograd saves it instead of the mask.
     """
     return (grad.view(_BITS[grad.dtype]) * mask).view(grad.dtype)
+
+
+def learned_gradients(grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> tuple[Tensor, Tensor]:
+    """The gradients to x and amax of :class:`torchq.functional.LearnedFakeQuantizeFunction`, which has the formula; differentiable.
+
+    Args:
+        grad: the gradient of the result, of x's shape and dtype.
+        x, amax, format, scale_format: as in :func:`fake_quantize`.
+    """
+    step = step_from_amax(amax, format, scale_format)
+    v = torch.div(x.to(step.dtype), divisor(amax, step))
+    inside = (x <= amax) & (x >= amax * (format.lo / format.qmax))
+    upstream = grad.to(step.dtype)
+    slope = format.snap_(v.clone()) - v * inside
+    return (upstream * inside).to(x.dtype), ((upstream * slope).sum_to_size(amax.shape) / format.qmax).to(amax.dtype)

@@ -17,7 +17,7 @@ from torchq.errors import ConfigError
 from torchq.formats import INT8, Format
 from torchq.functional.kernels import reference, tiled
 
-__all__ = ["BACKENDS", "Kernels", "backend_for", "is_plain", "kernels", "mask_gradient", "use_backend"]
+__all__ = ["BACKENDS", "Kernels", "backend_for", "is_plain", "kernels", "learned_gradients", "mask_gradient", "use_backend"]
 
 #: The definition, CPU tiles, and Triton on CUDA.
 BACKENDS = ("reference", "tiled", "triton")
@@ -141,3 +141,11 @@ def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
     if name == "triton" and grad.stride() != mask.stride():
         return reference.mask_gradient(grad, mask)
     return kernels(name).mask_gradient(grad, mask)
+
+
+def learned_gradients(
+    name: str, grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients to x and amax: tiled where the forward was, the definition elsewhere and for second derivatives."""
+    tiles = name == "tiled" and not torch.is_grad_enabled() and all(map(is_plain, (grad, x, amax)))
+    return (tiled if tiles else reference).learned_gradients(grad, x, amax, format, scale_format)

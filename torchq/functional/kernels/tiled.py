@@ -15,7 +15,7 @@ from torchq.formats import Format
 from torchq.functional.kernels.layout import memory_order, merged_dims
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["fake_quantize", "largest_magnitude", "mask_gradient", "supports"]
+__all__ = ["fake_quantize", "largest_magnitude", "learned_gradients", "mask_gradient", "supports"]
 
 # Elements in a tile for each thread: 1 MiB of float32. Smaller ones spend their time in dispatching operations.
 _TILE = 2**18
@@ -88,6 +88,23 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     for grad_t, result_t, mask_t in _tiles(_in_memory_order(tensors, result), _tile()):
         result_t.copy_(mask_t).mul_(grad_t)
     return result
+
+
+def learned_gradients(grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> tuple[Tensor, Tensor]:
+    """As :func:`torchq.functional.kernels.reference.learned_gradients`, tile by tile, which sums in another order; not differentiable."""
+    step = step_from_amax(amax, format, scale_format)
+    grad_x, grad_amax = torch.empty_like(x), torch.zeros_like(amax)
+    tensors = [x, grad, grad_x, amax, amax * (format.lo / format.qmax), divisor(amax, step), grad_amax]
+    buffers = torch.empty(4, min(x.numel(), _tile()), dtype=step.dtype)
+    for x_t, grad_t, grad_x_t, amax_t, low_t, divisor_t, sum_t in _tiles(_in_memory_order(tensors, grad_x), _tile()):
+        v, slope, inside, work = buffers[:, : x_t.numel()].view(4, *x_t.shape).unbind(0)
+        torch.div(work.copy_(x_t), divisor_t, out=v)
+        torch.le(work, amax_t, out=inside).mul_(work.ge_(low_t))  # in floats: booleans are not vectorised
+        format.snap_(slope.copy_(v)).sub_(v.mul_(inside))
+        work.copy_(grad_t)
+        sum_t.add_(slope.mul_(work).sum_to_size(sum_t.shape))
+        grad_x_t.copy_(work.mul_(inside))
+    return grad_x, grad_amax.div_(format.qmax)
 
 
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
