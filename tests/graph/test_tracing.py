@@ -50,3 +50,18 @@ def test_fewer_chunks_than_asked_for_are_an_error_and_no_other_result() -> None:
     assert len(X.chunk(3, 1)) == 2
     with pytest.raises(IndexError):
         trace(model)(X)
+
+
+class Options(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, **rest: Tensor) -> Tensor:
+        return x * scale if mask is None else x * mask
+
+
+def test_arguments_are_given_by_name_as_before() -> None:
+    traced = trace(Options())
+    assert torch.equal(traced(x=X, mask=None, scale=2.0), 2 * X)
+    assert torch.equal(traced(X), 2 * X)
+    with pytest.raises(AssertionError, match="mask"):
+        traced(X, mask=X)
+    with pytest.raises(AssertionError, match="scale"):
+        traced(X, scale=3.0)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from torchq.errors import QuantizationError
-from torchq.graph.core import ForwardTracer
+from torchq.graph.core import ForwardTracer, trace_call
 from torchq.nn.attention import ScaledDotProductAttention
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.elementwise import ELEMENTWISE, Tap
@@ -76,6 +76,7 @@ def _twin(cls: type[Any]) -> type[WiredModule]:
         return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # exporters ask for the names of arguments
+    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]  # and torch.fx looks for them in the code
     text = f"Wired :class:`{qualified_name(cls)}`."
     body = {"float_class": cls, "float_forward": cls.forward, "forward": forward, "__doc__": text, "__module__": cls.__module__}
     return types.new_class(f"Wired{cls.__name__}", (WiredModule, cls), {}, lambda namespace: namespace.update(body))
@@ -96,27 +97,17 @@ class _ShallowTracer(ForwardTracer):
 
 
 def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
-    """The graph of the module's own forward, its children kept whole.
-
-    Arguments with a default of None, a number or a flag keep that default; a call with another value raises an AssertionError that names
-    the argument.
+    """The graph of the module's own forward, its children kept whole; see :func:`torchq.graph.core.trace_call`.
 
     Raises:
         Exception: whatever the forward raises when its control flow looks at a tensor.
     """
-    function = "float_forward" if isinstance(module, WiredModule) else "forward"
-    parameters = list(inspect.signature(getattr(type(module), function)).parameters.values())
-    constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
     before = module.training
     module.training = training
     try:
-        graph = _ShallowTracer(function).trace(module, constants or None)
+        return trace_call(_ShallowTracer("float_forward" if isinstance(module, WiredModule) else "forward"), module)
     finally:
         module.training = before
-    names = [p.name for p in parameters if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
-        node.target = name  # fx numbers those with a constant, which would hide them from keyword calls
-    return graph
 
 
 def _rewired(module: nn.Module, wiring: Mapping[str, str], training: bool) -> Callable[..., Any]:
