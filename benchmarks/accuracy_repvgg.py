@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split
-from benchmarks.harness import Reporter, parse, parser
+from benchmarks.cifar import Images, accuracy, arguments, logits, read_both, train
+from benchmarks.harness import Reporter, parse
 from benchmarks.repvgg import repvgg_cifar
 from torchq.fuse import diagnose_ranges
 from torchq.workflow import calibrate_weights
@@ -40,27 +38,19 @@ def _recipes() -> dict[str, torchq.QuantConfig]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a configuration."""
-    options = parser(__doc__)
-    options.add_argument("--data", type=Path, required=True, help="folder with repvgg.pt and the tars of images")
-    options.add_argument("--images", type=int, default=2000, help="test images (default: %(default)s)")
-    options.add_argument("--calibration", type=int, default=512, help="training images to calibrate on (default: %(default)s)")
-    options.add_argument("--train", type=int, default=10000, help="training images for QAT (default: %(default)s)")
-    options.add_argument("--steps", type=int, default=200, help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)")
+    options = arguments(__doc__, "repvgg.pt", train=10000)
     options.add_argument("--qat", nargs="*", default=["int8 per tensor", "w4a8 per channel"], choices=list(_recipes()), help="recipes")
     options.add_argument("--lr", type=float, default=0.003, help="learning rate of QAT with branches, cosine to 0 (default: %(default)s)")
     options.add_argument(
         "--lr-fused", type=float, default=0.001, help="and of the fused network, where 0.01 diverges (default: %(default)s)"
     )
     chosen = parse(options, argv)
-    test = read_split(chosen.data, "test", 50 if chosen.quick else chosen.images)
-    data = read_split(chosen.data, "train", 64 if chosen.quick else max(chosen.calibration, chosen.train))
-    chosen.steps = min(chosen.steps, 1) if chosen.quick else chosen.steps
+    test, data, calibration = read_both(chosen)
     with Reporter("accuracy_repvgg", chosen.out) as report:
-        _run(report, repvgg_cifar(chosen.data), test, data, chosen)
+        _run(report, repvgg_cifar(chosen.data), test, data, calibration, chosen)
 
 
-def _run(report: Reporter, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
-    calibration = data.batches(64)[: max(1, options.calibration // 64)]
+def _run(report: Reporter, model: nn.Module, test: Images, data: Images, calibration: list[Tensor], options: argparse.Namespace) -> None:
     fused = copy.deepcopy(model)
     done = torchq.fuse_(fused, test.images[:4])
     text = diagnose_ranges(model, calibration[0]).compare(diagnose_ranges(fused, calibration[0]))
@@ -71,14 +61,20 @@ def _run(report: Reporter, model: nn.Module, test: Images, data: Images, options
         for case, quantized in cases.items():
             report.value(case=case, recipe=name, accuracy=_score(quantized, test))
         if options.steps and name in options.qat:
-            trained = _train(cases["PTQ after fusing"], data, options, options.lr_fused)
+            trained = train(cases["PTQ after fusing"], data, options.steps, options.lr_fused)
             report.value(case="QAT after fusing", recipe=name, steps=options.steps, accuracy=_score(trained, test))
             _equivalent(report, name, _branches(model, config, calibration), test, data, options)
 
 
 def _equivalent(report: Reporter, name: str, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
     """Train the branches, the last half with frozen BatchNorm and fresh weight ranges, then fuse."""
-    trained = _train(model, data, options, options.lr, freeze_at=options.steps // 2)
+
+    def freeze(step: int) -> None:
+        if step == options.steps // 2:
+            torchq.qat.freeze_bn_(model)
+            calibrate_weights(model)  # the kernels have moved with the statistics
+
+    trained = train(model, data, options.steps, options.lr, before=freeze)
     before = logits(trained, test)
     done = torchq.fuse_(trained, test.images[:4])
     same = torch.equal(before, logits(trained, test))
@@ -109,24 +105,6 @@ def _calibrated(model: nn.Module, config: torchq.QuantConfig, calibration: list[
     quantize(quantized, config)
     torchq.calibrate(quantized, calibration, method="entropy", progress=False)
     return quantized
-
-
-def _train(model: nn.Module, data: Images, options: argparse.Namespace, lr: float, freeze_at: int | None = None) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=lr, weight_decay=1e-4), momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    model.train()
-    for step in range(options.steps):
-        if step == freeze_at:
-            torchq.qat.freeze_bn_(model)
-            calibrate_weights(model)  # the kernels have moved with the statistics
-        images, labels = data.augmented(torch.randint(len(data.labels), (64,), generator=generator), generator)
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model.eval()
 
 
 if __name__ == "__main__":

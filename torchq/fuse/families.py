@@ -45,6 +45,11 @@ def _fully_fused(block: Any) -> bool:
     return bool(block.fully_fused or block.partially_fused)
 
 
+def _two_heads(name: str, *heads: str) -> BlockRule:
+    """Classifiers for two teachers, whose results are averaged."""
+    return BlockRule(name=name, has=heads, branches=heads, when=lambda b: _is_module(b, *heads), loose=True)
+
+
 _RBR = ("rbr_dense", "rbr_1x1", "rbr_identity", "rbr_avg", "id_tensor")
 _RBR_AFTER = ("nonlinearity", "se", "post_se", "act", "activation")
 
@@ -190,20 +195,8 @@ FAMILIES: tuple[BlockRule, ...] = (
         writes="cheap_operation",
         when=lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
     ),
-    BlockRule(
-        name="repvit-classifier",
-        has=("classifier", "classifier_dist"),
-        branches=("classifier", "classifier_dist"),
-        when=lambda b: _is_module(b, "classifier", "classifier_dist"),
-        loose=True,
-    ),
-    BlockRule(
-        name="timm-distilled-classifier",
-        has=("head", "head_dist"),
-        branches=("head", "head_dist"),
-        when=lambda b: _is_module(b, "head", "head_dist"),
-        loose=True,
-    ),
+    _two_heads("repvit-classifier", "classifier", "classifier_dist"),
+    _two_heads("timm-distilled-classifier", "head", "head_dist"),
     # mmpretrain
     BlockRule(
         name="mmpretrain-repvgg",
