@@ -87,7 +87,7 @@ def test_integer_weights_take_a_quarter() -> None:
     model = calibrated(nn.Linear(64, 512, bias=False), x)
     int8 = torchq.deploy(model)
     assert isinstance(int8, Int8Linear)
-    assert int8.weight.dtype is torch.int8
+    assert int8.weight_codes.dtype is torch.int8
     assert sum(b.numel() * b.element_size() for b in int8.buffers()) == 64 * 512 + 4 * 512
     assert list(int8.parameters()) == []
 

@@ -15,7 +15,7 @@ from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import lower, uncalibrated
 from torchq.deployment.onednn import saturates
 from torchq.errors import ExportError
-from torchq.graph.core import call_model, tensors_in
+from torchq.graph.core import call_model, observed, tensors_in
 from torchq.nn import QuantModule
 from torchq.utils import modules_with_names, set_submodule
 from torchq.workflow import disabled, freeze_
@@ -81,18 +81,27 @@ def _replace(model: nn.Module, reduce_range: bool) -> nn.Module:
     for names, module in list(modules_with_names(model)):
         if not isinstance(module, QuantModule) or module.is_container:
             continue
-        new = lower(module, reduce_range)
+        hook = observed(module)
+        new = f"it has {hook}" if hook else lower(module, reduce_range)
         if isinstance(new, str):
             log.debug("deploy: %s keeps simulating: %s", names[0], new)
             _bake(module, new)
             continue
         new.eval()
+        _adopt(new, module)
         for name in names:
             if name:
                 set_submodule(model, name, new)
             else:
                 model = new
     return model
+
+
+def _adopt(new: nn.Module, old: nn.Module) -> None:
+    """Take over the plain attributes that other code may read: ``in_features``, a detector's ``.f`` and ``.i``."""
+    for name, value in vars(old).items():
+        if not name.startswith("_") and not hasattr(new, name):
+            setattr(new, name, value)
 
 
 def _bake(module: QuantModule, reason: str) -> None:

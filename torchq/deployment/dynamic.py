@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchq.deployment import onednn
 from torchq.deployment.grid import SIGNED_ZERO
+from torchq.deployment.layers import dequantized
 from torchq.deployment.ops import kernel_name
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
@@ -26,21 +27,23 @@ class DynamicInt8Linear(nn.Module):
         weight_step: float32, (out,).
         bias: (out,) or None.
         descriptor: of the input: dynamic, one range per tensor or per slice of leading axes (a token).
+        dtype: of :attr:`weight`.
 
     Shape:
         (..., in) floating point -> (..., out), same dtype.
     """
 
-    weight: Tensor
+    weight_codes: Tensor
     weight_step: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, descriptor: QuantDescriptor) -> None:
+    def __init__(self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, descriptor: QuantDescriptor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight_codes", weight)
         self.register_buffer("weight_step", weight_step)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
         self.descriptor = descriptor
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize by the range of ``x``, multiply integers, scale back.
@@ -56,15 +59,20 @@ class DynamicInt8Linear(nn.Module):
         step = step_from_amax(amax, d.format)
         zero = SIGNED_ZERO if d.format.signed else 0
         codes = d.format.snap_(x.to(torch.float32) / divisor(amax, step)).add_(zero).to(torch.uint8)
-        y = torch.ops.torchq.int8_linear(codes, self.weight, self.weight_step, None, 1.0, zero, 1.0, 0, torch.float32, "none", [])
+        y = torch.ops.torchq.int8_linear(codes, self.weight_codes, self.weight_step, None, 1.0, zero, 1.0, 0, torch.float32, "none", [])
         y = y.mul_(step)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight as floating point, made anew: for code that reads a layer's weight, or its dtype or device."""
+        return dequantized(self.weight_codes, self.weight_step).to(self.dtype)
+
     def _load_from_state_dict(self, *args: Any) -> None:
-        onednn.PACKED.forget(self.weight)  # copied into in place
+        onednn.PACKED.forget(self.weight_codes)  # copied into in place
         super()._load_from_state_dict(*args)
 
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""
         size = sum(b.numel() * b.element_size() for b in self.buffers())
-        return f"{kernel_name(self.weight.device)} uint8 x int8 -> float", size, "the input's range is that of each call"
+        return f"{kernel_name(self.weight_codes.device)} uint8 x int8 -> float", size, "the input's range is that of each call"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from torchq.deployment import onednn
 from torchq.deployment.grid import Grid
-from torchq.deployment.ops import conv_cpu, kernel_name, linear_cpu
+from torchq.deployment.onednn import Run
+from torchq.deployment.ops import kernel_name
 
-__all__ = ["Int8Conv", "Int8Layer", "Int8Linear"]
+__all__ = ["Int8Conv", "Int8Layer", "Int8Linear", "dequantized"]
 
 
 class Int8Layer(nn.Module):
@@ -37,16 +38,17 @@ class Int8Layer(nn.Module):
         residual_grid: of the second argument of :meth:`forward`, where that is codes.
     """
 
-    weight: Tensor
+    weight_codes: Tensor
     weight_step: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
+    _runs: dict[Any, Run]
 
     def __init__(
         self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, input_grid: Grid, dtype: torch.dtype, input_scale: Tensor | None
     ) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight_codes", weight)
         self.register_buffer("weight_step", weight_step)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
         self.register_buffer("input_scale", input_scale)
@@ -55,6 +57,30 @@ class Int8Layer(nn.Module):
         self.residual_grid: Grid | None = None
         self.activation, self.arguments = "none", list[float]()
         self.dtype = dtype
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}  # packed tensors can be neither copied nor saved
+
+    def _forget(self) -> None:
+        """Drop the bound kernels, as something in them has changed."""
+        self.__dict__["_runs"] = dict[Any, Run]()
+
+    def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
+        """The kernel that ``bind`` gives, made once for each ``key``."""
+        runs = self._runs
+        if len(runs) >= _MOST_RUNS:
+            runs.clear()
+        run = runs[key] = bind()
+        return run
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as floating point, made anew: for code that reads a layer's weight, or its dtype or device."""
+        return dequantized(self.weight_codes, self.weight_step).to(self.dtype)
 
     def codes(self, x: Tensor) -> Tensor:
         """``x`` as codes of the input grid."""
@@ -69,12 +95,20 @@ class Int8Layer(nn.Module):
             return 1.0, 0, torch.float32, self.activation, self.arguments
         return grid.step, grid.zero, torch.uint8, self.activation, self.arguments
 
-    def finish(self, y: Tensor) -> Tensor:
-        """Give floating-point results their dtype, and codes the bounds that a kernel does not know."""
+    @property
+    def finished(self) -> bool:
+        """Whether results of the kernel have the right dtype and bounds already."""
         grid = self.output_grid
         if grid is None:
-            return y if self.dtype is torch.float32 else y.to(self.dtype)
-        return y if grid.saturates_by_itself or self._activation_bounds(grid) else y.clamp_(grid.low, grid.high)
+            return self.dtype is torch.float32
+        return grid.saturates_by_itself or self._activation_bounds(grid)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Give floating-point results their dtype, and codes the bounds that a kernel does not know."""
+        if self.finished:
+            return y
+        grid = self.output_grid
+        return y.to(self.dtype) if grid is None else y.clamp_(grid.low, grid.high)
 
     def _activation_bounds(self, grid: Grid) -> bool:
         """Whether the activation keeps results inside the grid already."""
@@ -101,7 +135,7 @@ class Int8Layer(nn.Module):
         self.activation, self.arguments = state["activation"], list(state["arguments"])
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        onednn.PACKED.forget(self.weight)  # copied into in place
+        onednn.PACKED.forget(self.weight_codes)  # copied into in place
         super()._load_from_state_dict(*args)
 
     def summary_row(self) -> tuple[str, int, str]:
@@ -110,20 +144,27 @@ class Int8Layer(nn.Module):
         fused = [] if self.activation == "none" else [self.activation]
         fused += ["add"] if self.residual_grid is not None else []
         out = "uint8" if self.output_grid is not None else str(self.dtype).removeprefix("torch.")
-        return f"{kernel_name(self.weight.device)} uint8 x int8 -> {out}", size, " + ".join(fused)
+        return f"{kernel_name(self.weight_codes.device)} uint8 x int8 -> {out}", size, " + ".join(fused)
 
     def extra_repr(self) -> str:
-        shape = "x".join(map(str, self.weight.shape))
+        shape = "x".join(map(str, self.weight_codes.shape))
         out = self.dtype if self.output_grid is None else self.output_grid
         return f"weight={shape}, input={self.input_grid}, output={out}, activation={self.activation}{self.arguments or ''}"
 
 
+def dequantized(codes: Tensor, step: Tensor) -> Tensor:
+    """Integer weights times the step of each output, float32."""
+    return codes * step.view(-1, *[1] * (codes.dim() - 1))
+
+
 _GRIDS = ("input_grid", "output_grid", "residual_grid")
+#: How many input shapes a layer keeps bound kernels for.
+_MOST_RUNS = 64
 
 
 def _eager(x: Tensor) -> bool:
-    """Whether the kernel may be called directly, past torch's dispatcher (a third of a small layer's time)."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+    """Whether the kernel may be called directly, past torch's dispatcher and with its arguments bound: half of a small layer's time."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
 
 
 class Int8Conv(Int8Layer):
@@ -142,16 +183,44 @@ class Int8Conv(Int8Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_grid`."""
-        x = self.codes(x)
-        single = x.dim() == self.weight.dim() - 1
+        if x.dtype is not torch.uint8:
+            x = self.codes(x)
+        if _eager(x):
+            key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
+            run = self._runs.get(key) or self._bound(key, lambda: self._bind(x, residual))
+            return run(x) if residual is None else run(x, residual)
+        return self._dispatched(x, residual)
+
+    def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
+        simple = self.border is None and x.dim() == self.weight.dim()
+        if not simple or not x.numel() or not onednn.available():
+            return self._dispatched
+        grid, kept = self.input_grid, self.residual_grid
+        layer = (self.weight, self.weight_step, self.bias, grid.step, grid.zero, self.stride, self.padding, self.dilation, self.groups)
+        added = (1.0, 0) if kept is None else (kept.step, kept.zero)
+        run = onednn.bind_conv(x.shape, residual, *layer, *self.output_arguments(), *added)
+        return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+
+    def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        single = x.dim() == self.weight_codes.dim() - 1
         x = x.unsqueeze(0) if single else x
         if self.border is not None:
             x = self._pad(x, self.border)
         grid, kept = self.input_grid, self.residual_grid
-        inputs = (x, self.weight, self.weight_step, self.bias, grid.step, grid.zero, self.stride, self.padding, self.dilation, self.groups)
+        inputs = (
+            x,
+            self.weight_codes,
+            self.weight_step,
+            self.bias,
+            grid.step,
+            grid.zero,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
         added = (residual, 1.0, 0) if kept is None else (residual, kept.step, kept.zero)
-        run = conv_cpu if _eager(x) else torch.ops.torchq.int8_conv
-        y = self.finish(run(*inputs, *self.output_arguments(), *added))
+        y = self.finish(torch.ops.torchq.int8_conv(*inputs, *self.output_arguments(), *added))
         return y.squeeze(0) if single else y
 
     def _pad(self, x: Tensor, border: list[int]) -> Tensor:
@@ -187,4 +256,4 @@ class Int8Linear(Int8Layer):
         """``activation(x @ weight.T + bias)``."""
         x, grid = self.codes(x), self.input_grid
         run = linear_cpu if _eager(x) else torch.ops.torchq.int8_linear
-        return self.finish(run(x, self.weight, self.weight_step, self.bias, grid.step, grid.zero, *self.output_arguments()))
+        return self.finish(run(x, self.weight_codes, self.weight_step, self.bias, grid.step, grid.zero, *self.output_arguments()))

@@ -132,7 +132,7 @@ def _weight_only(module: QuantModule, quantizer: TensorQuantizer) -> nn.Module |
     codes = quantize(weight, amax, d.format, block).to(torch.int8).contiguous()
     step = step_from_amax(amax, d.format)
     step = step if isinstance(block, PerBlock) and step.dim() == 2 else step.flatten().view(-1, 1)
-    return WeightOnlyLinear(codes, step.expand(weight.shape[0], -1).contiguous(), _bias(module), d.format.bits)
+    return WeightOnlyLinear(codes, step.expand(weight.shape[0], -1).contiguous(), _bias(module), d.format.bits, weight.dtype)
 
 
 def _dynamic(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce_range: bool) -> nn.Module | str:
@@ -150,7 +150,7 @@ def _dynamic(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce
     weight = module.weight
     assert isinstance(weight, Tensor)
     codes = integer_weight(w, weight.detach(), reduce_range)
-    return codes if isinstance(codes, str) else DynamicInt8Linear(*codes, _bias(module), d)
+    return codes if isinstance(codes, str) else DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
 
 
 def _bias(module: QuantModule) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,12 +14,13 @@ from torchq.deployment.activations import ACTIVATIONS
 from torchq.deployment.packing import PackCache
 from torchq.deployment.reference import finish
 
-__all__ = ["PACKED", "available", "conv", "linear", "saturates"]
+__all__ = ["PACKED", "Run", "available", "bind_conv", "bind_linear", "conv", "linear", "saturates"]
 
 PACKED = PackCache()
 
 _OPERATORS = ("qconv_prepack", "qconv2d_pointwise", "qconv3d_pointwise", "qlinear_prepack", "qlinear_pointwise")
-_FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+#: What the 3-d kernel applies to its result, and what a kernel that adds does.
+_KNOWN_3D, _KNOWN_ADDING = ("none",), ("none", "relu")
 
 
 @lru_cache
@@ -46,6 +47,9 @@ def _pack(packed: Tensor, weight: Tensor, step: Tensor, bias: Tensor | None, x_s
     return _Packed(packed, step, zero, None if bias is None else bias.float())
 
 
+Run = Callable[..., Tensor]
+
+
 def conv(
     x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
@@ -53,62 +57,97 @@ def conv(
     residual: Tensor | None, residual_step: float, residual_zero: int,
 ) -> Tensor:  # fmt: skip
     """One convolution; see ``torchq::int8_conv``."""
-    inputs = (x, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups)
-    kernel = ACTIVATIONS[name].onednn
-    # The kernel adds tensors of the same shape, and codes to codes.
-    fits = residual is None or (residual.dtype is torch.uint8) == (out_dtype is torch.uint8)
-    fits = fits and (residual is None or residual.shape == _shape(x, weight, stride, padding, dilation))
-    known = [kernel] if weight.dim() < 5 and residual is None else ["none"] if residual is None else ["none", "relu"]
-    if fits and kernel in known and not (weight.dim() == 5 and residual is not None):
-        return _conv(*inputs, out_step, out_zero, out_dtype, name, arguments, residual, residual_step, residual_zero)
-    y = _conv(*inputs, 1.0, 0, torch.float32, "none", [], None, 1.0, 0)
-    if residual is not None and residual.dtype is torch.uint8:
-        residual = (residual.float() - residual_zero) * residual_step
-    return finish(y, out_step, out_zero, out_dtype, name, arguments, residual)
+    run = bind_conv(
+        x.shape, residual, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups,
+        out_step, out_zero, out_dtype, name, arguments, residual_step, residual_zero,
+    )  # fmt: skip
+    return run(x) if residual is None else run(x, residual)
 
 
-def _shape(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    return (x.shape[0], weight.shape[0], *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes))
-
-
-def _conv(
-    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+def bind_conv(
+    shape: Sequence[int], residual: Tensor | None, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    residual: Tensor | None, residual_step: float, residual_zero: int,
-) -> Tensor:  # fmt: skip
-    if x.dim() == 3:  # the 1-d operator knows fewer activations than the 2-d one, and calls the same kernels
-        one = (x.unsqueeze(2), weight, weight_step, bias, x_step, x_zero, [1, *stride], [0, *padding], [1, *dilation], groups)
-        raised = None if residual is None else residual.unsqueeze(2)
-        return _conv(*one, out_step, out_zero, out_dtype, name, arguments, raised, residual_step, residual_zero).squeeze(2)
-    spatial = x.dim() - 2
+    residual_step: float, residual_zero: int,
+) -> Run:  # fmt: skip
+    """The convolution as a function of the codes alone, for inputs of ``shape`` and residuals like ``residual``.
+
+    In networks of small layers, finding arguments takes longer than computing; this is done once.
+    """
+    inputs = (shape, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups)
+    out = (out_step, out_zero, out_dtype, name, arguments)
+    if residual is None and (weight.dim() < 5 or name in _KNOWN_3D):
+        return _bind(*inputs, *out)
+    # The kernel adds tensors of the same shape, and codes to codes.
+    fits = residual is not None and (residual.dtype is torch.uint8) == (out_dtype is torch.uint8)
+    if fits and name in _KNOWN_ADDING and weight.dim() < 5 and residual.shape == _shape(shape, weight, stride, padding, dilation):  # type: ignore[union-attr]
+        return _bind(*inputs, *out, (residual_step, residual_zero))
+    plain = _bind(*inputs, 1.0, 0, torch.float32, "none", [])
+
+    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is not None and residual.dtype is torch.uint8:
+            residual = (residual.float() - residual_zero) * residual_step
+        return finish(plain(x), *out, residual)
+
+    return run
+
+
+def _shape(
+    shape: Sequence[int], weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    sizes = zip(shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return (shape[0], weight.shape[0], *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes))
+
+
+def _bind(
+    shape: Sequence[int], weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
+    added: tuple[float, int] | None = None,
+) -> Run:  # fmt: skip
+    post = (out_step, out_zero, out_dtype, name, arguments, added)
+    if len(shape) == 3:  # the 1-d operator knows fewer activations than the 2-d one, and calls the same kernels
+        wide, raised = ([1, *stride], [0, *padding], [1, *dilation]), (*shape[:2], 1, shape[2])
+        run = _bind(raised, weight, weight_step, bias, x_step, x_zero, *wide, groups, *post)
+        return lambda *tensors: run(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
     if x_zero and any(padding):
         # Zero padding of codes must add the code of zero, which a kernel without zero point does not know.
-        x = F.pad(x, [p for p in reversed(padding) for _ in range(2)], value=float(x_zero))
-        padding = [0] * spatial
-    x = x.contiguous(memory_format=_FORMATS[spatial])
-    static = (stride, padding, dilation, groups)
+        border = [p for p in reversed(padding) for _ in range(2)]
+        larger = (*shape[:2], *(size + 2 * p for size, p in zip(shape[2:], padding, strict=True)))
+        inner = _bind(larger, weight, weight_step, bias, x_step, x_zero, stride, [0] * len(padding), dilation, groups, *post)
+        return lambda x, *rest: inner(F.pad(x, border, value=float(x_zero)), *rest)
+    static = (list(stride), list(padding), list(dilation), groups)
 
     def build() -> _Packed:
-        plain = weight.view(weight.shape[0], weight.shape[1], *[1] * (x.dim() - weight.dim()), *weight.shape[2:])
-        packed = torch.ops.onednn.qconv_prepack(plain, weight_step.expand(weight.shape[0]).contiguous(), x_step, 0, *static, list(x.shape))
+        plain = weight if weight.dim() == len(shape) else weight.unsqueeze(2)
+        packed = torch.ops.onednn.qconv_prepack(plain, weight_step.expand(weight.shape[0]).contiguous(), x_step, 0, *static, list(shape))
         return _pack(packed, weight, weight_step, bias, x_step, x_zero)
 
     # The layout depends on the size of the image, not on the batch: weights in another one are converted at every call, which
     # takes a hundred times longer than the convolution.
-    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation, *x.shape[2:]), bias, build)
+    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation, *shape[2:]), bias, build)
+    fixed = (x_step, 0, p.weight, p.step, p.zero)
+    if added is not None:
+        return _adding(fixed, p.bias, static, out_step, out_zero, out_dtype, name, added)
     act = ACTIVATIONS[name]
-    inputs = (x, x_step, 0, p.weight, p.step, p.zero)
-    if residual is None:
-        operator = torch.ops.onednn.qconv2d_pointwise if spatial == 2 else torch.ops.onednn.qconv3d_pointwise
-        return operator(*inputs, p.bias, *static, out_step, out_zero, out_dtype, act.onednn, arguments, act.algorithm)
-    # The kernel adds in place, and interprets what it finds as being of the output's type.
-    into = residual.to(out_dtype).contiguous(memory_format=_FORMATS[spatial])
-    into = into.clone() if into is residual or into.data_ptr() == residual.data_ptr() else into
-    out = (out_step, out_zero, out_dtype, residual_step, residual_zero)
-    post: tuple[object, ...] = ("sum", 1.0, "relu" if name == "relu" else None, [], "")
-    return torch.ops.onednn.qconv2d_pointwise.binary(*inputs, into, p.bias, *static, *out, *post)
+    rest = (p.bias, *static, out_step, out_zero, out_dtype, act.onednn, list(arguments), act.algorithm)
+    operator = torch.ops.onednn.qconv2d_pointwise.default if len(shape) == 4 else torch.ops.onednn.qconv3d_pointwise.default
+    return lambda x: operator(x, *fixed, *rest)
+
+
+def _adding(
+    fixed: tuple[object, ...], bias: Tensor | None, static: tuple[object, ...], out_step: float, out_zero: int, out_dtype: torch.dtype,
+    name: str, added: tuple[float, int],
+) -> Run:  # fmt: skip
+    rest = (bias, *static, out_step, out_zero, out_dtype, *added, "sum", 1.0, "relu" if name == "relu" else None, [], "")
+    operator = torch.ops.onednn.qconv2d_pointwise.binary
+
+    def run(x: Tensor, residual: Tensor) -> Tensor:
+        # The kernel adds in place, and interprets what it finds as being of the output's type.
+        into = residual.to(out_dtype, memory_format=torch.channels_last, copy=True)
+        return operator(x, *fixed, into, *rest)
+
+    return run
 
 
 def linear(
@@ -116,15 +155,22 @@ def linear(
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
 ) -> Tensor:  # fmt: skip
     """One linear layer; see ``torchq::int8_linear``."""
+    return bind_linear(weight, weight_step, bias, x_step, x_zero, out_step, out_zero, out_dtype, name, arguments)(x)
+
+
+def bind_linear(
+    weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
+) -> Run:  # fmt: skip
+    """The linear layer as a function of the codes alone."""
 
     def build() -> _Packed:
         return _pack(torch.ops.onednn.qlinear_prepack(weight, None), weight, weight_step, bias, x_step, x_zero)
 
     p: _Packed = PACKED.get(weight, (x_step, x_zero), bias, build)
-    act = ACTIVATIONS[name]
-    return torch.ops.onednn.qlinear_pointwise(
-        x.contiguous(), x_step, 0, p.weight, p.step, p.zero, p.bias, out_step, out_zero, out_dtype, act.onednn, arguments, act.algorithm
-    )
+    act, operator = ACTIVATIONS[name], torch.ops.onednn.qlinear_pointwise.default
+    fixed = (x_step, 0, p.weight, p.step, p.zero, p.bias, out_step, out_zero, out_dtype, act.onednn, list(arguments), act.algorithm)
+    return lambda x: operator(x, *fixed)
 
 
 @lru_cache

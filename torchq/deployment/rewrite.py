@@ -183,7 +183,7 @@ class Rewriter(Separator):
             return False
         for conv, other in sorted((pair, pair[::-1]), key=lambda p: p[0], reverse=True):  # the later one: its input may be freed
             layer = self._plain(conv)
-            if isinstance(layer, Int8Conv) and layer.weight.dim() < 5 and len(conv.args) == 1:
+            if isinstance(layer, Int8Conv) and layer.weight_codes.dim() < 5 and len(conv.args) == 1:
                 self.own(conv)
                 with self.graph.inserting_before(node):
                     new = self.graph.call_module(str(conv.target), (conv.args[0], other))

@@ -94,29 +94,36 @@ class WeightOnlyLinear(nn.Module):
         step: float32, (out, blocks): one for each run of ``in / blocks`` inputs.
         bias: (out,) or None.
         bits: width of the codes; up to 4 they are stored in nibbles.
+        dtype: of :attr:`weight`.
 
     Shape:
         (..., in) floating point -> (..., out), same dtype. On a CPU up to :data:`MAX_ROWS` rows run on torch's weight-only kernels,
         which read the integers; these multiply in x's dtype with float32 sums.
     """
 
-    weight: Tensor
+    weight_codes: Tensor
     weight_step: Tensor
     bias: Tensor | None
 
-    def __init__(self, codes: Tensor, step: Tensor, bias: Tensor | None, bits: int) -> None:
+    def __init__(self, codes: Tensor, step: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.dtype = dtype
         self.bits = 4 if bits <= 4 and codes.shape[1] % 2 == 0 else 8
-        self.register_buffer("weight", pack_nibbles(codes) if self.bits == 4 else codes)
+        self.register_buffer("weight_codes", pack_nibbles(codes) if self.bits == 4 else codes)
         self.register_buffer("weight_step", step)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """The linear layer."""
-        return torch.ops.torchq.weight_only_linear(x, self.weight, self.weight_step, self.bias, self.bits)
+        return torch.ops.torchq.weight_only_linear(x, self.weight_codes, self.weight_step, self.bias, self.bits)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as floating point, made anew: for code that reads a layer's weight, or its dtype or device."""
+        return _values(self.weight_codes, self.weight_step, self.bits, self.dtype)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        _PACKED.forget(self.weight)  # copied into in place
+        _PACKED.forget(self.weight_codes)  # copied into in place
         super()._load_from_state_dict(*args)
 
     def summary_row(self) -> tuple[str, int, str]:
@@ -125,4 +132,4 @@ class WeightOnlyLinear(nn.Module):
         return f"weight-only int{self.bits}", size, f"integers are read for up to {MAX_ROWS} rows"
 
     def extra_repr(self) -> str:
-        return f"out={self.weight.shape[0]}, int{self.bits}, blocks={self.weight_step.shape[1]}"
+        return f"out={self.weight_codes.shape[0]}, int{self.bits}, blocks={self.weight_step.shape[1]}"
