@@ -12,9 +12,7 @@ from torch import Tensor
 from torchq.formats import Format
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["fake_quantize", "gradient_mask", "learned_gradients", "mask_bits", "mask_gradient", "snap", "supports"]
-
-_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+__all__ = ["fake_quantize", "gradient_mask", "learned_gradients", "mask_gradient", "snap", "supports"]
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
@@ -49,16 +47,12 @@ def gradient_mask(x: Tensor, amax: Tensor) -> Tensor:
 
 
 def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad`` where the mask is 1 and 0 elsewhere, whatever grad is there; differentiable."""
-    return torch.where(mask.to(torch.float32) > 0.5, grad, 0.0)
+    """``grad`` where the mask is 1 and 0 elsewhere, whatever grad is there; differentiable.
 
-
-def mask_bits(grad: Tensor, mask: Tensor) -> Tensor:
-    """As :func:`mask_gradient`, not differentiable: the bits of a number times 0 or 1 are those of 0.0 or its own.
-
-    For compiled code: where a boolean occurs in the backward, AOTAutograd saves it instead of the mask.
+    The threshold lies between 0 and 1 for every gradient, NaN too. It depends on the gradient, or AOTAutograd would compare in the
+    forward and save the booleans instead of the mask.
     """
-    return (grad.view(_BITS[grad.dtype]) * mask).view(grad.dtype)
+    return torch.where(mask.to(torch.float32) > (grad == grad).to(torch.float32) * 0.5, grad, 0.0)
 
 
 def learned_gradients(grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> tuple[Tensor, Tensor]:

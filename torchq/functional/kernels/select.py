@@ -134,9 +134,7 @@ def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
 
     A second derivative, a batch of gradients (``is_grads_batched``) and unusual strides go to the definition.
     """
-    if torch.compiler.is_compiling():
-        return reference.mask_bits(grad, mask)
-    if name == "reference" or grad.requires_grad or not _has_memory(grad):
+    if name == "reference" or grad.requires_grad or not is_plain(grad):
         return reference.mask_gradient(grad, mask)
     if name == "triton" and grad.stride() != mask.stride():
         return reference.mask_gradient(grad, mask)
