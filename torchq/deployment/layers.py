@@ -136,7 +136,12 @@ class Int8Layer(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         onednn.PACKED.forget(self.weight_codes)  # copied into in place
+        self._forget()
         super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._forget()
+        return super()._apply(fn, recurse)
 
     def summary_row(self) -> tuple[str, int, str]:
         """Kernel, bytes of the parameters, and what is fused, for :func:`torchq.summary`."""
@@ -192,35 +197,25 @@ class Int8Conv(Int8Layer):
         return self._dispatched(x, residual)
 
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
-        simple = self.border is None and x.dim() == self.weight.dim()
+        simple = self.border is None and x.dim() == self.weight_codes.dim()
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched
-        grid, kept = self.input_grid, self.residual_grid
-        layer = (self.weight, self.weight_step, self.bias, grid.step, grid.zero, self.stride, self.padding, self.dilation, self.groups)
-        added = (1.0, 0) if kept is None else (kept.step, kept.zero)
-        run = onednn.bind_conv(x.shape, residual, *layer, *self.output_arguments(), *added)
+        run = onednn.bind_conv(x.shape, residual, *self._layer(), *self.output_arguments(), *self._residual())
         return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+
+    def _layer(self) -> tuple[Any, ...]:
+        grid, static = self.input_grid, (self.stride, self.padding, self.dilation, self.groups)
+        return (self.weight_codes, self.weight_step, self.bias, grid.step, grid.zero, *static)
+
+    def _residual(self) -> tuple[float, int]:
+        return (1.0, 0) if self.residual_grid is None else (self.residual_grid.step, self.residual_grid.zero)
 
     def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         single = x.dim() == self.weight_codes.dim() - 1
         x = x.unsqueeze(0) if single else x
         if self.border is not None:
             x = self._pad(x, self.border)
-        grid, kept = self.input_grid, self.residual_grid
-        inputs = (
-            x,
-            self.weight_codes,
-            self.weight_step,
-            self.bias,
-            grid.step,
-            grid.zero,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-        )
-        added = (residual, 1.0, 0) if kept is None else (residual, kept.step, kept.zero)
-        y = self.finish(torch.ops.torchq.int8_conv(*inputs, *self.output_arguments(), *added))
+        y = self.finish(torch.ops.torchq.int8_conv(x, *self._layer(), *self.output_arguments(), residual, *self._residual()))
         return y.squeeze(0) if single else y
 
     def _pad(self, x: Tensor, border: list[int]) -> Tensor:
@@ -254,6 +249,23 @@ class Int8Linear(Int8Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """``activation(x @ weight.T + bias)``."""
-        x, grid = self.codes(x), self.input_grid
-        run = linear_cpu if _eager(x) else torch.ops.torchq.int8_linear
-        return self.finish(run(x, self.weight_codes, self.weight_step, self.bias, grid.step, grid.zero, *self.output_arguments()))
+        if x.dtype is not torch.uint8:
+            x = self.codes(x)
+        if _eager(x):
+            empty = not x.numel()
+            run = self._runs.get(empty) or self._bound(empty, lambda: self._bind(empty))
+            return run(x)
+        return self._dispatched(x)
+
+    def _bind(self, empty: bool) -> Run:
+        if empty or not onednn.available():
+            return self._dispatched
+        run = onednn.bind_linear(*self._layer())
+        return run if self.finished else lambda x: self.finish(run(x))
+
+    def _layer(self) -> tuple[Any, ...]:
+        grid = self.input_grid
+        return (self.weight_codes, self.weight_step, self.bias, grid.step, grid.zero, *self.output_arguments())
+
+    def _dispatched(self, x: Tensor) -> Tensor:
+        return self.finish(torch.ops.torchq.int8_linear(x, *self._layer()))
