@@ -1,10 +1,11 @@
 """INT8 files in ONNX Runtime and OpenVINO against the float model in the same runtime, and their agreement with the simulation.
 
 Speed: batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with ``target=``
-and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32.
+and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32. Peer: the
+quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images, timed in the same rounds.
 
-Agreement (``--data DIR``, see benchmarks/cifar.py): a trained CIFAR-10 ResNet-20, calibrated on training images, run on test images:
-simulation against the file, unoptimised and optimised, and every quantizer's codes.
+Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both
+calibrated on training images and run on test images: simulation against the file, unoptimised and optimised, and every quantizer's codes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import read_split, resnet20
 from benchmarks.harness import Reporter, compare, parse, parser, timing
+from benchmarks.vendors import VENDORS
+from torchq.cli.demo_data import DemoNet, load_digits, train
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder")
+TRANSFORMERS = ("encoder",)
 TARGETS = ("onnxruntime", "openvino")
 Call = Callable[[], object]
 
@@ -110,7 +114,7 @@ RUNTIMES: dict[str, Callable[[Path, Tensor, int], Call]] = {"onnxruntime": onnxr
 
 
 def speed(report: Reporter, name: str, target: str, options: argparse.Namespace) -> None:
-    """Float against INT8 of one model in one runtime."""
+    """Float against INT8, torchq's and the maker's, of one model in one runtime."""
     model, x = build(name)
     with tempfile.TemporaryDirectory() as folder:
         plain, integer = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
@@ -122,6 +126,13 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
         except ImportError as error:
             report.value(model=name, runtime=target, skipped=str(error))
             return
+        quantize, suffix = VENDORS[target]
+        peer = Path(folder, "peer").with_suffix(suffix)
+        try:
+            maker = quantize(plain, peer, [x, torch.randn_like(x)], name in TRANSFORMERS)
+            calls[maker] = run(peer, x, options.threads)
+        except ImportError as error:
+            report.value(model=name, runtime=target, skipped=str(error))
         for row in compare(calls, baseline="float32", **timing(options)):
             report.timing(row, model=name, runtime=target, threads=options.threads)
         size = {"bytes_float32": plain.stat().st_size, "bytes_int8": integer.stat().st_size}
@@ -131,20 +142,33 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
         report.value(model=name, runtime=target, **size, onnxruntime_integer=dict(kinds), onnxruntime_float=dict(left))
 
 
-def agreement(report: Reporter, target: str | None, options: argparse.Namespace) -> None:
+def digits_case() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A network trained on digits, its training and its test images in batches."""
+    data, test = load_digits()
+    torch.manual_seed(0)
+    model = DemoNet()
+    train(model, data, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3), epochs=12)
+    return model, [images for images, _ in data.batches(200)], [images for images, _ in test.batches(200)]
+
+
+def cifar_case(folder: Path, count: int) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """The trained ResNet-20, some training images and ``count`` test images in batches."""
+    return resnet20(folder), read_split(folder, "train", 512).batches(128), read_split(folder, "test", count).batches(250)
+
+
+def agreement(report: Reporter, name: str, target: str | None, data: tuple[nn.Module, list[Tensor], list[Tensor]]) -> None:
     """The simulation of a trained network against its file, on test images."""
-    model = resnet20(options.data)
+    model, seen, test = copy.deepcopy(data[0]), data[1], data[2]
     torchq.fuse_(model)
-    train, test = read_split(options.data, "train", 512), read_split(options.data, "test", options.images)
-    torchq.quantize_(model, target=target, example=train.images[:1])
-    torchq.calibrate(model, train.batches(128), progress=False)
+    torchq.quantize_(model, target=target, example=seen[0][:1])
+    torchq.calibrate(model, seen, progress=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "int8.onnx")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            torchq.export_onnx(model, train.images[:1], path, target=target, dynamo=False)
-        found = torchq.verify_onnx(model, path, test.batches(250))
-    case: dict[str, Any] = {"model": "resnet20", "target": target, "images": len(test.labels)}
+            torchq.export_onnx(model, seen[0][:1], path, target=target, dynamo=False)
+        found = torchq.verify_onnx(model, path, test)
+    case: dict[str, Any] = {"model": name, "target": target, "images": sum(map(len, test))}
     for how, outputs in (("unoptimised", found.outputs), ("optimised", found.optimized)):
         figures = outputs[0]
         report.value(**case, runs=how, top1=figures.top1, sqnr_db=figures.sqnr_db, max_diff=figures.max_diff)
@@ -158,16 +182,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     arguments.add_argument("--runtimes", nargs="*", default=list(TARGETS), choices=TARGETS)
-    arguments.add_argument("--data", type=Path, help="folder with CIFAR-10 and resnet20.pt: measures agreement")
-    arguments.add_argument("--images", type=int, default=2000, help="test images (default: %(default)s)")
+    arguments.add_argument("--data", type=Path, help="folder with CIFAR-10 and resnet20.pt: measures agreement on them too")
+    arguments.add_argument("--images", type=int, default=10000, help="test images (default: %(default)s)")
+    arguments.add_argument(
+        "--agreement", nargs="*", default=["digits", "resnet20"], choices=("digits", "resnet20"), help="data to compare on"
+    )
     options = parse(arguments, argv)
-    with Reporter("deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino"]) as report:
+    with Reporter("deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino", "nncf"]) as report:
         for name in options.models:
             for target in options.runtimes:
                 speed(report, name, target, options)
-        if options.data is not None:
+        cases = {"digits": digits_case} | ({} if options.data is None else {"resnet20": lambda: cifar_case(options.data, options.images)})
+        for name in options.agreement:
+            if name not in cases:
+                continue
+            data = cases[name]()
             for target in (None, *options.runtimes):
-                agreement(report, target, options)
+                agreement(report, name, target, data)
 
 
 if __name__ == "__main__":

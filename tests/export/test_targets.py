@@ -50,7 +50,8 @@ def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
     kinds = [node.kind for node in nodes.integer]
     assert (kinds.count("QLinearConv"), kinds.count("QLinearAdd"), kinds.count("QLinearConcat")) == (7, 2, 1)
-    assert {node.kind for node in nodes.fallbacks} <= {"GlobalAveragePool", "Gemm"}
+    assert (kinds.count("MatMulIntegerToFloat"), kinds.count("QLinearGlobalAveragePool")) == (1, 1)
+    assert nodes.fallbacks == ()
     proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
     assert proof.ok, str(proof)
     assert proof.optimized[0].sqnr_db > 25  # biases in int32 steps and codes that flip: measured 30 and more
@@ -73,6 +74,40 @@ def test_positive_tensors_get_the_finer_grid(model: nn.Module, tmp_path: Path) -
         positive = not name.startswith("stem") and "quant_add.input" not in name and name != "blocks.1.quant_add.other_quantizer"
         expected = (pytest.approx(scale * 127 / 255, rel=1e-6), 0) if positive else (scale, 128)
         assert after[name] == (*expected, onnx.TensorProto.UINT8), name
+
+
+def test_openvino_gets_unsigned_codes_where_nothing_is_negative(model: nn.Module, tmp_path: Path) -> None:
+    """CPUs without AMX multiply uint8 by int8; signed tensors stay as they are."""
+    write(model, tmp_path / "ort.onnx", "onnxruntime")
+    write(model, tmp_path / "plain.onnx", None)
+    write(model, tmp_path / "ov.onnx", "openvino")
+    unsigned, plain = settings(tmp_path / "ort.onnx"), settings(tmp_path / "plain.onnx")
+    for name, found in settings(tmp_path / "ov.onnx").items():
+        assert found == (unsigned[name] if unsigned[name][1] == 0 else plain[name]), name
+    assert torchq.verify_onnx(model, tmp_path / "ov.onnx", [torch.randn(4, 3, 16, 16)]).ok
+
+
+class Heads(nn.Module):
+    """A linear layer whose result is quantized again, one whose result is not, one without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out, self.plain = nn.Linear(8, 16), nn.Linear(16, 5), nn.Linear(16, 3, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.hidden(x).relu()
+        return self.out(x), self.plain(x)
+
+
+def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
+    """A Gemm without a quantized result would dequantize its weight on every call."""
+    model = calibrated(Heads(), torch.randn(16, 8), target="onnxruntime")
+    write(model, tmp_path / "m.onnx", "onnxruntime", (2, 8))
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    assert [node.kind for node in nodes.integer] == ["QGemm", "MatMulIntegerToFloat", "MatMulIntegerToFloat"]
+    assert nodes.fallbacks == ()
+    proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(7, 8), torch.randn(1, 8)])
+    assert proof.ok and len(proof.layers) == 5, str(proof)
 
 
 def test_a_file_is_retargeted_there_and_back(model: nn.Module, tmp_path: Path) -> None:

@@ -132,9 +132,11 @@ def _quantized_gemm(node: Any) -> bool:
 
 
 def _matters(graph: Graph, node: Any, kind: str) -> bool:
-    """Arithmetic on constants or on shapes, and data movement in a float model, is not worth a line."""
+    """Arithmetic on constants or on shapes, biases and factors, and data movement in a float model, are not worth a line."""
     if kind in _MOVES:
         return any(_dequantized(graph, value) for value in node.input[:1])
+    if kind in ("Add", "Mul") and any(_is_shape(graph, value) for value in node.input):
+        return False
     return not all(_is_shape(graph, value) for value in node.input if value)
 
 

@@ -9,7 +9,7 @@ import torch
 from torchq.export.cleanup import TRANSPOSED, attribute, axis_of
 from torchq.export.proto import Graph
 
-__all__ = ["store_transposed"]
+__all__ = ["split_gemms", "store_transposed"]
 
 
 def store_transposed(graph: Graph) -> None:
@@ -28,11 +28,10 @@ def store_transposed(graph: Graph) -> None:
     for node in graph.of("Gemm"):
         dequantize = _own_weight(graph, node.input[1])
         source = graph.producer(node.input[0])
-        plain = all(attribute(node, name, default) == default for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0)))
         if (
             dequantize is None
             or not attribute(dequantize, "block_size", 0)
-            or not plain
+            or not _is_plain(node)
             or (source is not None and source.op_type == "DequantizeLinear")
         ):
             continue
@@ -43,6 +42,37 @@ def store_transposed(graph: Graph) -> None:
     graph.remove(gone)
     graph.prune()
     graph.sort()
+
+
+def split_gemms(graph: Graph) -> None:
+    """MatMul and Add instead of each Gemm of integers whose result is not quantized.
+
+    ONNX Runtime multiplies integers to floats in a MatMul alone; a Gemm would dequantize its weight on every call.
+    """
+    gone = []
+    for node in graph.of("Gemm"):
+        weight, source = _own_weight(graph, node.input[1]), graph.producer(node.input[0])
+        if weight is None or not _is_plain(node) or source is None or source.op_type != "DequantizeLinear" or _is_quantized(graph, node):
+            continue
+        if attribute(node, "transB", 0):
+            _transpose(graph, weight)
+        gone.append(node)
+        _add_after(graph, node)
+    graph.remove(gone)
+    graph.prune()
+    graph.sort()
+
+
+def _is_plain(node: Any) -> bool:
+    return all(attribute(node, name, default) == default for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0)))
+
+
+def _is_quantized(graph: Graph, node: Any) -> bool:
+    """Whether every reader of the result, behind an activation that a quantizer takes in, is a QuantizeLinear."""
+    readers = graph.readers(node.output[0])
+    while len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
+        readers = graph.readers(readers[0].output[0])
+    return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
 
 
 def _own_weight(graph: Graph, value: str) -> Any | None:
@@ -89,3 +119,19 @@ def _split(graph: Graph, node: Any) -> None:
     graph.add("MatMul", [names[0], weight], names[1])
     graph.add("Add", [names[1], *bias], names[2])
     graph.add("Squeeze", [names[2], front], result)
+
+
+def _add_after(graph: Graph, node: Any) -> None:
+    """MatMul and Add instead of a Gemm; the bias with a dimension in front, or ONNX Runtime would make a Gemm of them again."""
+    source, weight, *rest = node.input
+    bias, result = [name for name in rest if name], str(node.output[0])
+    del node.output[:]
+    if not bias:
+        graph.add("MatMul", [source, weight], result)
+        return
+    front = graph.add_initializer(f"{result}/front", torch.tensor([0, 1]))
+    names = [graph.fresh(f"{result}/{step}") for step in ("product", "bias", "sum")]
+    graph.add("MatMul", [source, weight], names[0])
+    graph.add("Unsqueeze", [bias[0], front], names[1])
+    graph.add("Add", names[:2], names[2])
+    graph.add("Squeeze", [names[2], graph.add_initializer(f"{result}/first", torch.tensor([0]))], result)

@@ -11,6 +11,7 @@ import torch
 
 from torchq.export.cleanup import attribute, element_type, merge_duplicates
 from torchq.export.grids import read_record, write_record
+from torchq.export.layout import split_gemms
 from torchq.export.proto import Graph, load_graph
 from torchq.export.report import ExportReport
 from torchq.export.rules import findings
@@ -59,9 +60,10 @@ def retarget(graph: Graph, target: str | None) -> None:
 
     "onnxruntime": uint8 everywhere. A tensor that cannot be negative gets zero point 0 and the scale times 127/255: the same range on a
     finer grid; any other gets zero point 128: the same grid. Kernels for uint8 take ReLU in, and are never refused.
-    "tensorrt": int8 with zero point 0; the inverse of both. "openvino" and None: as they are.
+    "openvino": the same for tensors that cannot be negative, as the kernels of CPUs without AMX multiply uint8 by int8; int8 for others.
+    "tensorrt": int8 with zero point 0; the inverse of both. None: as they are.
     """
-    if target not in ("onnxruntime", "tensorrt"):
+    if target is None:
         return
     signed = {_shared_name(node) for node in graph.of("QuantizeLinear") if not nonnegative(graph, node.input[0])}
     for quantize in graph.of("QuantizeLinear"):
@@ -72,14 +74,16 @@ def retarget(graph: Graph, target: str | None) -> None:
         zero = graph.value(quantize.input[2]) if len(quantize.input) > 2 else torch.zeros(scale.shape, dtype=torch.uint8)
         if scale.numel() > 1:
             continue
-        if target == "onnxruntime" and kind == _INT8 and int(zero) == 0:
-            positive = _shared_name(quantize) not in signed
+        positive = _shared_name(quantize) not in signed
+        if (target == "onnxruntime" or (target == "openvino" and positive)) and kind == _INT8 and int(zero) == 0:
             _set(graph, [quantize, *dequantize], scale * (127 / 255) if positive else scale, _number(0 if positive else 128))
         elif target == "tensorrt" and kind == _UINT8 and int(zero) in (0, 128):
             _set(graph, [quantize, *dequantize], scale if int(zero) else scale * (255 / 127), torch.tensor(0, dtype=torch.int8))
     merge_duplicates(graph)
     if target == "onnxruntime":
+        _close_pooling(graph)
         _close_concatenations(graph)
+        split_gemms(graph)
 
 
 def _shared_name(node: Any) -> str:
@@ -97,11 +101,39 @@ def _close_concatenations(graph: Graph) -> None:
         readers = graph.readers(node.output[0])
         if len(settings) != 1 or graph.is_output(node.output[0]) or all(reader.op_type == "QuantizeLinear" for reader in readers):
             continue
-        name, inputs = graph.fresh(f"{node.name}/same"), list(settings.pop())
-        graph.replace_uses(node.output[0], f"{name}/value")
-        graph.add("QuantizeLinear", [node.output[0], *inputs], f"{name}/codes")
-        graph.add("DequantizeLinear", [f"{name}/codes", *inputs], f"{name}/value")
+        _insert_pair(graph, node, settings.pop())
     graph.sort()
+
+
+def _close_pooling(graph: Graph) -> None:
+    """Quantize what pooling of codes returns right away, as a quantizer behind a reshape will do, so that the kernel returns codes."""
+    for node in graph.of("GlobalAveragePool", "AveragePool"):
+        reader, source = _only_reader(graph, node), graph.producer(node.input[0])
+        if (
+            source is None
+            or source.op_type != "DequantizeLinear"
+            or reader is None
+            or reader.op_type not in ("Flatten", "Reshape", "Squeeze")
+        ):
+            continue
+        while reader is not None and reader.op_type in ("Flatten", "Reshape", "Squeeze"):
+            reader = _only_reader(graph, reader)
+        if reader is not None and reader.op_type == "QuantizeLinear" and not attribute(reader, "axis"):
+            _insert_pair(graph, node, tuple(reader.input[1:]))
+    graph.sort()
+
+
+def _only_reader(graph: Graph, node: Any) -> Any | None:
+    readers = graph.readers(node.output[0])
+    return readers[0] if len(readers) == 1 and not graph.is_output(node.output[0]) else None
+
+
+def _insert_pair(graph: Graph, node: Any, settings: tuple[str, ...]) -> None:
+    """A QuantizeLinear and a DequantizeLinear behind a node, with this scale and zero point."""
+    name = graph.fresh(f"{node.name}/same")
+    graph.replace_uses(node.output[0], f"{name}/value")
+    graph.add("QuantizeLinear", [node.output[0], *settings], f"{name}/codes")
+    graph.add("DequantizeLinear", [f"{name}/codes", *settings], f"{name}/value")
 
 
 def retarget_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], target: str) -> ExportReport:
