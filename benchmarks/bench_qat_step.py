@@ -2,9 +2,11 @@
 
 A step is forward, cross-entropy, backward and SGD. Models: the CIFAR ResNet-20 (batch 64, 32x32), torchvision's ResNet-18 (batch 8,
 224x224) and a ViT-Tiny (batch 8, 224x224, patches of 16). Weights are INT8 per channel and inputs INT8 per tensor, with fixed ranges
-where the tool has them. NVIDIA ModelOpt and Brevitas take part where they are installed: name their interpreter with --python.
+where the tool has them (torchao takes the range of each token). ``aten`` is a parametrization and a hook around torch's own operators.
+NVIDIA ModelOpt, Brevitas and torchao take part where they are installed: name their interpreter with --python. aten and torchao
+leave the attention of a transformer float; torchao has Linear layers alone.
 
-``fp32`` is 1; compiled candidates (--compile, needs a C++ compiler) refer to ``fp32 compiled``. On one thread the clock is CPU time.
+``fp32`` is 1; compiled candidates refer to ``fp32 compiled``. On one thread the clock is CPU time.
 Memory is measured in a fresh process for each candidate, after two steps, with an allocator that gives freed blocks back.
 """
 
@@ -58,11 +60,53 @@ def brevitas(model: nn.Module, x: Tensor) -> nn.Module:
     return import_module("brevitas.graph.quantize").layerwise_quantize(model)
 
 
+class Aten(nn.Module):
+    """torch's own fake-quantize operators with a fixed range; a parametrization of a weight (``axis`` 0) or a step before a layer."""
+
+    def __init__(self, x: Tensor, axis: int | None = None) -> None:
+        super().__init__()
+        self.axis = axis
+        magnitude = x.detach().abs()
+        self.register_buffer("step", (magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)) / 127)
+        self.register_buffer("zero", torch.zeros_like(self.step, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis is None:
+            return torch.fake_quantize_per_tensor_affine(x, self.step, self.zero, -128, 127)
+        return torch.fake_quantize_per_channel_affine(x, self.step, self.zero, self.axis, -128, 127)
+
+
+def aten(model: nn.Module, x: Tensor) -> nn.Module:
+    inputs: dict[nn.Module, Tensor] = {}
+    layers = [m for m in model.modules() if type(m) in (nn.Conv2d, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers]
+    with torch.no_grad():
+        model(x)
+    for hook, layer in zip(hooks, layers, strict=True):
+        hook.remove()
+        quantize = Aten(inputs[layer])
+        layer.register_forward_pre_hook(lambda m, args, quantize=quantize: quantize(args[0]))
+        nn.utils.parametrize.register_parametrization(layer, "weight", Aten(layer.weight, axis=0))
+    return model
+
+
+def torchao(model: nn.Module, x: Tensor) -> nn.Module:
+    if any(isinstance(m, nn.Conv2d) and m.kernel_size[0] == 3 for m in model.modules()):
+        raise NotImplementedError("torchao quantizes Linear layers alone")
+    qat = import_module("torchao.quantization.qat")
+    inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)  # it has no symmetric one
+    weights = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
+    import_module("torchao.quantization").quantize_(model, qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare"))
+    return model
+
+
 TOOLS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "fp32": lambda model, x: model,
     "torchq": ours,
+    "aten": aten,
     "modelopt": modelopt,
     "brevitas": brevitas,
+    "torchao": torchao,
 }
 
 
@@ -87,9 +131,9 @@ def make_step(name: str, tool: str, compiled: bool = False) -> Step:
     return step
 
 
-def steps(name: str, compiled: bool) -> dict[str, Step]:
+def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
     found: dict[str, Step] = {}
-    for tool in TOOLS:
+    for tool in tools:
         try:
             found[tool + " compiled" * compiled] = make_step(name, tool, compiled)
         except ImportError as error:
@@ -110,14 +154,20 @@ def peak_in_child(name: str, tool: str) -> int | None:
 
 def measure(options: argparse.Namespace, name: str, report: Reporter) -> None:
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    eager = steps(name, compiled=False)
-    for row in compare(eager, baseline="fp32", clock=clock, **timing(options)):
-        report.timing(row, model=name, mode="eager", clock=clock.__name__)
-    if options.compile:
-        for row in compare(steps(name, compiled=True), baseline="fp32 compiled", clock=clock, **timing(options)):
-            report.timing(row, model=name, mode="compiled", clock=clock.__name__)
+    tools = options.tools.split(",")
+    for mode in options.modes.split(","):
+        compiled = mode == "compiled"
+        if mode == "memory":
+            memory(name, tools, report)
+            continue
+        baseline = "fp32" + " compiled" * compiled
+        for row in compare(steps(name, tools, compiled), baseline=baseline, clock=clock, **timing(options)):
+            report.timing(row, model=name, mode=mode, clock=clock.__name__)
+
+
+def memory(name: str, tools: Sequence[str], report: Reporter) -> None:
     float_peak = peak_in_child(name, "fp32")
-    for tool in eager:
+    for tool in tools:
         peak = peak_in_child(name, tool)
         if peak is not None and float_peak:
             report.value(model=name, mode="memory", candidate=tool, peak_mib=peak / 2**20, ratio=peak / float_peak)
@@ -127,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--python", help="interpreter of the environment that has the rivals")
     options.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    options.add_argument("--compile", action="store_true", help="also compiled models (needs a C++ compiler)")
+    options.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
+    options.add_argument("--modes", default="eager,memory", help="of eager, compiled (needs a C++ compiler), memory; default: %(default)s")
     options.add_argument("--peak-of", nargs=2, metavar=("MODEL", "TOOL"), help="print the peak memory of one candidate and stop")
     chosen = parse(options, argv)
     if chosen.python:
@@ -139,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         step()
         print(json.dumps(peak_bytes(step)))
         return
-    with Reporter("qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas")) as report:
+    with Reporter("qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")) as report:
         for name in chosen.models.split(","):
             measure(chosen, name, report)
 
