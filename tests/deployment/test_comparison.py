@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import torchq
 from tests.deployment.common import calibrated, sqnr
@@ -43,3 +43,57 @@ def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
     torchq.quantize_(coarse, torchq.QuantConfig((torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)))
     torchq.calibrate(coarse, [images], progress=False)
     torchq.deploy(coarse, images)
+
+
+class Encoder(nn.Module):
+    """Traceable, with more to it than a call with its defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        return self.body(self.body(x)) if twice else self.body(x)
+
+
+class Reader(nn.Module):
+    """Cannot be traced; asks its encoder for a property, or calls it with another flag."""
+
+    def __init__(self, flag: bool) -> None:
+        super().__init__()
+        self.encoder, self.other = Encoder(), nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+        self.flag = flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            raise ValueError("too much")
+        y = self.encoder(x, twice=True) if self.flag else self.encoder(x) * self.encoder.stride
+        return self.other(y)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_part_that_its_parent_needs_as_it_is_keeps_its_code(images: Tensor, flag: bool) -> None:
+    model = calibrated(Reader(flag), images)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    assert type(int8.encoder) is Encoder
+    assert all(isinstance(part, fx.GraphModule) for part in (int8.encoder.body, int8.other))
+
+
+def test_a_block_in_two_places_is_joined_once_for_each(images: Tensor) -> None:
+    class Outer(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) if x.sum() < 1e9 else x
+
+    block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+    model = calibrated(nn.Sequential(Outer(block), Outer(block)), images)
+    for example in (None, images):
+        assert sqnr(torchq.deploy(model, example)(images), model(images)) > 40

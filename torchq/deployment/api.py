@@ -61,11 +61,13 @@ def deploy(model: nn.Module, example: Any = None, *, reduce_range: bool = False,
     _check(model)
     simulated = freeze_(copy.deepcopy(model)).eval().requires_grad_(False)
     result = _replace(copy.deepcopy(simulated), reduce_range)
+    reference = None if example is None else _Reference(simulated, example)
     if chains:
-        result = chain(result)
+        root = result
+        result = chain(root, None if reference is None else lambda: reference.accepts(root))
     _warn_of_saturation(result, reduce_range)
-    if example is not None:
-        _compare(simulated, result, example)
+    if reference is not None and (problem := reference.problem(result)):
+        raise ExportError(f"deploy: {problem}. Pass chains=False, and tell us")
     return result
 
 
@@ -124,22 +126,41 @@ def _warn_of_saturation(model: nn.Module, reduce_range: bool) -> None:
     )
 
 
-def _compare(simulated: nn.Module, result: nn.Module, example: Any) -> None:
-    with torch.no_grad():
-        with disabled(simulated):
-            floats = tensors_in(call_model(simulated, example))
-        triples = zip(floats, tensors_in(call_model(simulated, example)), tensors_in(call_model(result, example)), strict=True)
-        for number, (exact, expected, got) in enumerate(triples):
+class _Reference:
+    """The results of the simulation for an example, to compare others with."""
+
+    def __init__(self, simulated: nn.Module, example: Any) -> None:
+        self.example = example
+        with torch.no_grad():
+            self.expected = list(tensors_in(call_model(simulated, example)))
+            with disabled(simulated):
+                floats = list(tensors_in(call_model(simulated, example)))
+        # A deep net makes another sample of its quantization noise of every tie that is rounded the other way: two samples differ by
+        # sqrt(2) times either.
+        pairs = zip(self.expected, floats, strict=True)
+        self.noise = [2**0.5 * (expected.double() - exact.double()).norm() for expected, exact in pairs]
+
+    def problem(self, model: nn.Module) -> str:
+        """What is wrong with the results of ``model``; nothing if they agree."""
+        with torch.no_grad():
+            results = list(tensors_in(call_model(model, self.example)))
+        for number, (expected, noise, got) in enumerate(zip(self.expected, self.noise, results, strict=True)):
             if expected.shape != got.shape:
-                raise ExportError(
-                    f"deploy: result {number} has shape {tuple(got.shape)}; expected {tuple(expected.shape)}. Pass chains=False, and tell us"
-                )
+                return f"result {number} has shape {tuple(got.shape)}; expected {tuple(expected.shape)}"
             error, size = (got.double() - expected.double()).norm(), expected.double().norm()
-            # A deep net makes another sample of its quantization noise of every tie that is rounded the other way: two samples differ by
-            # sqrt(2) times either.
-            noise = 2**0.5 * (expected.double() - exact.double()).norm()
             if not bool(error <= torch.maximum(size * 0.1, noise)):
-                raise ExportError(
-                    f"deploy: result {number} has relative error {float(error / size):.2g} against the simulation; expected at most 0.1, or "
-                    f"what quantization itself makes ({float(noise / size):.2g}). Pass chains=False, and tell us"
+                return (
+                    f"result {number} has relative error {float(error / size):.2g} against the simulation; expected at most 0.1, or what "
+                    f"quantization itself makes ({float(noise / size):.2g})"
                 )
+        return ""
+
+    def accepts(self, model: nn.Module) -> bool:
+        """Whether ``model`` runs and agrees."""
+        try:
+            problem = self.problem(model)
+        except Exception as error:  # the model's own code, which may read anything of its parts
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            log.debug("deploy: %s", problem)
+        return not problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import fx, nn
@@ -11,16 +12,22 @@ from torchq.deployment.layers import Int8Layer
 from torchq.deployment.rewrite import Rewriter
 from torchq.graph.core import is_torch_leaf, observed, trace
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.utils import modules_with_names, set_submodule
 
 __all__ = ["chain"]
 
 log = logging.getLogger(__name__)
 
 
-def chain(model: nn.Module) -> nn.Module:
+def chain(model: nn.Module, accepted: Callable[[], bool] | None = None) -> nn.Module:
     """Join the integer layers of ``model`` as far as it can be traced; returns the model to use instead.
 
     What cannot be traced keeps its own code, and its children are tried one by one.
+
+    Args:
+        model: changed in place where it cannot be traced.
+        accepted: whether the whole model still works with a part joined; a part that fails keeps its own code too. Code around a part
+            may do more than call it with its defaults.
     """
     if not _worth_it(model):
         return model
@@ -28,12 +35,27 @@ def chain(model: nn.Module) -> nn.Module:
         traced = trace(model, _is_leaf)
     except Exception as error:  # a model's own code may raise anything when its control flow looks at a tensor
         log.debug("deploy: %s cannot be traced (%s: %s); trying its parts", type(model).__name__, type(error).__name__, error)
-        for name, child in list(model.named_children()):
-            if not _is_leaf(child):
-                setattr(model, name, chain(child))
+        _chain_parts(model, accepted)
         return model
+    for names, layer in list(modules_with_names(traced)):
+        if isinstance(layer, Int8Layer):  # joining changes it, and it may stand elsewhere too
+            variant = layer.variant()
+            for name in names:
+                set_submodule(traced, name, variant)
     Rewriter(traced, _dtype(model)).run()
     return _dressed(traced, model)
+
+
+def _chain_parts(model: nn.Module, accepted: Callable[[], bool] | None) -> None:
+    for name, child in list(model.named_children()):
+        if _is_leaf(child):
+            continue
+        joined = chain(child, accepted)
+        setattr(model, name, joined)
+        if accepted is not None and joined is not child and not accepted():
+            log.debug("deploy: %s of %s keeps its own code; trying its parts", name, type(model).__name__)
+            setattr(model, name, child)
+            _chain_parts(child, accepted)
 
 
 def _is_leaf(module: nn.Module) -> bool:
