@@ -132,6 +132,18 @@ def test_merged_layers_take_dtype_mode_and_gradient_of_the_block():
     assert not layer.weight.requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("case", ["dbb", "repvgg"])
+def test_merging_under_no_grad(case, mode):
+    model, channels, family, attribute = build(case)
+    x = torch.randn(1, channels, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    with mode():
+        assert [fusion.kind for fusion in fuse_(model, x).fused] == [family]
+    assert error(outputs(model, x), want) <= TOL64
+    assert getattr(model[0], attribute).weight.requires_grad
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_implicit_head(bias):
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from torch import nn
 from tests.fuse.common import error, norms, outputs, randomized
 from torchq.errors import FuseError
 from torchq.fuse import ConstantPad, FuseReport, fuse_
+from torchq.nn.frozen_norm import freeze_norm_
 
 TOL64, TOL32 = 1e-10, 1e-5
 
@@ -36,6 +37,11 @@ class BatchNormAct(nn.BatchNorm2d):
         return self.act(self.drop(super().forward(x)))
 
 
+def frozen(layers):
+    assert freeze_norm_(layers[-1])
+    return layers
+
+
 def image(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -55,6 +61,7 @@ AFTER = {
     "linear": (lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)], (5, 4)),
     "sync": (lambda: [nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6)], (2, 4, 9, 8)),
     "frozen": (lambda: [nn.Conv2d(4, 6, 3), FrozenBatchNorm(6)], (2, 4, 9, 8)),
+    "frozen-in-place": (lambda: frozen([nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)]), (2, 4, 9, 8)),
     "with-activation": (lambda: [nn.Conv2d(4, 6, 3), BatchNormAct(6)], (2, 4, 9, 8)),
     "through-dropout": (lambda: [nn.Conv2d(4, 6, 3), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(6)], (2, 4, 9, 8)),
 }
@@ -87,6 +94,8 @@ def test_fold_is_exact(make, shape):
     assert report.error <= TOL64
     assert norms(model) == []
     assert all(any(layer is m for m in model) for layer in layers)
+    again = fuse_(model, x)
+    assert (again.fused, again.applied) == ((), False)
     assert fuse_(single, x.float()).applied
     assert error(outputs(single, x.float()), want) <= TOL32
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuse import zoo
-from tests.fuse.common import error, outputs, randomized
+from tests.fuse.common import error, norms, outputs, randomized
 from torchq.fuse import fuse_
 from torchq.graph.core import tensors_in
 
@@ -61,6 +61,28 @@ def test_detection_backbone_with_frozen_batchnorm():
     want = outputs(model, x)
     assert len(fuse_(model, x).fused) == 20
     assert not any(isinstance(m, layer) for m in model.modules())
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_a_detector_whose_forward_cannot_be_traced():
+    torch.manual_seed(0)
+    name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
+    model = randomized(torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=3, **sizes).double())
+    images = [torch.rand(3, 64, 80, dtype=torch.float64)]
+    features = outputs(model.backbone, images[0][None])
+    report = fuse_(model, (images,)).require_all()
+    assert {fusion.found_by for fusion in report.fused} == {"recorder"}
+    assert report.error <= 1e-9
+    assert norms(model) == []
+    assert max(error(got, features[key]) for key, got in outputs(model.backbone, images[0][None]).items()) <= 1e-10
+
+
+def test_a_wrapped_model_keeps_its_wrapper():
+    torch.manual_seed(0)
+    model = nn.DataParallel(randomized(nn.Sequential(zoo.conv_bn(3, 8, 3), nn.ReLU(), zoo.RepVGGBlock(8, 8)).double()))
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.name for fusion in fuse_(model, x).fused] == ["module.2.rbr_reparam", "module.0.conv"]
     assert error(outputs(model, x), want) <= 1e-10
 
 

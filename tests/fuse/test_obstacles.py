@@ -39,11 +39,11 @@ def not_finite():
     return model
 
 
-class PlainList(nn.Module):
-    def __init__(self):
+class Held(nn.Module):
+    def __init__(self, container):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-        self.stages = [self.conv, self.norm]
+        self.stages = container(enumerate([self.conv, self.norm])) if container is dict else container([self.conv, self.norm])
 
     def forward(self, x):
         return self.norm(self.conv(x))
@@ -70,7 +70,8 @@ MODELS = {
     "own forward": (lambda: pair(norm=Rounding(4)), "1", "is a Rounding, whose forward may do more than BatchNorm"),
     "observed layer": (lambda: hooked(pair(), 0, "register_forward_hook"), "1", "its layer 0 has a forward hook that observes its output"),
     "observed norm": (lambda: hooked(pair(), 1, "register_forward_pre_hook"), "1", "has a forward pre-hook; remove it first"),
-    "plain list": (PlainList, "norm", "is also kept in the list stages, outside the module tree"),
+    "plain list": (lambda: Held(list), "norm", "is also kept in the list stages, outside the module tree"),
+    "plain dict": (lambda: Held(dict), "norm", "is also kept in the dict stages, outside the module tree"),
     "quantized layer": (lambda: with_quantizer(0), "1", "holds quantizers; expected the order fuse_, quantize_, calibrate"),
     "quantized norm": (lambda: with_quantizer(1), "1", "holds quantizers; expected the order fuse_, quantize_, calibrate"),
     "linear, rank unknown": (
@@ -136,6 +137,24 @@ def test_failed_whole_model_check_leaves_everything_as_it_was():
     assert (model.conv, model.bn, model.conv.weight) == (conv, norm, weight)
     assert list(state) == list(model.state_dict())
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.bn(self.conv(x)) / self.bn.num_features
+
+    torch.manual_seed(0)
+    model = randomized(Asks())
+    with pytest.warns(UserWarning, match="the fused model is off by inf; expected at most 1e-04. The model is left as it was"):
+        report = fuse_(model, torch.randn(2, 4, 5, 5))
+    assert not report.applied
+    assert "the fused model fails (AttributeError: 'Identity' object has no attribute 'num_features')" in report.notes
+    assert type(model.bn) is nn.BatchNorm2d
 
 
 class Ranked(nn.Module):

@@ -62,6 +62,14 @@ def not_a_layer(m, x):
     return m.bn(torch.relu(m.conv(x)))
 
 
+def weight_read(m, x):
+    return m.bn(m.conv(x)) + m.conv.weight.abs().mean()
+
+
+def shift_read(m, x):
+    return m.bn(m.conv(x)) - m.bn.bias.sum()
+
+
 def unused(m, x):
     return m.conv(x)
 
@@ -73,6 +81,8 @@ FORWARDS = {
     "shared conv": (shared_conv, "its layer conv is shared: it is also called without this BatchNorm"),
     "in place": (changed_in_place, "conv has 2 consumers|its input comes from"),
     "not a layer": (not_a_layer, "its input comes from relu, not from a convolution or linear layer"),
+    "weight read": (weight_read, "its layer conv has parameters that are also read outside its own forward"),
+    "shift read": (shift_read, "has parameters that are also read outside its own forward"),
     "unused": (unused, "is not called in the traced or recorded forward; give an example that reaches it"),
 }
 
@@ -112,6 +122,25 @@ def test_models_that_cannot_be_traced_are_recorded(functional):
     assert report.fused[0].found_by == "recorder"
     assert "not traceable with torch.fx (TraceError" in report.notes[0]
     assert error(outputs(model, x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
+def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable):
+    def forward(m, x):
+        return m.bn(m.conv(x.to(m.conv.weight.dtype).to(m.conv.bias))) * m.conv.weight.shape[0]
+
+    torch.manual_seed(0)
+    model = randomized(Net(forward if traceable else data_dependent(forward)).double())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 1
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_even_the_type_of_a_batchnorm_is_not_there_without_it():
+    torch.manual_seed(0)
+    model = randomized(Net(lambda m, x: m.bn(m.conv(x.to(m.bn.weight.dtype)))))
+    assert "has parameters that are also read outside its own forward" in fuse_(model).reason("bn")
 
 
 def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example():

@@ -108,13 +108,21 @@ def fuse_(
           0  <- 1  [norm after layer, fx, error ...]
     """
     _check_mode(model)
+    with torch.inference_mode(False):  # gradients are how some kernels are found, and new parameters are to be trained
+        plan, report = _plan_all(model, example, verify, constant_pad, (plan_blocks, plan_unknown_blocks) if reparameterize else ())
+        return _finish(model, plan, report, dry_run)
+
+
+def _plan_all(
+    model: nn.Module, example: Any, verify: bool, constant_pad: bool, merges: Sequence[Callable[[nn.Module], Sequence[Edit | Refusal]]]
+) -> tuple[_Plan, FuseReport]:
+    """All that can be merged, carried out on a copy, which is compared with the model."""
     plan = _Plan()
     try:
         trial = copy.deepcopy(model)
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         raise FuseError(f"fuse_: the model cannot be copied ({reason}); expected one that copy.deepcopy takes. {_COPY}") from error
-    merges = (plan_blocks, plan_unknown_blocks) if reparameterize else ()
     _merge(plan, trial, merges)
     # A branch that could not be followed because of its BatchNorm may be one convolution now.
     while _fold(plan, trial, example, verify, constant_pad) and _merge(plan, trial, merges[1:]):
@@ -122,7 +130,7 @@ def fuse_(
     report = FuseReport(tuple(edit.fusion for edit in plan.edits), tuple(plan.refused.values()), notes=tuple(plan.notes))
     if verify and example is not None and plan.edits:
         report = _compare(model, trial, example, report)
-    return _finish(model, plan, report, dry_run)
+    return plan, report
 
 
 def _merge(plan: _Plan, trial: nn.Module, finders: Sequence[Callable[[nn.Module], Sequence[Edit | Refusal]]]) -> int:
@@ -141,7 +149,12 @@ def _fold(plan: _Plan, trial: nn.Module, example: Any, verify: bool, constant_pa
     """Fold BatchNorms until nothing is left; how many it were."""
     count = 0
     for _ in range(_PASSES):
-        flow, notes = find_flow(trial, example)
+        try:
+            flow, notes = find_flow(trial, example)
+        except Exception:
+            if plan.edits and verify:  # the comparison of the whole model will report it
+                break
+            raise
         pairs, refusals = find_pairs(trial, flow, constant_pad=constant_pad)
         plan.settle(trial)
         plan.notes = list(notes)
@@ -173,18 +186,24 @@ def _check_mode(model: nn.Module) -> None:
 def _compare(model: nn.Module, trial: nn.Module, example: Any, report: FuseReport) -> FuseReport:
     """Run both on the example with the same random numbers; the limit is that of the lowest precision among the outputs."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    outputs: list[list[Tensor]] = []
-    for candidate in (model, trial):
+
+    def run(candidate: nn.Module) -> list[Tensor]:
         with evaluating(candidate), torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
             found = tensors_in(call_model(candidate, copy.deepcopy(example)))
-            outputs.append([t.detach().double().cpu() for t in found if t.is_floating_point()])
-    before, after = outputs
+            return [t.detach().double().cpu() for t in found if t.is_floating_point()]
+
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     limit = max(TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if holds_quantizers(model):
         limit = max(limit, QUANTIZED_TOLERANCE)
-    error, notes = _difference(after, before), report.notes
+    before, notes = run(model), report.notes
+    try:
+        after = run(trial)
+    except Exception as failure:  # a forward that asks for what a BatchNorm has and an Identity has not
+        reason = f"the fused model fails ({type(failure).__name__}: {failure})"
+        return replace(report, error=math.inf, tolerance=limit, notes=(*notes, reason))
+    error = _difference(after, before)
     if not error <= limit:  # rounding may swap near-ties in a ranking; what has swapped is equal
         reordered = _difference(*([t.flatten().sort().values for t in found] for found in (after, before)))
         if reordered <= limit:

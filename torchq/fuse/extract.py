@@ -200,7 +200,8 @@ def linear_map(function: Function, channels: int, rank: int, hint: Geometry | No
     reasons = []
     for engine in (collapse, extract):
         try:
-            geometry, value = engine(function, channels, rank)
+            with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode, extraction needs gradients
+                geometry, value = engine(function, channels, rank)
             geometry, value = _like(geometry, value, hint)
             error = _check(function, geometry, value)
         except NotAffine as reason:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from torchq.fuse.conditions import border, does_nothing, inferred_rank, moves_features, paddable
 from torchq.fuse.layers import (
     TRANSPOSED,
     RescalesOutput,
@@ -76,12 +77,14 @@ def _with_ranks(flow: Flow, recorded: Flow) -> Flow:
 def _flow_of_parts(model: nn.Module) -> Flow:
     calls: list[Call] = []
     outputs: set[int] = set()
+    read: set[int] = set()
     for prefix, flow in _traceable_parts(model, ""):
         start = len(calls)
         for call in flow.calls:
             calls.append(replace(call, index=start + call.index, name=prefix + call.name, inputs=tuple(start + i for i in call.inputs)))
         outputs.update(start + index for index in flow.outputs)
-    return Flow(tuple(calls), frozenset(outputs), "fx")
+        read |= flow.read
+    return Flow(tuple(calls), frozenset(outputs), "fx", frozenset(read))
 
 
 def _traceable_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Flow]]:
@@ -111,17 +114,33 @@ def find_pairs(model: nn.Module, flow: Flow, *, constant_pad: bool = False) -> t
     return pairs, refusals
 
 
+def _held_in_containers(model: nn.Module) -> dict[int, str]:
+    """Modules in plain lists and dicts, where a replaced module would stay, and which those are."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key != "_modules" and isinstance(value, (list, tuple, dict)):
+                where = f"the {type(value).__name__} {path}{'.' if path else ''}{key}"
+                items = value.values() if isinstance(value, dict) else value
+                found |= {id(item): where for item in items if isinstance(item, nn.Module)}
+    return found
+
+
 class _Finder:
     def __init__(self, model: nn.Module, flow: Flow, constant_pad: bool) -> None:
         self.model, self.flow, self.constant_pad = model, flow, constant_pad
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.held = _held_in_containers(model)
+        self.asked = {call.name.rpartition(".")[0] for call in flow.calls if call.module is None}  # for an attribute, by path
         self.taken: set[int] = set()
 
     def examine(self, name: str, norm: nn.Module) -> Pair:
         if reason := norm_obstacle(norm):
             raise _Refused(reason)
-        if holder := self._plain_holder(norm):
-            raise _Refused(f"is also kept in {holder}, outside the module tree")
+        if id(norm) in self.held:
+            raise _Refused(f"is also kept in {self.held[id(norm)]}, outside the module tree")
+        if id(norm) in self.flow.read or (name and name in self.asked):
+            raise _Refused("has parameters that are also read outside its own forward")
         calls = self.flow.calls_of(norm)
         if not calls:
             raise _Refused("is not called in the traced or recorded forward; give an example that reaches it")
@@ -131,12 +150,10 @@ class _Finder:
             return self._pair_before(name, norm, calls, str(reason))
         return Pair(name, (self.names[id(layer)],), False, False, self.flow.origin)
 
-    def _plain_holder(self, norm: nn.Module) -> str | None:
-        for path, module in self.model.named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, (list, tuple)) and any(item is norm for item in value):
-                    return f"the {type(value).__name__} {path + '.' if path else ''}{key}"
-        return None
+    def _layer_obstacle(self, layer: nn.Module) -> str | None:
+        if id(layer) in self.flow.read:
+            return "has parameters that are also read outside its own forward"
+        return layer_obstacle(layer)
 
     # -- layer, then norm ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +167,7 @@ class _Finder:
         name = sources[0].name
         if len(self.flow.calls_of(layer)) != len(calls):
             raise _Refused(f"its layer {name} is shared: it is also called without this BatchNorm")
-        if reason := layer_obstacle(layer):
+        if reason := self._layer_obstacle(layer):
             raise _Refused(f"its layer {name} {reason}")
         if output_channels(layer) != norm.running_mean.numel():
             raise _Refused(f"has {norm.running_mean.numel()} channels, its layer {name} {output_channels(layer)}")
@@ -173,16 +190,16 @@ class _Finder:
                 raise _Refused("its input does not come from one convolution or linear layer")
             source = self.flow.calls[at.inputs[0]]
             others = [other for other in self.flow.consumers(source) if other.index != at.index]
-            if others and (is_layer(source.module) or _does_nothing(source)):
+            if others and (is_layer(source.module) or does_nothing(source)):
                 raise _Refused(f"{source.name} has {len(others) + 1} consumers: {', '.join(c.name for c in [at, *others])}")
             if source.index in self.flow.outputs and is_layer(source.module):
                 raise _Refused(f"{source.name} is also an output of the model")
             if is_layer(source.module):
                 self._check_linear(source, moved)
                 return source
-            if not (_does_nothing(source) or _moves_features(source)):
+            if not (does_nothing(source) or moves_features(source)):
                 raise _Refused(f"its input comes from {source.name}, not from a convolution or linear layer")
-            moved += _moves_features(source)
+            moved += moves_features(source)
             at = source
 
     def _check_linear(self, source: Call, moved: tuple[int, ...]) -> None:
@@ -190,7 +207,7 @@ class _Finder:
             if moved:
                 raise _Refused(f"{source.name} is rearranged before it is normalised")
             return
-        rank = source.rank or _inferred_rank(self.flow, source)
+        rank = source.rank or inferred_rank(self.flow, source)
         if rank is None:
             raise _Refused(f"{source.name} is linear and the dimensions of its result are unknown; give an example")
         if (rank,) != (moved or (2,)):
@@ -209,9 +226,9 @@ class _Finder:
         for follower in followers:
             layer: Any = follower.module
             reason = self._follower_obstacle(follower, norm)
-            if reason is None and not zero_shift and (border := _border(layer)):
-                pads = self.constant_pad and len(followers) == 1 and not isinstance(layer, TRANSPOSED) and _paddable(layer, norm)
-                reason = None if pads else border
+            if reason is None and not zero_shift and (shifted := border(layer)):
+                pads = self.constant_pad and len(followers) == 1 and not isinstance(layer, TRANSPOSED) and paddable(layer, norm)
+                reason = None if pads else shifted
             if reason:
                 raise _Refused(f"{why_not_after}; and {follower.name} after it {reason}")
         for follower in followers:
@@ -223,7 +240,7 @@ class _Finder:
         """The layers that read ``call``, or nothing where something else reads it too."""
         found = []
         for consumer in self.flow.consumers(call):
-            if _does_nothing(consumer) and consumer.index not in self.flow.outputs:
+            if does_nothing(consumer) and consumer.index not in self.flow.outputs:
                 inner = self._followers(consumer)
                 if not inner:
                     return []
@@ -240,10 +257,10 @@ class _Finder:
             return "is called more than once"
         if isinstance(layer, RescalesOutput):
             return "is quantized per output channel; fuse before quantizing"
-        if reason := layer_obstacle(layer):
+        if reason := self._layer_obstacle(layer):
             return reason
         if isinstance(layer, nn.Linear):
-            rank = follower.rank or _inferred_rank(self.flow, follower)
+            rank = follower.rank or inferred_rank(self.flow, follower)
             return (
                 None
                 if rank == 2
@@ -252,47 +269,3 @@ class _Finder:
                 else "is linear on an input of unknown rank; give an example"
             )
         return None if layer.in_channels == norm.running_mean.numel() else "has another number of channels"
-
-
-def _does_nothing(call: Call) -> bool:
-    dropout = isinstance(call.module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)) and not call.module.training
-    return type(call.module) is nn.Identity or dropout
-
-
-def _moves_features(call: Call) -> tuple[int, ...]:
-    """The rank of the tensor whose last axis, the features of a linear layer, ``call`` brings to axis 1; empty if it does no such thing."""
-    if call.name == "flatten":
-        return (3,) if tuple(a for a in call.arguments if isinstance(a, int)) == (0, 1) else ()
-    flat = call.arguments[0] if len(call.arguments) == 1 and isinstance(call.arguments[0], (tuple, list)) else call.arguments
-    return (len(flat),) if call.name == "permute" and tuple(flat) in ((0, 2, 1), (0, 3, 1, 2), (0, 4, 1, 2, 3)) else ()
-
-
-def _inferred_rank(flow: Flow, call: Call) -> int | None:
-    """2 where the call's input was flattened from axis 1 on; layers, norms and elementwise modules in between keep the rank."""
-    while len(call.inputs) == 1:
-        call = flow.calls[call.inputs[0]]
-        if type(call.module) is nn.Flatten and (call.module.start_dim, call.module.end_dim) == (1, -1):
-            return 2
-        if call.name == "flatten" and call.module is None and call.arguments in ((1,), (1, -1)):
-            return 2
-        if not (isinstance(call.module, (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU)) or is_norm(call.module) or _does_nothing(call)):
-            return None
-    return None
-
-
-def _border(layer: Any) -> str | None:
-    """Why a shift before ``layer`` does not pass through it at the border, or None."""
-    if isinstance(layer, nn.Linear):
-        return None
-    if isinstance(layer, TRANSPOSED):
-        plain = set(layer.kernel_size) == {1} and set(layer.stride) == {1} and not any(layer.padding) and not any(layer.output_padding)
-        return None if plain else "is transposed: how many taps overlap varies with the position, so a shift before it does not fold"
-    if layer.padding_mode != "zeros" or layer.padding == "valid" or (layer.padding != "same" and not any(layer.padding)):
-        return None
-    if set(layer.kernel_size) == {1} and layer.padding == "same":
-        return None
-    return "pads with zeros, which a shift before it would change at the border; constant_pad=True pads explicitly instead"
-
-
-def _paddable(layer: Any, norm: Any) -> bool:
-    return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())

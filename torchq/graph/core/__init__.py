@@ -4,4 +4,16 @@ from torchq.graph.core.flow import Call, Flow, flow_of_graph
 from torchq.graph.core.recorder import record
 from torchq.graph.core.tracing import ForwardTracer, call_model, is_torch_leaf, observed, tensors_in, trace, trace_call
 
-__all__ = ["Call", "Flow", "ForwardTracer", "call_model", "flow_of_graph", "is_torch_leaf", "observed", "record", "tensors_in", "trace", "trace_call"]
+__all__ = [
+    "Call",
+    "Flow",
+    "ForwardTracer",
+    "call_model",
+    "flow_of_graph",
+    "is_torch_leaf",
+    "observed",
+    "record",
+    "tensors_in",
+    "trace",
+    "trace_call",
+]

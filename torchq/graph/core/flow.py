@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ METADATA = frozenset(
 )
 
 #: Functions that take the shape or type of their second argument, and those that take nothing else of their first.
-_SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as"])
+_SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as", "to"])
 _MADE_LIKE = frozenset(
     ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"],
 )
@@ -60,11 +60,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Flow:
-    """All calls of one forward pass in order, and which of them the model returns."""
+    """One forward pass.
+
+    Attributes:
+        calls: all of them, in order.
+        outputs: indices of those that the model returns.
+        origin: ``"fx"`` or ``"recorder"``.
+        read: ids of modules with parameters that something else reads than calls of these modules.
+    """
 
     calls: tuple[Call, ...]
     outputs: frozenset[int]
     origin: str
+    read: frozenset[int] = frozenset()
 
     @cached_property
     def _consumers(self) -> dict[int, list[int]]:
@@ -127,11 +135,20 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         name = str(node.target) if node.op in ("call_module", "get_attr", "placeholder") else _function_name(node.target)
         index[node] = len(calls)
         calls.append(Call(len(calls), name, module, sources, plain))
-    return Flow(tuple(calls), frozenset(outputs), "fx")
+    return Flow(tuple(calls), frozenset(outputs), "fx", frozenset(_read_elsewhere(graph_module, modules, owners)))
+
+
+def _read_elsewhere(graph_module: fx.GraphModule, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[int]:
+    for node in graph_module.graph.nodes:
+        owner = modules.get(str(node.target).rpartition(".")[0]) if node.op == "get_attr" else None
+        if owner is not None and any(node in _sources(user) and _layer_of(user, layers) is not owner for user in node.users):
+            yield id(owner)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
+    if _reads_metadata(node):
+        return found
     function = node.op in ("call_function", "call_method")
     _visit(read_arguments(_function_name(node.target), node.args, node.kwargs) if function else (node.args, node.kwargs), found.append)
     return found

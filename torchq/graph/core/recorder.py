@@ -20,9 +20,10 @@ __all__ = ["record"]
 class _Recorder(TorchFunctionMode):
     """Notes every torch function called outside leaf modules; the hooks of :func:`record` note the leaf modules."""
 
-    def __init__(self, owners: dict[int, tuple[str, nn.Module]]) -> None:
+    def __init__(self, owners: dict[int, tuple[str, nn.Module]], holders: dict[int, set[int]]) -> None:
         super().__init__()
-        self.owners = owners
+        self.owners, self.holders = owners, holders
+        self.read: set[int] = set()
         self.calls: list[Call] = []
         self.depth = 0
         self.pending: list[tuple[int, ...]] = []
@@ -31,6 +32,13 @@ class _Recorder(TorchFunctionMode):
 
     def sources(self, *values: Any) -> tuple[int, ...]:
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
+
+    def note_parameters(self, module: nn.Module | None, *values: Any) -> None:
+        """Modules whose parameters a call reads, other than ``module``, whose call it is."""
+        for tensor in tensors_in(values):
+            holders = self.holders.get(id(tensor), set())
+            if id(module) not in holders:
+                self.read |= holders
 
     def note(self, name: str, module: nn.Module | None, inputs: tuple[int, ...], arguments: tuple[Any, ...], out: Any) -> None:
         results = list(tensors_in(out))
@@ -44,12 +52,14 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth or _name(func) in METADATA:
             return func(*args, **kwargs)
-        inputs = self.sources(read_arguments(_name(func), args, kwargs))
+        values = read_arguments(_name(func), args, kwargs)
+        inputs = self.sources(values)
         out = func(*args, **kwargs)
         name, module = _name(func), None
         if func in LAYER_FUNCTIONS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
             name, module = self.owners.get(id(weight), (name, None))
+        self.note_parameters(module, values)
         plain = tuple(value for value in args if not isinstance(value, Tensor))
         self.note(name, module, inputs, plain, out)
         return out
@@ -77,11 +87,16 @@ def record(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] 
     owners = {
         id(module.weight): (names[id(module)], module) for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)
     }
-    recorder = _Recorder(owners)
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            holders.setdefault(id(tensor), set()).add(id(module))
+    recorder = _Recorder(owners, holders)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if recorder.depth == 0:
             recorder.pending.append(recorder.sources(args, kwargs))
+            recorder.note_parameters(module, args, kwargs)
         recorder.depth += 1
 
     def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -98,4 +113,4 @@ def record(model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] 
         stack.enter_context(torch.no_grad())
         with recorder:
             out = call_model(model, example)
-    return Flow(tuple(recorder.calls), frozenset(recorder.sources(out)), "recorder")
+    return Flow(tuple(recorder.calls), frozenset(recorder.sources(out)), "recorder", frozenset(recorder.read))
