@@ -132,3 +132,57 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why(
     torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
     (row,) = torchq.summary(int8).layers
     assert (row.kernel, row.note) == ("simulated", reason)
+
+
+class OwnForward(torchq.nn.QuantLinear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Renamed(torchq.nn.QuantLinear):
+    pass
+
+
+def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
+    x = torch.randn(3, 8)
+    model = nn.Sequential(Renamed(8, 8), OwnForward(8, 8), torchq.nn.QuantLinear(8, 8)).eval()
+    model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
+    torchq.calibrate(model[:2], [x], progress=False)
+    torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
+    int8 = torchq.deploy(model, chains=False)
+    assert [type(layer) for layer in int8.children()] == [Int8Linear, OwnForward, torchq.nn.QuantLinear]
+    assert [row.note for row in torchq.summary(int8).layers][1:] == [
+        "OwnForward has a forward of its own",
+        "QuantLinear has a forward of its own",
+    ]
+
+
+def test_layers_of_the_compatibility_package_are_lowered() -> None:
+    legacy = pytest.importorskip("torchq.compat.pytorch_quantization.nn")
+    x = torch.randn(2, 8, 6, 6)
+    model = nn.Sequential(legacy.QuantConv2d(8, 4, 3), nn.Flatten(), legacy.QuantLinear(64, 5)).eval()
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 2
+
+
+def test_bound_kernels_follow_changes_of_the_layer() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
+    before = layer(x)
+    layer.weight_step = layer.weight_step * 2
+    assert isinstance(layer.bias, Tensor)
+    layer.bias = layer.bias * 2
+    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
+    layer.stride = [2, 2]
+    assert layer(x).shape == (2, 4, 4, 4)
+
+
+def test_residuals_of_several_kinds_reach_one_layer() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
+    plain = layer(x)
+    for residual in (torch.randn(2, 4, 8, 8), torch.randn(4, 1, 1), torch.randn(2, 4, 8, 8, dtype=torch.float64)):
+        kept = residual.clone()
+        torch.testing.assert_close(layer(x, residual), plain + residual, check_dtype=False, rtol=1e-5, atol=1e-5)
+        assert torch.equal(residual, kept)

@@ -75,4 +75,4 @@ class DynamicInt8Linear(nn.Module):
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""
         size = sum(b.numel() * b.element_size() for b in self.buffers())
-        return f"{kernel_name(self.weight_codes.device)} uint8 x int8 -> float", size, "the input's range is that of each call"
+        return f"{kernel_name(self.weight_codes.device, 'linear')} uint8 x int8 -> float", size, "the input's range is that of each call"

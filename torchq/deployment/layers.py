@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ class Int8Layer(nn.Module):
         residual_grid: of the second argument of :meth:`forward`, where that is codes.
     """
 
+    #: Which operator runs, for the summary.
+    kind: ClassVar[str]
     weight_codes: Tensor
     weight_step: Tensor
     bias: Tensor | None
@@ -149,7 +151,7 @@ class Int8Layer(nn.Module):
         fused = [] if self.activation == "none" else [self.activation]
         fused += ["add"] if self.residual_grid is not None else []
         out = "uint8" if self.output_grid is not None else str(self.dtype).removeprefix("torch.")
-        return f"{kernel_name(self.weight_codes.device)} uint8 x int8 -> {out}", size, " + ".join(fused)
+        return f"{kernel_name(self.weight_codes.device, self.kind)} uint8 x int8 -> {out}", size, " + ".join(fused)
 
     def extra_repr(self) -> str:
         shape = "x".join(map(str, self.weight_codes.shape))
@@ -179,6 +181,8 @@ class Int8Conv(Int8Layer):
         (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last in memory for 2 and 3 dimensions.
     """
 
+    kind = "conv"
+
     def __init__(self, conv: Any, *args: Any) -> None:
         super().__init__(*args)
         self.stride, self.dilation = list[int](conv.stride), list[int](conv.dilation)
@@ -200,7 +204,8 @@ class Int8Conv(Int8Layer):
         simple = self.border is None and x.dim() == self.weight_codes.dim()
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched
-        run = onednn.bind_conv(x.shape, residual, *self._layer(), *self.output_arguments(), *self._residual())
+        arguments: tuple[Any, ...] = (*self._layer(), *self.output_arguments(), *self._residual())
+        run = onednn.bind_conv(x.shape, residual, *arguments)
         return run if self.finished else lambda *tensors: self.finish(run(*tensors))
 
     def _layer(self) -> tuple[Any, ...]:
@@ -246,6 +251,8 @@ class Int8Linear(Int8Layer):
     Shape:
         (..., in), float or uint8 codes -> (..., out).
     """
+
+    kind = "linear"
 
     def forward(self, x: Tensor) -> Tensor:
         """``activation(x @ weight.T + bias)``."""

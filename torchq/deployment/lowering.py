@@ -20,8 +20,10 @@ __all__ = ["LOWERINGS", "integer_weight", "lower", "uncalibrated"]
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
 
-#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. Exact types only.
+#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. Also for subclasses that compute the same.
 LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
+#: Where subclasses of torch's layers compute something else.
+_SEAMS = ("forward", "_conv_forward")
 
 
 def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
@@ -31,11 +33,13 @@ def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
         module: calibrated, left unchanged.
         reduce_range: see :func:`torchq.deploy`.
     """
-    found = LOWERINGS.get(type(module))
-    if found is None:
+    base = next((cls for cls in type(module).__mro__ if cls in LOWERINGS), None)
+    if base is None:
         return f"no integer kernel for {type(module).__name__}"
+    if "forward" in vars(module) or any(getattr(type(module), name, None) is not getattr(base, name, None) for name in _SEAMS):
+        return f"{type(module).__name__} has a forward of its own"
     with torch.no_grad():
-        return found(module, reduce_range)
+        return LOWERINGS[base](module, reduce_range)
 
 
 def uncalibrated(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.deployment.grid import Grid
 
-__all__ = ["CodesMaxPool2d", "Dequantize", "GridModule", "Quantize"]
+__all__ = ["CodesMaxPool2d", "Dequantize", "GridModule", "Lookup", "Quantize"]
 
 
 class GridModule(nn.Module):
@@ -58,6 +59,38 @@ class Dequantize(GridModule):
     def forward(self, codes: Tensor) -> Tensor:
         """Values, same shape."""
         return self.grid.dequantize(codes).to(self.dtype)
+
+
+class Lookup(nn.Module):
+    """Uint8 codes -> uint8 codes through a table: any function of single values between two grids, exactly.
+
+    Args:
+        function: elementwise.
+        before, after: the grids.
+        dtype: that the function computes in.
+
+    Attributes:
+        table: uint8, (256,): the result for each code.
+    """
+
+    table: Tensor
+
+    def __init__(self, function: Callable[[Tensor], Tensor], before: Grid, after: Grid, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = before.dequantize(torch.arange(256, dtype=torch.int32).to(torch.uint8)).to(dtype)
+        self.register_buffer("table", after.quantize(function(values)))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Same shape and memory format."""
+        last = codes.dim() == 4 and codes.is_contiguous(memory_format=torch.channels_last)
+        x = codes.permute(0, 2, 3, 1) if last else codes
+        # Five times faster than indexing.
+        y = torch.index_select(self.table, 0, x.reshape(-1).int()).view(x.shape)
+        return y.permute(0, 3, 1, 2) if last else y
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """For :func:`torchq.summary`."""
+        return "table uint8 -> uint8", self.table.numel(), "an activation between two grids"
 
 
 class CodesMaxPool2d(nn.MaxPool2d):

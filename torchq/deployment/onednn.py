@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +93,7 @@ def bind_conv(
     return run
 
 
-def _shape(
-    shape: Sequence[int], weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, ...]:
+def _shape(shape: Sequence[int], weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
     sizes = zip(shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     return (shape[0], weight.shape[0], *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes))
 
@@ -105,7 +104,7 @@ def _bind(
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
     added: tuple[float, int] | None = None,
 ) -> Run:  # fmt: skip
-    post = (out_step, out_zero, out_dtype, name, arguments, added)
+    post: tuple[Any, ...] = (out_step, out_zero, out_dtype, name, arguments, added)
     if len(shape) == 3:  # the 1-d operator knows fewer activations than the 2-d one, and calls the same kernels
         wide, raised = ([1, *stride], [0, *padding], [1, *dilation]), (*shape[:2], 1, shape[2])
         run = _bind(raised, weight, weight_step, bias, x_step, x_zero, *wide, groups, *post)

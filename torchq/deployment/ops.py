@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.deployment import onednn, reference
+from torchq.deployment import int_mm, onednn, reference
 
-__all__ = ["conv_any", "conv_cpu", "kernel_name", "linear_any", "linear_cpu"]
+__all__ = ["conv_any", "conv_cpu", "kernel_name", "linear_any", "linear_cpu", "linear_cuda"]
 
 # A fragment: other parts of torchq may define operators in the same namespace.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
@@ -30,9 +30,11 @@ _LIBRARY.define(
 )
 
 
-def kernel_name(device: torch.device) -> str:
-    """``"onednn"`` or ``"reference"``: what the operators run on ``device``."""
-    return "onednn" if device.type == "cpu" and onednn.available() else "reference"
+def kernel_name(device: torch.device, kind: str = "conv") -> str:
+    """What an operator of ``kind`` (conv or linear) runs on ``device``: ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``."""
+    if device.type == "cpu" and onednn.available():
+        return "onednn"
+    return "int_mm" if kind == "linear" and not int_mm.obstacle(device) else "reference"
 
 
 def conv_any(
@@ -98,6 +100,15 @@ def linear_cpu(
     return run(x, weight, weight_step, bias, x_step, x_zero, out_step, out_zero, out_dtype, activation, arguments)
 
 
+def linear_cuda(
+    x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
+    out_step: float, out_zero: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
+) -> Tensor:  # fmt: skip
+    """``torchq::int8_linear`` on a GPU."""
+    run = linear_any if int_mm.obstacle(x.device) or not x.numel() else int_mm.linear
+    return run(x, weight, weight_step, bias, x_step, x_zero, out_step, out_zero, out_dtype, activation, arguments)
+
+
 def _linear_fake(
     x: Tensor, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
     out_step: float, out_zero: int, out_dtype: torch.dtype, *rest: object,
@@ -109,6 +120,7 @@ for _name, _any, _cpu, _fake in (("int8_conv", conv_any, conv_cpu, _conv_fake), 
     _LIBRARY.impl(_name, _any, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _cpu, "CPU")
     torch.library.register_fake(f"torchq::{_name}", _fake, lib=_LIBRARY)
+_LIBRARY.impl("int8_linear", linear_cuda, "CUDA")
 
 
 def _max_pool_any(

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["activation_of", "added", "clamp_bounds", "concatenated", "keeps_sign", "module_of", "moved", "max_pool_of", "source_of"]
+__all__ = [
+    "activation_of",
+    "added",
+    "clamp_bounds",
+    "concatenated",
+    "keeps_sign",
+    "module_of",
+    "moved",
+    "max_pool_of",
+    "pointwise_of",
+    "source_of",
+]
 
 _INF = float("inf")
 
@@ -27,6 +38,14 @@ _MODULES: dict[type, Callable[[Any], tuple[str, tuple[float, ...]]]] = {
     nn.Hardswish: lambda m: ("hardswish", ()),
     nn.GELU: lambda m: ("gelu_tanh" if m.approximate == "tanh" else "gelu", ()),
 }
+
+#: Functions of single values: between two grids they are tables.
+_POINTWISE_MODULES = (nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish, nn.Softplus, nn.SiLU,
+                      nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh)  # fmt: skip
+_POINTWISE: dict[Any, Callable[..., Any]] = {
+    **{f: f for f in (F.silu, F.hardswish, F.gelu, F.sigmoid, F.hardsigmoid, F.tanh, F.leaky_relu, F.elu, F.mish)},
+    torch.sigmoid: torch.sigmoid, torch.tanh: torch.tanh, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+}  # fmt: skip
 
 _ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ADDS_IN_PLACE = {operator.iadd, "add_"}
@@ -73,6 +92,18 @@ def activation_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str,
         low, high = (*node.args[1:], *([-1.0, 1.0][len(node.args) - 1 :]))[:2]
         return ("clamp", (float(node.kwargs.get("min_val", low)), float(node.kwargs.get("max_val", high))))  # type: ignore[arg-type]
     return None
+
+
+def pointwise_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Callable[[Any], Any] | None:
+    """What a node computes from its one tensor, value by value."""
+    module = module_of(node, modules)
+    if module is not None:
+        return module if type(module) in _POINTWISE_MODULES else None
+    function = _POINTWISE.get(node.target) if node.op in ("call_function", "call_method") else None
+    if function is None or len(node.all_input_nodes) != 1:
+        return None
+    rest, options = node.args[1:], dict(node.kwargs)
+    return lambda x: function(x, *rest, **options)
 
 
 def _shared(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchq.deployment import patterns
 from torchq.deployment.activations import ACTIVATIONS
@@ -13,7 +13,7 @@ from torchq.deployment.editing import base_name
 from torchq.deployment.folding import NORMS, fold_norm
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Layer
-from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Quantize
+from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Lookup, Quantize
 from torchq.deployment.separate import Separator
 
 __all__ = ["Rewriter"]
@@ -25,9 +25,10 @@ class Rewriter(Separator):
     def run(self) -> None:
         """Apply all rules until nothing changes, then settle what depends on the result."""
         self.separate()
+        self._tables: dict[fx.Node, tuple[Callable[[Tensor], Tensor], Grid, Grid]] = {}
         rules: list[Callable[[fx.Node], bool]] = [  # the order matters: clamps join grids before kernels take them
             self._share, self._cancel, self._never_negative, self._quantize_earlier, self._dequantize_later,
-            self._fold_norm, self._fuse_activation, self._fuse_add, self._fuse_output,
+            self._fold_norm, self._fuse_activation, self._fuse_add, self._look_up, self._fuse_output,
         ]  # fmt: skip
         while any(rule(node) for rule in rules for node in list(self.graph.nodes) if node.users or node.op == "output"):
             self.graph.eliminate_dead_code()
@@ -143,6 +144,24 @@ class Rewriter(Separator):
         node.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
         return True
 
+    def _look_up(self, node: fx.Node) -> bool:
+        """A function between two grids is a table; so is going from one grid to another."""
+        values, function, end = patterns.source_of(node), patterns.pointwise_of(node, self.modules), next(iter(node.users), node)
+        if isinstance(self.module(node), Quantize):
+            function, end = _same, node
+        before, after = self.module(values), self.module(end)
+        if (
+            function is None
+            or not isinstance(before, Dequantize)
+            or not isinstance(after, Quantize)
+            or (end is not node and len(node.users) > 1)
+        ):
+            return False
+        assert values is not None
+        table = self.replace(end, Lookup(function, before.grid, after.grid, self.dtype), "table", values.args[0])  # type: ignore[arg-type]
+        self._tables[table] = function, before.grid, after.grid
+        return True
+
     def _plain(self, node: object) -> Int8Layer | None:
         """The integer layer of a node with one reader and nothing fused behind it yet."""
         layer = self.layer(node)
@@ -236,6 +255,9 @@ class Rewriter(Separator):
             elif isinstance(module, Quantize):
                 grids[node] = module.grid
                 module.channels_last = any(isinstance(self.layer(user), Int8Conv) for user in node.users)
+            elif isinstance(module, Lookup):
+                function, before, grids[node] = self._tables[node]
+                module.table = Lookup(function, grids.get(source, before), grids[node], self.dtype).table  # type: ignore[arg-type]
             elif isinstance(module, Dequantize) and source in grids:
                 module.grid = grids[source]
             elif (parts := patterns.concatenated(node)) and parts[0] in grids:
@@ -248,3 +270,7 @@ class Rewriter(Separator):
         self.graph.lint()
         self.root.recompile()
         self.root.delete_all_unused_submodules()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

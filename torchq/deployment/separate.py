@@ -64,7 +64,9 @@ class Separator(Editor):
             codes = self.before(node, Quantize(grid), source)
             with self.graph.inserting_before(node):
                 values = self.call(f"{node.target}_values", Dequantize(grid, self.dtype), codes)
-            self.replace(node, revert_(copy.deepcopy(module)), "float", values)
+            plain = revert_(copy.deepcopy(module))
+            vars(plain).pop("deploy_note", None)
+            self.replace(node, plain, "float", values)
 
     def _open(self, node: fx.Node, module: QuantAdd | QuantMul | QuantMatMul | QuantCat) -> None:
         """Sums and concatenations with quantized operands become plain ones of quantized values."""

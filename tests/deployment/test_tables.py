@@ -1,0 +1,73 @@
+"""Activations between two quantizers become tables of 256 codes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.deployment.common import calibrated, sqnr
+from torchq.deployment import Grid
+from torchq.deployment.nodes import Dequantize, Lookup
+
+SHAPES = [(2, 3, 5, 6), (4, 7), (11,), (0, 3), (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_table_is_the_function_on_codes(shape: tuple[int, ...], channels_last: bool) -> None:
+    before, after = Grid(0.05, 128, 0, 255), Grid(0.011, 0, 0, 255)
+    codes = torch.randint(0, 256, shape).to(torch.uint8)
+    if channels_last and len(shape) == 4:
+        codes = codes.contiguous(memory_format=torch.channels_last)
+    got = Lookup(torch.sigmoid, before, after, torch.float32)(codes)
+    assert torch.equal(got, after.quantize(torch.sigmoid(before.dequantize(codes))))
+    assert got.stride() == codes.stride()
+
+
+class Gates(nn.Module):
+    """Every second activation works between two quantizers; the others are clamps, which move zeros."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(16, 4, 1)
+        self.before, self.after = torchq.TensorQuantizer(), torchq.TensorQuantizer()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.relu(self.before(self.first(x))))
+        y = self.activation(self.before(x))
+        return self.third(torch.cat([y, torch.sigmoid(self.after(x))], 1))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Sigmoid(), nn.LeakyReLU(0.1), nn.GELU(approximate="tanh"), nn.ELU(0.5)], ids=repr)
+def test_chains_stay_integer_around_an_activation(activation: nn.Module) -> None:
+    x = torch.randn(2, 3, 9, 9)
+    model = calibrated(Gates(activation), x)
+    int8 = torchq.deploy(model, x)
+    assert sum(isinstance(m, Lookup) for m in int8.modules()) == 3  # and one from grid to grid
+    assert not any(isinstance(m, Dequantize) for m in int8.modules())
+    assert sqnr(int8(x), model(x)) > 40
+    assert "table uint8 -> uint8" in str(torchq.summary(int8))
+    assert torch.equal(copy.deepcopy(int8)(x), int8(x))
+
+
+def test_another_state_brings_its_tables() -> None:
+    x = torch.randn(2, 3, 9, 9)
+    first, second = (torchq.deploy(calibrated(Gates(nn.SiLU()), scale * x)) for scale in (1.0, 3.0))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(x), first(x))
+
+
+def test_activations_of_a_recipe_become_tables() -> None:
+    x = torch.randn(2, 3, 9, 9)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1))
+    model = calibrated(model, x, torchq.recipes.int8().with_rules(torchq.Rule(nn.SiLU, input=torchq.QuantDescriptor())))
+    int8 = torchq.deploy(model, x)
+    assert [row.kernel.split()[0] for row in torchq.summary(int8).layers].count("table") == 1
+    assert "simulated" not in {row.kernel for row in torchq.summary(int8).layers}
+    assert math.isinf(sqnr(int8(x), model(x))) or sqnr(int8(x), model(x)) > 40
