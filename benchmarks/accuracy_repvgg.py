@@ -24,22 +24,28 @@ from torchq.workflow import calibrate_weights
 __all__ = ["main"]
 
 
+_LEARNED = "w4a8 per channel, learned"
+
+
 def _recipes() -> dict[str, torchq.QuantConfig]:
+    def with_weights(weight: torchq.QuantDescriptor) -> torchq.QuantConfig:
+        rule = torchq.Rule("type:torch.nn.modules.conv.Conv2d", input=torchq.QuantDescriptor(), weight=weight)
+        return torchq.recipes.int8().with_rules(rule)
+
     four = torchq.QuantDescriptor(4)
-    convs = torchq.Rule("type:torch.nn.modules.conv.Conv2d", input=torchq.QuantDescriptor(), weight=four.replace(axis=0))
-    per_tensor = torchq.Rule("type:torch.nn.modules.conv.Conv2d", input=torchq.QuantDescriptor(), weight=four)
     return {
         "int8 per channel": torchq.recipes.int8(),
         "int8 per tensor": torchq.recipes.int8_per_tensor(),
-        "w4a8 per channel": torchq.recipes.int8().with_rules(convs),
-        "w4a8 per tensor": torchq.recipes.int8().with_rules(per_tensor),
+        "w4a8 per channel": with_weights(four.replace(axis=0)),
+        "w4a8 per tensor": with_weights(four),
+        _LEARNED: with_weights(four.replace(axis=0, learn_amax=True, scale_range_grad=True, calib_method="mse")),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a configuration."""
     options = arguments(__doc__, "repvgg.pt", train=10000)
-    options.add_argument("--qat", nargs="*", default=["int8 per tensor", "w4a8 per channel"], choices=list(_recipes()), help="recipes")
+    options.add_argument("--qat", nargs="*", default=["int8 per tensor", _LEARNED], choices=list(_recipes()), help="recipes")
     options.add_argument("--lr", type=float, default=0.003, help="learning rate of QAT with branches, cosine to 0 (default: %(default)s)")
     options.add_argument(
         "--lr-fused", type=float, default=0.001, help="and of the fused network, where 0.01 diverges (default: %(default)s)"
@@ -67,12 +73,13 @@ def _run(report: Reporter, model: nn.Module, test: Images, data: Images, calibra
 
 
 def _equivalent(report: Reporter, name: str, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
-    """Train the branches, the last half with frozen BatchNorm and fresh weight ranges, then fuse."""
+    """Train the branches, the last fifth with frozen BatchNorm, then fuse."""
 
     def freeze(step: int) -> None:
-        if step == options.steps // 2:
+        if step == options.steps * 4 // 5:  # the learning rate is small by now: without batch statistics a larger one diverges
             torchq.qat.freeze_bn_(model)
-            calibrate_weights(model)  # the kernels have moved with the statistics
+            if name != _LEARNED:
+                calibrate_weights(model)  # the kernels have moved with the statistics; learned ranges have followed
 
     trained = train(model, data, options.steps, options.lr, before=freeze)
     before = logits(trained, test)
