@@ -2,14 +2,14 @@
 
 All run the same calibrated network (random weights; BatchNorm is folded first for every candidate but the FP32 baseline). The
 baseline is FP32 eager as a user would run it: the model as built, in eval mode, without gradients. Peers that are not installed are
-left out. ``agreement_db`` is the signal to error ratio of the deployed model against its simulation on the timed input.
+left out. Every network is also compared with its simulation, and its memory is counted.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -99,35 +99,62 @@ def openvino_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
     return lambda: request.infer([data])
 
 
-def candidates(model: nn.Module, x: Tensor, options: object, folder: Path) -> tuple[Candidates, float]:
-    """Name -> call, and the agreement of the deployed model in dB."""
-    simulated = quantized(model, x)
-    int8 = torchq.deploy(simulated)
-    error = (int8(x) - simulated(x)).double().square().sum()
-    agreement = float(10 * torch.log10(simulated(x).double().square().sum() / error)) if error else float("inf")
+def torch_candidates(model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace) -> Candidates:
+    """What runs in torch: the float model several ways, and the deployed one."""
     folded = torchq.restore_(copy.deepcopy(simulated))
     half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
     if x.dim() == 4:
         half, half_x = half.to(memory_format=torch.channels_last), half_x.contiguous(memory_format=torch.channels_last)
+    layers, int8 = torchq.deploy(simulated, chains=False), torchq.deploy(simulated)
     found: Candidates = {
         "fp32 eager": lambda: model(x),
         "fp32 folded": lambda: folded(x),
         "bf16 folded": lambda: half(half_x),
+        "int8 layers only": lambda: layers(x),
         "int8": lambda: int8(x),
-        "int8 layers only": (lambda layers: lambda: layers(x))(torchq.deploy(simulated, chains=False)),
     }
+    best = int8
     if x.dim() == 4:  # with quantized shortcuts, which is where TensorRT wants them and oneDNN too
-        found["int8 residual"] = (lambda chained: lambda: chained(x))(torchq.deploy(quantized(model, x, "tensorrt")))
+        best = residual = torchq.deploy(quantized(model, x, "tensorrt"))
+        found["int8 residual"] = lambda: residual(x)
     if options.compiled:
         found["fp32 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(folded))
-        found["int8 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(int8))
-    if options.peers:
-        for peer, call, target in (("onnxruntime", onnxruntime_call, "onnxruntime"), ("openvino", openvino_call, "openvino")):
-            with suppress(ImportError):
-                path = folder / f"{peer}.onnx"
-                torchq.export_onnx(simulated, (x,), path, target=target)
-                found[f"int8 {peer}"] = call(path, x, options.threads)
-    return found, agreement
+        found["int8 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(best))
+    return found
+
+
+def peer_candidates(model: nn.Module, x: Tensor, options: argparse.Namespace, folder: Path) -> Candidates:
+    """INT8 in other runtimes, with the quantizers where each wants them."""
+    found: Candidates = {}
+    for peer, call in (("onnxruntime", onnxruntime_call), ("openvino", openvino_call)):
+        with suppress(ImportError):
+            path = folder / f"{peer}.onnx"
+            torchq.export_onnx(quantized(model, x, peer), (x,), path, target=peer)
+            found[f"int8 {peer}"] = call(path, x, options.threads)
+    return found
+
+
+def agreement(simulated: nn.Module, x: Tensor) -> dict[str, float]:
+    """Signal to error in dB: deployed against simulation, and both against the simulation in float64.
+
+    The last two belong together: rounding the other way at a tie is amplified by deep networks with random weights, whoever does it.
+    """
+    exact = copy.deepcopy(simulated).double()(x.double())
+    plain, int8 = simulated(x), torchq.deploy(simulated)(x)
+    return {"agreement_db": db(int8, plain), "int8_to_float64_db": db(int8, exact), "simulation_to_float64_db": db(plain, exact)}
+
+
+def db(got: Tensor, expected: Tensor) -> float:
+    """Signal to error ratio."""
+    error = (got.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / error)) if error else float("inf")
+
+
+def memory(simulated: nn.Module) -> dict[str, int]:
+    """Bytes of the float parameters and of the deployed model's tensors; kernels keep a copy of the integer weights in their own layout."""
+    int8 = torchq.deploy(simulated)
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*int8.parameters(), *int8.buffers())}
+    return {"float_bytes": sum(t.numel() * t.element_size() for t in simulated.parameters()), "int8_bytes": sum(tensors.values())}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -142,12 +169,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in options.models:
             for batch in options.batch:
                 model, x = build(name, batch)
+                simulated = quantized(model, x)
+                case = {"model": name, "batch": batch, "threads": options.threads}
+                report.value(**case, **agreement(simulated, x[:4]), **memory(simulated))
                 with tempfile.TemporaryDirectory() as folder:
-                    start = time.perf_counter()
-                    found, agreement = candidates(model, x, options, Path(folder))
-                    report.value(model=name, batch=batch, agreement_db=agreement, setup_s=time.perf_counter() - start)
+                    found = torch_candidates(model, simulated, x, options)
+                    if options.peers:
+                        found |= peer_candidates(model, x, options, Path(folder))
                     for row in compare(found, baseline="fp32 eager", **timing(options)):
-                        report.timing(row, model=name, batch=batch, threads=options.threads, speedup=1 / row.ratio)
+                        report.timing(row, **case, speedup=1 / row.ratio)
 
 
 if __name__ == "__main__":
