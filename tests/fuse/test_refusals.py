@@ -66,6 +66,18 @@ def weight_read(m, x):
     return m.bn(m.conv(x)) + m.conv.weight.abs().mean()
 
 
+def without_bias(m, x):
+    return m.bn(F.conv2d(x, m.conv.weight, padding=1))
+
+
+def foreign_bias(m, x):
+    return m.bn(F.conv2d(x, m.conv.weight, bias=m.other.bias))
+
+
+def own_padding(m, x):
+    return F.conv2d(m.bn(x), m.other.weight, m.other.bias, padding=1)
+
+
 def shift_read(m, x):
     return m.bn(m.conv(x)) - m.bn.bias.sum()
 
@@ -82,6 +94,12 @@ FORWARDS = {
     "in place": (changed_in_place, "conv has 2 consumers|its input comes from"),
     "not a layer": (not_a_layer, "its input comes from relu, not from a convolution or linear layer"),
     "weight read": (weight_read, "its layer conv has parameters that are also read outside its own forward"),
+    "function without bias": (without_bias, "its input comes from conv2d, not from a convolution or linear layer"),
+    "function with a foreign bias": (foreign_bias, "its input comes from conv2d, not from a convolution or linear layer"),
+    "function with its own padding": (
+        own_padding,
+        "is called as a function, perhaps with another padding than its own|its input comes from x",
+    ),
     "shift read": (shift_read, "has parameters that are also read outside its own forward"),
     "unused": (unused, "is not called in the traced or recorded forward; give an example that reaches it"),
 }

@@ -255,6 +255,8 @@ class _Finder:
         layer: Any = follower.module
         if len(self.flow.calls_of(layer)) > 1:
             return "is called more than once"
+        if follower.functional:
+            return "is called as a function, perhaps with another padding than its own"
         if isinstance(layer, RescalesOutput):
             return "is quantized per output channel; fuse before quantizing"
         if reason := self._layer_obstacle(layer):

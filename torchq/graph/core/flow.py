@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["Call", "Flow", "LAYER_FUNCTIONS", "METADATA", "flow_of_graph", "read_arguments"]
+__all__ = ["Call", "Flow", "LAYER_FUNCTIONS", "METADATA", "flow_of_graph", "passes_bias", "read_arguments"]
 
 #: Functions whose second argument is the weight of a layer: called with a module's own weight they count as a call of that module.
 LAYER_FUNCTIONS = frozenset(
@@ -28,6 +28,17 @@ _SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as", "to"]
 _MADE_LIKE = frozenset(
     ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"],
 )
+
+
+def passes_bias(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_own: Callable[[Any], bool]) -> bool:
+    """Whether a call of one of :data:`LAYER_FUNCTIONS` says what the bias is, and means that of ``layer``.
+
+    Without it a bias that the layer gets later would have no effect.
+    """
+    if len(args) < 3 and "bias" not in kwargs:
+        return False
+    bias = args[2] if len(args) > 2 else kwargs["bias"]
+    return bias is None if getattr(layer, "bias", None) is None else is_own(bias)
 
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -48,6 +59,7 @@ class Call:
         inputs: indices of the calls whose results it reads, with repetition.
         arguments: the arguments that are plain values (numbers, slices), as far as they are positional.
         rank: dimensions of the result, where it is known.
+        functional: a function was called with the weight of ``module``; stride and padding are those of the call.
     """
 
     index: int
@@ -56,6 +68,7 @@ class Call:
     inputs: tuple[int, ...]
     arguments: tuple[Any, ...] = ()
     rank: int | None = None
+    functional: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,9 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
     if node.op == "call_function" and node.target in LAYER_FUNCTIONS:
         weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
-            return owners.get(str(weight.target))
+            layer, own = owners.get(str(weight.target)), str(weight.target).removesuffix("weight") + "bias"
+            if layer is not None and passes_bias(layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == own):
+                return layer
     return None
 
 
@@ -134,7 +149,8 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         plain = tuple(value for value in node.args if not isinstance(value, fx.Node))
         name = str(node.target) if node.op in ("call_module", "get_attr", "placeholder") else _function_name(node.target)
         index[node] = len(calls)
-        calls.append(Call(len(calls), name, module, sources, plain))
+        functional = module is not None and node.op == "call_function"
+        calls.append(Call(len(calls), name, module, sources, plain, functional=functional))
     return Flow(tuple(calls), frozenset(outputs), "fx", frozenset(_read_elsewhere(graph_module, modules, owners)))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.core.flow import LAYER_FUNCTIONS, METADATA, Call, Flow, read_arguments
+from torchq.graph.core.flow import LAYER_FUNCTIONS, METADATA, Call, Flow, passes_bias, read_arguments
 from torchq.graph.core.tracing import call_model, is_torch_leaf, tensors_in
 from torchq.utils import evaluating
 
@@ -40,10 +40,12 @@ class _Recorder(TorchFunctionMode):
             if id(module) not in holders:
                 self.read |= holders
 
-    def note(self, name: str, module: nn.Module | None, inputs: tuple[int, ...], arguments: tuple[Any, ...], out: Any) -> None:
+    def note(
+        self, name: str, module: nn.Module | None, inputs: tuple[int, ...], arguments: tuple[Any, ...], out: Any, functional: bool = False
+    ) -> None:
         results = list(tensors_in(out))
         index = len(self.calls)
-        self.calls.append(Call(index, name, module, inputs, arguments, results[0].dim() if results else None))
+        self.calls.append(Call(index, name, module, inputs, arguments, results[0].dim() if results else None, functional))
         for tensor in results:
             self._producer[id(tensor)] = index
             self._alive.append(tensor)
@@ -58,10 +60,12 @@ class _Recorder(TorchFunctionMode):
         name, module = _name(func), None
         if func in LAYER_FUNCTIONS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            name, module = self.owners.get(id(weight), (name, None))
+            path, layer = self.owners.get(id(weight), (name, None))
+            if layer is not None and passes_bias(layer, args, kwargs, lambda bias: bias is layer.bias):
+                name, module = path, layer
         self.note_parameters(module, values)
         plain = tuple(value for value in args if not isinstance(value, Tensor))
-        self.note(name, module, inputs, plain, out)
+        self.note(name, module, inputs, plain, out, functional=module is not None)
         return out
 
 
