@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts.quantize_contract import same
+from tests.no_sync import NoSync
 from torchq import formats
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, fake_tensor_quant, learned_fake_quantize, quantize, reduce_amax
@@ -24,7 +23,6 @@ CASES: list[tuple[str, Granularity, str | None]] = [
     ("e4m3", PerBlock(4), "e8m0"),
     ("e2m1", PerBlock(4), "e4m3"),
 ]
-SYNCS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "item")
 VMAP_OF_FLOATS = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 has no vmap rule for view(dtype)")
 
 
@@ -38,23 +36,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class NoSync(TorchDispatchMode):
-    """Raises where an operator would make the host wait for the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in SYNCS or (name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu")):
-            raise AssertionError(f"{func} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_mode_catches_a_sync() -> None:
-    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
-        torch.ones(1).item()
-    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
-        bool(torch.ones(1) > 0)
 
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)

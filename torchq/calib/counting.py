@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from torchq.calib.groups import on_host
 from torchq.functional.kernels import pieces
 
 __all__ = ["MIN_EXPONENT", "bin_exponent", "count_bins_", "count_on_cpu_", "count_on_device_", "merge_bins", "power_of_two"]
@@ -71,7 +72,7 @@ def count_bins_(counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, 
         skip_zeros: leave exact zeros out.
     """
     scale = power_of_two(-exponent)
-    if x.device.type == "cpu":
+    if on_host(x):
         if finite:
             count_on_cpu_(counts, x, scale, signed, skip_zeros)
     else:

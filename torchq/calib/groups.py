@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchq.functional.kernels import largest_magnitude
 
-__all__ = ["magnitude", "whole"]
+__all__ = ["magnitude", "on_host", "whole"]
 
 
 def whole(x: Tensor) -> Tensor:
@@ -17,6 +17,11 @@ def whole(x: Tensor) -> Tensor:
     # By its method, because importing torch.distributed.tensor takes longer than importing torchq.
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether looking at a value costs nothing. Elsewhere the host would wait for the device."""
+    return x.device.type == "cpu"
 
 
 def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchq.calib.counting import MIN_EXPONENT, bin_exponent, count_bins_, merge_bins, power_of_two
+from torchq.calib.groups import on_host
 from torchq.calib.observer import Exchange, Observer, Reduce
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
@@ -110,7 +111,7 @@ class HistogramObserver(Observer):
     def _grow(self, exponent: Tensor) -> None:
         """Widen the bins to ``exponent``, nowhere below the present one."""
         # Off the CPU, looking would wait for the device; merging by zero doublings costs less.
-        if exponent.device.type == "cpu" and torch.equal(exponent, self.exponent):
+        if on_host(exponent) and torch.equal(exponent, self.exponent):
             return
         self.counts = merge_bins(self.counts, exponent - self.exponent)
         self.exponent = exponent

@@ -1,0 +1,95 @@
+"""Nothing that runs for every batch waits for the device: a forward, a training step, collecting. The detector is tested first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.no_sync import NoSync
+from torchq.calib import counting, histogram, make_calibrator, methods
+from torchq.formats import INT8, UINT8, Granularity, PerAxis, PerBlock, PerTensor
+
+OFFENDERS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "equal": lambda x: torch.equal(x, x),
+    "bincount": lambda x: torch.bincount(x.long()),
+    "unique": lambda x: torch.unique(x),
+}
+
+
+@pytest.mark.parametrize("name", OFFENDERS)
+def test_the_detector_catches_it(name: str) -> None:
+    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
+        OFFENDERS[name](torch.ones(3))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that statistics take off the CPU, where values may not be looked at."""
+    for module in (counting, histogram):
+        monkeypatch.setattr(module, "on_host", lambda x: False)
+
+
+COLLECTORS: list[tuple[str, Granularity]] = [
+    *((method, granularity) for method in methods() for granularity in (PerTensor(), PerAxis((1,)))),
+    *((method, PerBlock(4)) for method in ("max", "moving_average")),
+]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("method", "granularity"), COLLECTORS, ids=str)
+def test_collecting(method: str, granularity: Granularity) -> None:
+    options = {"skip_zeros": True} if method == "mse" else {}
+    for format in (INT8, UINT8):
+        calibrator = make_calibrator(method, format=format, granularity=granularity, **options)
+        with NoSync():
+            for scale in (1.0, 100.0, 0.1):  # the bins widen on the way
+                calibrator.collect(torch.randn(3, 5, 8) * scale)
+        assert bool((calibrator.compute_amax() > 0).all())
+
+
+RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "int4_weight", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_training_step(recipe: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4))
+    x, target = torch.randn(2, 3, 6, 6), torch.tensor([0, 3])
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.calibrate(model, [x], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    with NoSync():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_uncalibrated_forward(recipe: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4)).eval()
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    with NoSync(), torch.no_grad():
+        y = model(torch.randn(2, 3, 6, 6))
+    assert bool(y.isfinite().all())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_that_also_observes() -> None:
+    model = nn.Linear(8, 4)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.randn(2, 8)], progress=False)
+    model.input_quantizer.mode = "observe+quantize"
+    model.input_quantizer.start_calibration("entropy")
+    with NoSync():
+        model(torch.randn(2, 8)).sum().backward()
+    assert model.input_quantizer.calibrator.seen
