@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ class Int8Layer(nn.Module):
     weight_step: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
-    _runs: dict[Any, Run]
+    _runs: dict[Any, Any]
 
     def __init__(
         self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, input_grid: Grid, dtype: torch.dtype, input_scale: Tensor | None
@@ -69,7 +70,7 @@ class Int8Layer(nn.Module):
 
     def _forget(self) -> None:
         """Drop the bound kernels, as something in them has changed."""
-        self.__dict__["_runs"] = dict[Any, Run]()
+        self.__dict__["_runs"] = dict[Any, Any]()
 
     def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
         """The kernel that ``bind`` gives, made once for each ``key``."""
@@ -78,6 +79,18 @@ class Int8Layer(nn.Module):
             runs.clear()
         run = runs[key] = bind()
         return run
+
+    def _sees_no_negative(self, x: Tensor) -> bool:
+        """Whether a signed grid meets data without negative numbers: then :meth:`_unsigned` is faster, and keeps bits of the bias."""
+        return self.input_grid.zero != 0 and _eager(x) and x.numel() > 0 and bool(x.amin() >= 0) and self.input_scale is None
+
+    def _unsigned(self) -> Int8Layer:
+        """This layer with codes that start at 0."""
+        if (twin := self._runs.get(_UNSIGNED)) is None:
+            twin = self.variant()
+            twin.input_grid = self.input_grid.clamped(0.0, math.inf)
+            self._runs[_UNSIGNED] = twin
+        return twin
 
     @property
     def weight(self) -> Tensor:
@@ -165,6 +178,8 @@ def dequantized(codes: Tensor, step: Tensor) -> Tensor:
 
 
 _GRIDS = ("input_grid", "output_grid", "residual_grid")
+#: Where a layer keeps its twin with codes from 0.
+_UNSIGNED = "unsigned"
 #: How many input shapes a layer keeps bound kernels for.
 _MOST_RUNS = 64
 
@@ -193,6 +208,8 @@ class Int8Conv(Int8Layer):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_grid`."""
         if x.dtype is not torch.uint8:
+            if self._sees_no_negative(x):
+                return self._unsigned()(x, residual)
             x = self.codes(x)
         if _eager(x):
             key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
@@ -257,6 +274,8 @@ class Int8Linear(Int8Layer):
     def forward(self, x: Tensor) -> Tensor:
         """``activation(x @ weight.T + bias)``."""
         if x.dtype is not torch.uint8:
+            if self._sees_no_negative(x):
+                return self._unsigned()(x)
             x = self.codes(x)
         if _eager(x):
             empty = not x.numel()
