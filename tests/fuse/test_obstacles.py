@@ -231,6 +231,12 @@ def test_a_single_layer_or_norm_as_the_model():
     assert error(outputs(block, x), want) <= 1e-5
 
 
+def test_what_is_no_module_is_an_error():
+    report = fuse_(nn.ReLU())
+    with pytest.raises(FuseError, match=r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report is returned"):
+        fuse_(report)
+
+
 def test_models_that_cannot_be_copied_are_an_error():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     prune.l1_unstructured(model[0], "weight", 0.5)  # the weight is the result of a computation now

@@ -99,7 +99,7 @@ def fuse_(
         warning is given.
 
     Raises:
-        FuseError: every BatchNorm is in training mode, or the model is scripted or cannot be copied.
+        FuseError: this is no module, every BatchNorm is in training mode, or the model is scripted or cannot be copied.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
@@ -107,7 +107,7 @@ def fuse_(
         1 fused, 0 refused, applied
           0  <- 1  [norm after layer, fx, error ...]
     """
-    _check_mode(model)
+    _check_model(model)
     with torch.inference_mode(False):  # gradients are how some kernels are found, and new parameters are to be trained
         plan, report = _plan_all(model, example, verify, constant_pad, (plan_blocks, plan_unknown_blocks) if reparameterize else ())
         return _finish(model, plan, report, dry_run)
@@ -173,7 +173,11 @@ def _find(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _check_mode(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise FuseError(
+            f"fuse_: got a {type(model).__name__}; expected a torch.nn.Module. It is changed in place; what returns is a report"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise FuseError(f"fuse_: got a {type(model).__name__}; expected a module in Python. Fuse before torch.jit.script or trace")
     norms = [module for module in model.modules() if is_norm(module)]
