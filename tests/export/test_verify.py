@@ -148,3 +148,34 @@ def test_float_nodes_are_explained(exported: tuple[nn.Module, Path]) -> None:
     assert any("export with target='onnxruntime'" in reason for reason in reasons.values())
     assert report.counts.get("QLinearAdd", 0) == 0
     assert f"{len(report.integer)} of {len(report.nodes)} computing nodes" in str(report)
+
+
+@pytest.mark.parametrize(("reduce_range", "wide"), [(False, 7), (True, 0)])
+def test_weights_that_overflow_without_vnni_are_counted(reduce_range: bool, wide: int, tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 16, 16)
+    model = calibrated(Residual(), x, config=torchq.recipes.int8(reduce_range=reduce_range), target="onnxruntime", example=x)
+    torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    stored = [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if t.name.endswith(("/weight", "/weight.T"))]
+    largest = max(abs(onnx.numpy_helper.to_array(t).astype(int)).max() for t in stored)
+    assert largest == (64 if reduce_range else 127) or largest == (63 if reduce_range else 128)
+    report = torchq.inspect_onnx(tmp_path / "m.onnx")
+    assert len(report.wide) >= wide if wide else report.wide == ()
+    assert ("recipes.int8(reduce_range=True)" in str(report)) == bool(wide)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
+def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 makes an invalid graph of a Gemm of FP8."""
+    config = torchq.recipes.fp8()
+    model = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(16, 8), config=config)
+    torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
+    with pytest.warns(UserWarning, match=r"verify_onnx: onnxruntime .* cannot run the model .*\. Compared without optimisations"):
+        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
+    assert report.ok and report.optimized == () and len(report.layers) == 4
+
+
+def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
+    model = calibrated(nn.Sequential(nn.Linear(8, 8)), torch.randn(16, 8))
+    torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
+    with pytest.raises(ExportError, match=r"cannot run the model on this batch .* expected inputs like \{'input': \['batch', 8\]\}"):
+        torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4, 8)])

@@ -161,6 +161,25 @@ def test_untraceable_modules_are_reported_and_left() -> None:
     assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}
 
 
+class Caching(nn.Module):
+    """Notes something about its first input, as torchvision's RoI pooling does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rows = nn.Conv2d(2, 2, 1), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows is None:
+            self.rows = x.mean(3)
+        return torch.stack([self.conv(x)[:, i] + row[:, None] for i, row in enumerate(self.rows.unbind(1))], 1)
+
+
+def test_looking_for_operators_leaves_nothing_in_a_module() -> None:
+    model, x = Caching(), torch.randn(2, 2, 3, 3)
+    torchq.quantize_(model, target="openvino")
+    assert model.rows is None and model(x).shape == x.shape
+
+
 def test_transformer_blocks_keep_their_sums_float() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

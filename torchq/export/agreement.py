@@ -68,7 +68,7 @@ class VerifyReport:
     Attributes:
         path: the file.
         outputs: the graph as written, computed in float: the arithmetic of the simulation.
-        optimized: the same file with ONNX Runtime's optimisations, on integers.
+        optimized: the same file with ONNX Runtime's optimisations, on integers; empty where it cannot optimise the file.
         layers: every quantizer in the file, the worst first.
     """
 

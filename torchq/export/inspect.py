@@ -36,6 +36,8 @@ _COMPUTES = {
     **dict.fromkeys(["ReduceMean", "Pad", "LSTM", "GRU", "PRelu", "Pow", "Sqrt", "Attention", "MultiHeadAttention"], False),
 }
 _PLAIN_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
+#: Which input of a kernel holds the weight.
+_WEIGHTS = {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1}
 _INTEGER_TYPES = frozenset([2, 3, 4, 5, 21, 22])
 
 
@@ -63,11 +65,14 @@ class InspectReport:
         path: the file.
         nodes: every computing node of the optimised graph, in order.
         counts: operator -> number, of all nodes of the optimised graph.
+        wide: names of the integer nodes whose weights need 8 bits. Two products of such a weight with a uint8 overflow 16 bits, in which
+            x86 CPUs without VNNI or AMX add them; with 7 bits (``recipes.int8(reduce_range=True)``) they do not.
     """
 
     path: str
     nodes: tuple[NodePlacement, ...]
     counts: dict[str, int]
+    wide: tuple[str, ...] = ()
 
     @property
     def integer(self) -> tuple[NodePlacement, ...]:
@@ -83,6 +88,11 @@ class InspectReport:
         kinds = Counter(node.kind for node in self.integer)
         done = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
         lines = [f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on integers: {done}"]
+        if self.wide:
+            lines.append(
+                f"{len(self.wide)} of them have 8-bit weights, whose sums can overflow on x86 CPUs without VNNI or AMX; "
+                "for those use torchq.recipes.int8(reduce_range=True)"
+            )
         if self.fallbacks:
             lines += table([("in float", "type", "why"), *((node.name, node.kind, node.reason) for node in self.fallbacks)])
         return "\n".join(lines)
@@ -102,7 +112,14 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         optimized = Path(folder, "optimized.onnx")
         Session(os.fspath(path), optimize=True, save_optimized=optimized)
         graph = load_graph(optimized)
-    return InspectReport(os.fspath(path), tuple(_placements(graph)), dict(Counter(node.op_type for node in graph.nodes)))
+    counts = dict(Counter(node.op_type for node in graph.nodes))
+    wide = tuple(node.name or node.output[0] for node in graph.of(*_WEIGHTS) if _is_wide(graph, node.input[_WEIGHTS[node.op_type]]))
+    return InspectReport(os.fspath(path), tuple(_placements(graph)), counts, wide)
+
+
+def _is_wide(graph: Graph, weight: str) -> bool:
+    """Whether a stored weight has int8 codes beyond 7 bits: 2 * 255 * 64 still fits 16 bits."""
+    return weight in graph.initializers and graph.initializers[weight].data_type == 3 and bool((graph.value(weight).int().abs() > 64).any())
 
 
 def _placements(graph: Graph) -> list[NodePlacement]:

@@ -58,7 +58,15 @@ class Session:
         return dict(zip(self.inputs, values, strict=False))
 
     def run(self, feeds: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> list[Tensor]:
-        """The outputs named, default all."""
+        """The outputs named, default all.
+
+        Raises:
+            ExportError: the inputs do not fit.
+        """
         arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in feeds.items()}
-        results = self._session.run(list(outputs or self.outputs), arrays)
+        try:
+            results = self._session.run(list(outputs or self.outputs), arrays)
+        except Exception as error:  # its own exception classes are private
+            shapes = {value.name: value.shape for value in self._session.get_inputs()}
+            raise ExportError(f"onnxruntime: cannot run the model on this batch ({error}); expected inputs like {shapes}") from error
         return [torch.from_numpy(array.copy()) for array in results]

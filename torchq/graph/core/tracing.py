@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -65,6 +66,18 @@ class _Tracer(ForwardTracer):
         return self._leaf(m)
 
 
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards no module keeps what its forward stored in it: the first call of torchvision's RoI pooling notes scales, here proxies."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
     """What ``tracer`` makes of the forward of ``module``; calls give arguments by position or by name as before.
 
@@ -77,7 +90,8 @@ def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
     constants = {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, (bool, int, float))}
-    graph = tracer.trace(module, constants or None)
+    with _attributes_kept(module):
+        graph = tracer.trace(module, constants or None)
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
         node.target = name  # fx numbers those with a constant, which would hide them from keyword calls
