@@ -186,3 +186,19 @@ def test_residuals_of_several_kinds_reach_one_layer() -> None:
         kept = residual.clone()
         torch.testing.assert_close(layer(x, residual), plain + residual, check_dtype=False, rtol=1e-5, atol=1e-5)
         assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_converting_the_result_to_another_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 5, 5)
+    model = calibrated(nn.Sequential(nn.Conv2d(8, 4, 1), nn.Sigmoid(), torchq.TensorQuantizer(), nn.Tanh(), nn.Flatten(1)), x)
+    int8 = torchq.deploy(model)
+    expected = int8(x)
+    steps = [m.weight_step for m in int8.modules() if isinstance(m, Int8Layer)]
+    converted = copy.deepcopy(int8).to(dtype)
+    got = converted(x.to(dtype))
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+    assert all(
+        torch.equal(a, b.weight_step) for a, b in zip(steps, (m for m in converted.modules() if isinstance(m, Int8Layer)), strict=True)
+    )

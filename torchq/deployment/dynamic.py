@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchq.deployment import onednn
 from torchq.deployment.grid import SIGNED_ZERO
 from torchq.deployment.layers import dequantized
 from torchq.deployment.ops import kernel_name
+from torchq.deployment.precision import KeepsFloat32
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.functional.reduce import reduce_amax
@@ -19,7 +20,7 @@ from torchq.functional.scale import divisor, step_from_amax
 __all__ = ["DynamicInt8Linear"]
 
 
-class DynamicInt8Linear(nn.Module):
+class DynamicInt8Linear(KeepsFloat32):
     """An integer linear layer whose input steps are found in each call.
 
     Args:

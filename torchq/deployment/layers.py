@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchq.deployment import onednn
 from torchq.deployment.grid import Grid
 from torchq.deployment.onednn import Run
 from torchq.deployment.ops import kernel_name
+from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["Int8Conv", "Int8Layer", "Int8Linear", "dequantized"]
 
 
-class Int8Layer(nn.Module):
+class Int8Layer(KeepsFloat32):
     """Base of layers with int8 weights and uint8 activations.
 
     Takes a floating-point tensor, which it quantizes, or the uint8 codes of its :attr:`input_grid`. Returns a floating-point

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.deployment.grid import Grid
+from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["CodesMaxPool2d", "Dequantize", "GridModule", "Lookup", "Quantize"]
 
@@ -49,7 +50,7 @@ class Quantize(GridModule):
         return self.grid.quantize(x)
 
 
-class Dequantize(GridModule):
+class Dequantize(KeepsFloat32, GridModule):
     """Uint8 codes -> floating point of ``dtype``."""
 
     def __init__(self, grid: Grid, dtype: torch.dtype) -> None:

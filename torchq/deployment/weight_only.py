@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchq.deployment.packing import PackCache
+from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["MAX_ROWS", "WeightOnlyLinear", "pack_nibbles", "unpack_nibbles"]
 
@@ -86,7 +87,7 @@ _LIBRARY.impl("weight_only_linear", _cpu, "CPU")
 torch.library.register_fake("torchq::weight_only_linear", _fake, lib=_LIBRARY)
 
 
-class WeightOnlyLinear(nn.Module):
+class WeightOnlyLinear(KeepsFloat32):
     """``x @ (codes * step).T + bias`` with int8 codes, or int4 ones two in a byte.
 
     Args:
