@@ -211,7 +211,9 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
     [
         (lambda: torchq.calibrate(nn.Linear(2, 2), []), ConfigError, "calibrate: Linear has no quantizer; .*Run torchq.quantize_"),
         (lambda: torchq.calibrate(net(), [], progress=False), CalibrationError, "calibrate: got no batch; expected at least one"),
-        (lambda: torchq.calibrate(net(), iter(()), progress=False), CalibrationError, "got no batch"),
+        (lambda: torchq.calibrate(net(), iter(()), progress=False), CalibrationError, "got no batch; .*make a new one"),
+        (lambda: torchq.calibrate(net(), torch.ones(1, 4)), ConfigError, r"got a Tensor as batches; .*Pass \[batch\] for one batch"),
+        (lambda: torchq.calibrate(net(), {"x": torch.ones(1, 4)}), ConfigError, "got a dict as batches; expected an iterable of batches"),
         (lambda: torchq.calibrate(net(), [], on_unseen="ignore"), ConfigError, "got on_unseen='ignore'; expected 'error', 'disable' or"),
         (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"), ConfigError, "unknown calibration method 'maximum'"),
         (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9), ConfigError, r"got options \['percentile'\]"),

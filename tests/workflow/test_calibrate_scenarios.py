@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,3 +155,27 @@ def test_weights_with_mse_are_searched_directly(generator: torch.Generator) -> N
     model[0].weight.data[3, 4] = torch.nan
     with pytest.raises(CalibrationError, match=r"0\.weight_quantizer: search_amax: got NaN or infinite values"):
         torchq.calibrate(model, None, force=True, progress=False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interruption_leaves_everything_as_it_was(error: type[BaseException], model: Branched, data: list[Tensor]) -> None:
+    def interrupted() -> Iterator[Tensor]:
+        yield data[0]
+        raise error
+
+    before = {name: q.mode for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+    model.train()
+    with pytest.raises(error):
+        torchq.calibrate(model, interrupted(), progress=False)
+    found = {name: q for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+    assert model.training and before == {name: q.mode for name, q in found.items()}
+    assert not any(q.calibrated or q.calibrator for q in found.values())
+    torchq.calibrate(model, data, on_unseen="disable", progress=False)  # again, without a warning
+    assert model.head.weight_quantizer.calibrated
+
+
+def test_tensors_that_cannot_be_observed_are_named(model: Branched) -> None:
+    quantizer = model.head.input_quantizer
+    quantizer.start_calibration()
+    with pytest.raises(CalibrationError, match=r"^head.input_quantizer: MaxCalibrator.collect: got a tensor of torch.int64"):
+        quantizer(torch.ones(2, 2, dtype=torch.int64))

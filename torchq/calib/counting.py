@@ -19,7 +19,7 @@ __all__ = ["MIN_EXPONENT", "bin_exponent", "count_bins_", "count_on_cpu_", "coun
 # Keeps both 2**k and 2**-k normal float32 numbers for every k in use.
 MIN_EXPONENT = -126
 # Temporaries of a CPU piece stay in the second-level cache; those of a device piece stay within a few hundred MB.
-_CPU_PIECE = 1 << 17
+_CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 24
 # Indices up to here fit int16: the narrower the index, the faster it is made and counted.
 _NARROW = 1 << 15

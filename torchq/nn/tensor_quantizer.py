@@ -162,10 +162,17 @@ class TensorQuantizer(nn.Module):
         self._adopt(torch.empty(0, device=self.amax.device))
 
     def observe(self, x: Tensor) -> None:
-        """Give ``x`` to the calibrator."""
+        """Give ``x`` to the calibrator.
+
+        Raises:
+            CalibrationError: x is not floating point, or its amax has another shape than before.
+        """
         if self.calibrator is None:
             self.calibrator = self._make_calibrator()
-        self.calibrator.collect(x.detach())
+        try:
+            self.calibrator.collect(x.detach())
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
 
     def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
         d = self.descriptor

@@ -70,9 +70,10 @@ def calibrate(
         CalibrationError: unseen quantizers (``on_unseen="error"``), NaN or infinite activations, no batch at all; the text
             names each quantizer. Ranges of the others are set. A rank of the group that did not arrive within the timeout.
         ConfigError: the model has no quantizers, or an argument is invalid.
+
+    Anything else that ends it, Ctrl-C or an error of the model, leaves every range as it was.
     """
-    if on_unseen not in ("error", "disable", "dynamic"):
-        raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
+    _check_arguments(batches, on_unseen)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         model = model.module  # the wrapper would exchange buffers in its first forward, and wait for a rank without batches
     todo = _pending(model, force)
@@ -88,12 +89,26 @@ def calibrate(
                 if group is not None:
                     sync([q.calibrator for q in activations.values() if q.calibrator], group, timeout=timeout, names=tuple(activations))
                 elif not count:
-                    raise CalibrationError("calibrate: got no batch; expected at least one")
+                    raise CalibrationError("calibrate: got no batch; expected at least one. A generator runs only once: make a new one")
                 unseen = _finish(activations)
             _treat_unseen({name: activations[name] for name in unseen}, on_unseen, count)
-    finally:
-        with torch.no_grad():  # last: weight_norm and its like compute the weight in a forward pass
-            calibrate_weights(model, only={id(q) for q in todo.values()})
+    except CalibrationError:
+        _calibrate_pending_weights(model, todo)
+        raise
+    _calibrate_pending_weights(model, todo)  # last: weight_norm and its like compute the weight in a forward pass
+
+
+def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:
+    if on_unseen not in ("error", "disable", "dynamic"):
+        raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
+    if isinstance(batches, (Tensor, Mapping, str)):
+        kind = type(batches).__name__
+        raise ConfigError(f"calibrate: got a {kind} as batches; expected an iterable of batches. Pass [batch] for one batch")
+
+
+def _calibrate_pending_weights(model: nn.Module, todo: dict[str, TensorQuantizer]) -> None:
+    with torch.no_grad():
+        calibrate_weights(model, only={id(q) for q in todo.values()})
 
 
 def _warn_of_other_ranks() -> None:
