@@ -175,9 +175,7 @@ def _find(model: nn.Module, path: str) -> nn.Module | None:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise FuseError(
-            f"fuse_: got a {type(model).__name__}; expected a torch.nn.Module. It is changed in place; what returns is a report"
-        )
+        raise FuseError(f"fuse_: got a {type(model).__name__}; expected a torch.nn.Module. It is changed in place and a report is returned")
     if isinstance(model, torch.jit.ScriptModule):
         raise FuseError(f"fuse_: got a {type(model).__name__}; expected a module in Python. Fuse before torch.jit.script or trace")
     norms = [module for module in model.modules() if is_norm(module)]
