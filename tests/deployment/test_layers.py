@@ -178,6 +178,14 @@ def test_bound_kernels_follow_changes_of_the_layer() -> None:
     assert layer(x).shape == (2, 4, 4, 4)
 
 
+def test_other_steps_of_the_same_weight_are_seen() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, bias=False), x))
+    before = layer(x)
+    layer.weight_step = layer.weight_step * 2
+    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
+
+
 def test_residuals_of_several_kinds_reach_one_layer() -> None:
     x = torch.randn(2, 3, 8, 8)
     layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))

@@ -48,7 +48,7 @@ def linear(
         sums = weight.sum(1, dtype=torch.int32)
         return F.pad(weight, (0, inner, 0, outer)).t(), (128 - x_zero) * sums
 
-    padded, shift = _PACKED.get(weight, x_zero, None, build)
+    padded, shift = _PACKED.get(weight, x_zero, (), build)
     rows = x.reshape(-1, x.shape[-1])
     signed = (rows ^ 128).view(torch.int8)
     size = max(_FEWEST_ROWS, rows.shape[0])

@@ -124,7 +124,7 @@ def _bind(
 
     # The layout depends on the size of the image, not on the batch: weights in another one are converted at every call, which
     # takes a hundred times longer than the convolution.
-    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation, *shape[2:]), bias, build)
+    p: _Packed = PACKED.get(weight, (x_step, x_zero, *stride, *padding, *dilation, *shape[2:]), (weight_step, bias), build)
     fixed = (x_step, 0, p.weight, p.step, p.zero)
     if added is not None:
         return _adding(fixed, p.bias, static, out_step, out_zero, out_dtype, name, added)
@@ -166,7 +166,7 @@ def bind_linear(
     def build() -> _Packed:
         return _pack(torch.ops.onednn.qlinear_prepack(weight, None), weight, weight_step, bias, x_step, x_zero)
 
-    p: _Packed = PACKED.get(weight, (x_step, x_zero), bias, build)
+    p: _Packed = PACKED.get(weight, (x_step, x_zero), (weight_step, bias), build)
     act, operator = ACTIVATIONS[name], torch.ops.onednn.qlinear_pointwise.default
     fixed = (x_step, 0, p.weight, p.step, p.zero, p.bias, out_step, out_zero, out_dtype, act.onednn, list(arguments), act.algorithm)
     return lambda x: operator(x, *fixed)

@@ -7,7 +7,7 @@ lives here, under a weak reference to the plain tensor. Copies, files and export
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,21 +30,21 @@ class PackCache:
         self._entries = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
 
-    def get(self, weight: Tensor, key: Hashable, companion: Tensor | None, build: Callable[[], Any]) -> Any:
-        """What ``build`` returned for this weight, key and ``companion`` (the bias: it enters what is built)."""
+    def get(self, weight: Tensor, key: Hashable, companions: Sequence[Tensor | None], build: Callable[[], Any]) -> Any:
+        """What ``build`` returned for this weight, key and ``companions`` (steps and bias: they enter what is built)."""
         found = self._entries.get(weight)
         entry = found.get(key) if found is not None else None
-        if entry is not None and entry[0] is companion:
+        if entry is not None and _same(entry[0], companions):
             return entry[1]
         with self._lock:
             if weight not in self._entries:
                 self._entries[weight] = {}
             entries = self._entries[weight]
-            if key not in entries or entries[key][0] is not companion:
+            if key not in entries or not _same(entries[key][0], companions):
                 if len(entries) >= self._most:
                     # A new dictionary: another thread may be reading the old one.
                     entries = self._entries[weight] = dict(list(entries.items())[1 - self._most :])
-                entries[key] = (companion, build())
+                entries[key] = (companions, build())
             return entries[key][1]
 
     def __len__(self) -> int:
@@ -54,3 +54,7 @@ class PackCache:
         """Drop what was built for ``weight``: its values have changed."""
         with self._lock:
             self._entries.pop(weight, None)
+
+
+def _same(before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
+    return all(a is b for a, b in zip(before, now, strict=True))

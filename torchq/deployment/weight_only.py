@@ -59,7 +59,7 @@ def _cpu(x: Tensor, weight: Tensor, step: Tensor, bias: Tensor | None, bits: int
 def _int8(weight: Tensor, step: Tensor, x: Tensor) -> Any:
     if step.shape[1] != 1 or weight.shape[0] % 16 or weight.shape[1] % 16:
         return None
-    scale = _PACKED.get(weight, x.dtype, step, lambda: step.flatten().to(x.dtype))
+    scale = _PACKED.get(weight, x.dtype, (step,), lambda: step.flatten().to(x.dtype))
     return lambda rows: torch.ops.aten._weight_int8pack_mm(rows, weight, scale)
 
 
@@ -74,7 +74,7 @@ def _int4(weight: Tensor, step: Tensor, x: Tensor) -> Any:
         scale = step.repeat_interleave(size // group, 1).t().to(x.dtype)
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
 
-    packed, scales = _PACKED.get(weight, (x.dtype, group), step, build)
+    packed, scales = _PACKED.get(weight, (x.dtype, group), (step,), build)
     return lambda rows: torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, group, scales)
 
 
