@@ -179,3 +179,20 @@ def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
     torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
     with pytest.raises(ExportError, match=r"cannot run the model on this batch .* expected inputs like \{'input': \['batch', 8\]\}"):
         torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4, 8)])
+
+
+def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 2 GB; here every file is above it."""
+    monkeypatch.setattr("torchq.export.proto._EXTERNAL_ABOVE", 0)
+    x, path = torch.randn(4, 3, 16, 16), tmp_path / "m.onnx"
+    model = calibrated(Residual(), x)
+    for _ in range(2):  # writing again replaces the tensors
+        report = torchq.export_onnx(model, x[:1], path, dynamo=False)
+    assert report.size == path.stat().st_size + (tmp_path / "m.onnx.data").stat().st_size
+    weights = onnx.load(str(path), load_external_data=False).graph.initializer
+    assert any(t.data_location == onnx.TensorProto.EXTERNAL for t in weights)
+    assert torchq.verify_onnx(model, path, [x]).ok
+    assert torchq.inspect_onnx(path).nodes
+    with pytest.warns(UserWarning, match="its output is not quantized"):
+        torchq.export.retarget_onnx(path, tmp_path / "ort.onnx", "onnxruntime")
+    assert torchq.verify_onnx(model, tmp_path / "ort.onnx", [x]).ok

@@ -19,7 +19,7 @@ class Session:
     """A model in ONNX Runtime, on the CPU and on as many threads as torch uses.
 
     Args:
-        source: a file, or the bytes of one.
+        source: a file.
         optimize: ``False`` runs the graph node by node as written, ``True`` with all optimisations.
         save_optimized: write the optimised graph there.
 
@@ -28,7 +28,7 @@ class Session:
         ExportError: it cannot run the model.
     """
 
-    def __init__(self, source: str | Path | bytes, *, optimize: bool, save_optimized: Path | None = None) -> None:
+    def __init__(self, source: str | Path, *, optimize: bool, save_optimized: Path | None = None) -> None:
         runtime = need("onnxruntime", "torchq")
         options = runtime.SessionOptions()
         levels = runtime.GraphOptimizationLevel
@@ -36,12 +36,11 @@ class Session:
         if save_optimized is not None:
             options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED  # ALL would add layouts of this machine
             options.optimized_model_filepath = str(save_optimized)
+            options.add_session_config_entry("session.optimized_model_external_initializers_file_name", f"{save_optimized.name}.data")
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         try:
-            self._session = runtime.InferenceSession(
-                source if isinstance(source, bytes) else str(source), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = runtime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its own exception classes are private
             fix = ". Export with target='onnxruntime', or with opset 20 or lower" if "output_dtype" in str(error) else ""
             raise ExportError(f"onnxruntime {runtime.__version__} cannot run the model ({error}); expected it to{fix}") from error

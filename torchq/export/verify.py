@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def verify_onnx(
     grids = {name: grid for name, grid in activation_grids(graph).items() if name.partition("#")[0] in known}
     merged = read_record(graph).get("merged", {})
     plain, fast = Session(Path(path), optimize=False), _optimized(Path(path))
-    forced = Session(_forced(load_graph(path), list(grids)), optimize=False) if layers and grids else None
+    forced = _forced(load_graph(path), list(grids)) if layers and grids else None
     exact, optimized = Outputs(plain.outputs), Outputs(plain.outputs)
     codes = {name: Codes(name, grid.format.qmax) for name, grid in grids.items()}
     count = 0
@@ -144,7 +145,7 @@ def _same(quantizer: TensorQuantizer, grid: Grid) -> bool:
     return torch.equal(step, grid.scale.reshape(-1)) and grid.format.hi - grid.zero >= quantizer.descriptor.format.hi
 
 
-def _forced(graph: Graph, names: list[str]) -> bytes:
+def _forced(graph: Graph, names: list[str]) -> Session:
     """The graph with the value of every quantizer an input, and its codes, as floats, an output."""
     helper = need("onnx.helper", "verify_onnx")
     for name in names:
@@ -155,7 +156,9 @@ def _forced(graph: Graph, names: list[str]) -> bytes:
         graph.replace_uses(value, given)
         graph.proto.input.append(helper.make_tensor_value_info(given, 1, None))
         graph.proto.output.append(helper.make_tensor_value_info(f"{name}/float codes", 1, None))
-    return bytes(graph.model.SerializeToString())
+    with TemporaryDirectory() as folder:
+        graph.save(Path(folder, "forced.onnx"), check=False)  # the new inputs have no shapes
+        return Session(Path(folder, "forced.onnx"), optimize=False)
 
 
 def _compare(forced: Session, feeds: Mapping[str, Tensor], seen: Seen, grids: Mapping[str, Grid], codes: Mapping[str, Codes]) -> None:
