@@ -181,8 +181,8 @@ def dequantized(codes: Tensor, step: Tensor) -> Tensor:
 _GRIDS = ("input_grid", "output_grid", "residual_grid")
 #: Where a layer keeps its twin with codes from 0.
 _UNSIGNED = "unsigned"
-#: How many input shapes a layer keeps bound kernels for.
-_MOST_RUNS = 64
+#: How many input shapes a layer keeps bound kernels for; each size of image has packed weights of its own.
+_MOST_RUNS = 8
 
 
 def _eager(x: Tensor) -> bool:

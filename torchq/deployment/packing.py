@@ -25,7 +25,7 @@ class PackCache:
         most: how many keys one weight may have; the oldest goes.
     """
 
-    def __init__(self, most: int = 16) -> None:
+    def __init__(self, most: int = 8) -> None:
         self._most = most
         self._entries = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
