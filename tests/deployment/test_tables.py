@@ -71,3 +71,13 @@ def test_activations_of_a_recipe_become_tables() -> None:
     assert [row.kernel.split()[0] for row in torchq.summary(int8).layers].count("table") == 1
     assert "simulated" not in {row.kernel for row in torchq.summary(int8).layers}
     assert math.isinf(sqnr(int8(x), model(x))) or sqnr(int8(x), model(x)) > 40
+
+
+def test_a_table_reads_the_codes_that_it_gets() -> None:
+    # The clamp before the first quantizer moves its zero from 128 to 0.
+    x = torch.randn(2, 3, 9, 9)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), torchq.TensorQuantizer(), nn.Tanh(), nn.Conv2d(8, 4, 1)
+    model = calibrated(nn.Sequential(*layers), x)
+    int8 = torchq.deploy(model)
+    assert sum(isinstance(m, Lookup) for m in int8.modules()) == 1
+    assert sqnr(int8(x), model(x)) > 40
