@@ -5,12 +5,17 @@ the plain way (abs, max, torch.histc, adding float counts), and with NVIDIA Mode
 depends on whether the allocator hands out memory that was touched before: in a fresh process of a user it usually was not, in
 this loop it was. ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes every large allocation fresh.
 
+``range of a tensor`` is what a weight takes in every training step; it is compared with reading the tensor.
+
+On one thread the clock is CPU time, which other processes on the machine disturb less.
+
 ``estimate`` is compared with the textbook loops, one candidate edge at a time with torch operations, and with ModelOpt's.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -20,6 +25,8 @@ from torch import Tensor
 
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from torchq.calib import HistogramCalibrator, MaxCalibrator
+from torchq.formats import PerAxis, PerBlock, PerTensor
+from torchq.functional import reduce_amax
 
 BINS = 2048
 LEVELS = 128
@@ -106,6 +113,20 @@ def collecting(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         raise RuntimeError(f"collect: lost counts; expected {collected}")
 
 
+def ranging(report: Reporter, x: Tensor, times: dict[str, Any]) -> None:
+    """The range of a tensor at hand, which weights take in every training step and activations with dynamic ranges in every call."""
+    rows = x.flatten()[: x.numel() // 3200 * 3200].view(-1, 3200)
+    cases = {"per tensor": PerTensor(), "rows": PerAxis((0,)), "columns": PerAxis((1,)), "blocks of 32": PerBlock(32)}
+    candidates: dict[str, Callable[[], object]] = {"read (aminmax)": lambda: torch.aminmax(rows)}
+    for name, granularity in cases.items():
+        candidates[f"torchq {name}"] = lambda granularity=granularity: reduce_amax(rows, granularity)
+        candidates[f"vector_norm {name}"] = lambda granularity=granularity: granularity.amax(rows)
+        if not torch.equal(reduce_amax(rows, granularity), granularity.amax(rows).float()):
+            raise RuntimeError(f"range {name}: differs from the definition")
+    for row in compare(candidates, baseline="read (aminmax)", **times):
+        report.timing(row, what="range of a tensor", elements=rows.numel(), dtype=str(x.dtype).removeprefix("torch."))
+
+
 def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]) -> None:
     ours = HistogramCalibrator(num_bins=BINS)
     ours.collect(x)
@@ -133,6 +154,14 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
             report.timing(row, what="estimate", method=method, bins=BINS)
 
 
+def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) -> None:
+    ours = HistogramCalibrator(axis=1, num_bins=BINS)
+    ours.collect(torch.randn(200, channels, generator=torch.Generator().manual_seed(0)))
+    candidates = {method: lambda method=method: ours.compute_amax(method) for method in ("max", "percentile", "mse", "entropy")}
+    for row in compare(candidates, baseline="max", **times):
+        report.timing(row, what="estimate", channels=channels, bins=BINS)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--elements", type=int, default=6_400_000, help="size of the tensor (default: %(default)s)")
@@ -148,8 +177,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if peer is None:
             report.value(what="left out", candidate="ModelOpt", reason="not installed")
         fresh = "MALLOC_MMAP_THRESHOLD_" in os.environ
-        collecting(report, x, peer, timing(given), data="relu" if given.relu else "normal", fresh_memory=fresh)
-        estimating(report, x.float(), peer, timing(given))
+        times = {**timing(given), "clock": time.thread_time if given.threads == 1 else time.perf_counter}
+        collecting(report, x, peer, times, data="relu" if given.relu else "normal", fresh_memory=fresh)
+        ranging(report, x, times)
+        estimating(report, x.float(), peer, times)
+        estimating_channels(report, 512, times)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
 ``fake_quantize_per_*_affine``, and NVIDIA ModelOpt, Brevitas and torchao where they are installed: run this with the interpreter of
 ``make bench-env``, or name it with --python.
 
+A case that is called learned has a range with a gradient (LSQ).
+
 Modes: ``forward`` (no gradient wanted), ``training`` (forward that keeps what its backward needs), ``backward``, and ``memory``: bytes
 per element that the backward keeps besides input and result. ModelOpt's gradient passes everywhere, so it keeps and does nothing.
 
@@ -43,6 +45,7 @@ class Case:
     granularity: Granularity = PER_TENSOR
     dtype: str = "fp32"
     channels_last: bool = False
+    learned: bool = False
 
     def tensor(self) -> Tensor:
         x = torch.randn(32, 64, 56, 56).to(DTYPES[self.dtype])
@@ -52,6 +55,7 @@ class Case:
 CASES = [
     Case("int8 per tensor"),
     Case("int8 per tensor channels_last", channels_last=True),
+    Case("int8 per tensor learned", learned=True),
     Case("int8 axis 0", granularity=PerAxis((0,))),
     Case("int8 axis 1", granularity=PerAxis((1,))),
     Case("int8 axis 1 channels_last", granularity=PerAxis((1,)), channels_last=True),
@@ -134,10 +138,12 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
 
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
-    found = rivals(case, amax)
+    found = {} if case.learned else rivals(case, amax)
+    function = torchq.functional.learned_fake_quantize if case.learned else torchq.functional.fake_quantize
+    amax.requires_grad_(case.learned)
 
     def ours(v: Tensor) -> Tensor:
-        return torchq.functional.fake_quantize(v, amax, case.format, case.granularity)
+        return function(v, amax, case.format, case.granularity)
 
     found["torchq"] = ours
     if compiled:
