@@ -39,6 +39,12 @@ def not_finite():
     return model
 
 
+def integer():
+    model = pair()
+    model[0].weight = nn.Parameter(torch.ones(4, 4, 1, 1, dtype=torch.int8), requires_grad=False)
+    return model
+
+
 class Held(nn.Module):
     def __init__(self, container):
         super().__init__()
@@ -66,6 +72,7 @@ MODELS = {
     "pruned": (lambda: pair(_pruned(nn.Conv2d(4, 4, 1))), "1", "computes its weight (weight_norm, spectral_norm or pruning)"),
     "lazy": (lambda: pair(nn.LazyConv2d(4, 1)), "1", "has an uninitialized weight; run the model once first"),
     "meta": (lambda: pair(nn.Conv2d(4, 4, 1, device="meta")), "1", "has its weight on the meta device; load the weights first"),
+    "integer": (integer, "1", "has a weight of torch.int8; expected a floating-point one"),
     "not finite": (not_finite, "1", "has a weight that is not finite"),
     "own forward": (lambda: pair(norm=Rounding(4)), "1", "is a Rounding, whose forward may do more than BatchNorm"),
     "observed layer": (lambda: hooked(pair(), 0, "register_forward_hook"), "1", "its layer 0 has a forward hook that observes its output"),
