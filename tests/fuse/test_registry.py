@@ -11,6 +11,7 @@ from torchq.fuse import fuse_, register_block
 from torchq.fuse.affine import NotAffine
 from torchq.fuse.blocks import BLOCKS
 from torchq.fuse.extract import apply_map, collapse, extract, linear_map, relative_error
+from torchq.fuse.operators import AffineTensor
 
 
 class Two(nn.Module):
@@ -124,6 +125,12 @@ def test_what_is_one_convolution_collapses(name):
     geometry, value = collapse(LINEAR[name], 4, 2)
     x = torch.randn(2, 4, 12, 13, dtype=torch.float64)
     assert relative_error(apply_map(x, geometry, value), LINEAR[name](x)) <= 1e-12
+
+
+def test_maps_of_different_tensors_do_not_add_up():
+    one, two = (AffineTensor.identity(object(), 4, 2) for _ in range(2))
+    with pytest.raises(NotAffine, match="a sum of maps of two different tensors"):
+        one + two
 
 
 def test_linear_layers_are_maps_without_window():
