@@ -85,7 +85,7 @@ class Lookup(nn.Module):
         """Same shape and memory format."""
         last = codes.dim() == 4 and codes.is_contiguous(memory_format=torch.channels_last)
         x = codes.permute(0, 2, 3, 1) if last else codes
-        # Five times faster than indexing.
+        # Four times faster than indexing.
         y = torch.index_select(self.table, 0, x.reshape(-1).int()).view(x.shape)
         return y.permute(0, 3, 1, 2) if last else y
 
