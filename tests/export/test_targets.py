@@ -249,3 +249,13 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
         joined = [node for node in nodes.values() if node.op_type in ("Add", "Concat")]
         assert [[nodes[name].op_type for name in node.input] for node in joined] == [["DequantizeLinear"] * 2] * 2
         assert torchq.verify_onnx(candidate, tmp_path / "m.onnx", [torch.randn(4, 4, 6, 6)]).ok
+
+
+def test_activations_with_a_range_per_channel_stay_as_they_are(tmp_path: Path) -> None:
+    config = QuantConfig((Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor(axis=0)),))
+    model = calibrated(nn.Sequential(nn.Linear(4, 4)), torch.randn(16, 4), config=config)
+    write(model, tmp_path / "m.onnx", "onnxruntime", (2, 4))
+    zero = ends(tmp_path / "m.onnx", "QuantizeLinear")["0.input_quantizer"].input[2]
+    (stored,) = [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if t.name == zero]
+    assert (stored.data_type, list(stored.dims)) == (onnx.TensorProto.INT8, [4])
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4)]).ok
