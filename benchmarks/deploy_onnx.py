@@ -156,6 +156,17 @@ def cifar_case(folder: Path, count: int) -> tuple[nn.Module, list[Tensor], list[
     return resnet20(folder), read_split(folder, "train", 512).batches(128), read_split(folder, "test", count).batches(250)
 
 
+def rounding_alone(model: nn.Module, batches: list[Tensor]) -> dict[str, float]:
+    """How well the simulation in float32 agrees with itself in float64: what rounding alone changes, whatever the runtime."""
+    exact = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        pairs = [(model.eval()(x).double(), exact(x.double())) for x in batches]
+    got, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
+    same = (got.argmax(1) == expected.argmax(1)).double().mean()
+    error = (got - expected).square().sum() / expected.square().sum()
+    return {"top1": float(same), "sqnr_db": float(-10 * error.log10())}
+
+
 def agreement(report: Reporter, name: str, target: str | None, data: tuple[nn.Module, list[Tensor], list[Tensor]]) -> None:
     """The simulation of a trained network against its file, on test images."""
     model, seen, test = copy.deepcopy(data[0]), data[1], data[2]
@@ -172,6 +183,8 @@ def agreement(report: Reporter, name: str, target: str | None, data: tuple[nn.Mo
     for how, outputs in (("unoptimised", found.outputs), ("optimised", found.optimized)):
         figures = outputs[0]
         report.value(**case, runs=how, top1=figures.top1, sqnr_db=figures.sqnr_db, max_diff=figures.max_diff)
+    control = rounding_alone(model, test)
+    report.value(**case, runs="simulation in float64", **control)
     codes = sum(layer.elements for layer in found.layers)
     ties, wrong = sum(layer.ties for layer in found.layers), sum(layer.mismatches for layer in found.layers)
     report.value(**case, runs="layer by layer", quantizers=len(found.layers), codes=codes, ties=ties, wrong=wrong)

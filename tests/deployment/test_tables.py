@@ -73,6 +73,21 @@ def test_activations_of_a_recipe_become_tables() -> None:
     assert math.isinf(sqnr(int8(x), model(x))) or sqnr(int8(x), model(x)) > 40
 
 
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_gate_of_a_silu_is_in_its_table(gate: bool) -> None:
+    x = torch.randn(2, 3, 9, 9)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)).eval()
+    torchq.quantize_(model, target="onnxruntime")
+    gated = model[1]
+    assert isinstance(gated, torchq.nn.QuantSiLU)
+    gated.quantize_gate(gate)
+    gated.gate_quantizer.set_amax(0.25)  # coarse enough to be seen
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    assert sum(isinstance(m, Lookup) for m in int8.modules()) == 1
+    assert sqnr(int8(x), model(x)) > 40
+
+
 def test_a_table_reads_the_codes_that_it_gets() -> None:
     # The clamp before the first quantizer moves its zero from 128 to 0.
     x = torch.randn(2, 3, 9, 9)

@@ -57,6 +57,22 @@ def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path
     assert proof.optimized[0].sqnr_db > 25  # biases in int32 steps and codes that flip: measured 30 and more
 
 
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ"))])
+def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, 9)
+    net = calibrated(
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)), x, target="onnxruntime"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    kinds = [node.kind for node in nodes.integer]
+    assert (kinds.count("QLinearConv"), kinds.count("QLinearSigmoid"), kinds.count("QLinearMul")) == (2, 2, 2)
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+
+
 @pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
 def test_the_modern_exporter_reaches_the_same_kernels(model: nn.Module, tmp_path: Path) -> None:
     torchq.export_onnx(model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", target="onnxruntime", dynamo=True)

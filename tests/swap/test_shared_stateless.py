@@ -38,7 +38,8 @@ def test_each_place_gets_a_range_and_the_shared_object_stays_float() -> None:
     torchq.calibrate(model, [X], progress=False)
     assert first.input_quantizer.amax != second.input_quantizer.amax
     assert type(Block.default_act) is nn.SiLU and other[0].act is Block.default_act
-    assert [name for name, _ in first.named_children()] == ["input_quantizer"] and not list(Block.default_act.children())
+    assert [name for name, _ in first.named_children()] == ["input_quantizer", "gate_quantizer"]
+    assert not list(Block.default_act.children())
     with torchq.disabled(model, "*"):
         assert torch.equal(model(X), other(X))
 

@@ -14,7 +14,7 @@ from torchq.deployment.folding import static_grid
 from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import active
 from torchq.deployment.nodes import Dequantize, Quantize
-from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, TensorQuantizer, revert_
+from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, QuantSiLU, TensorQuantizer, revert_
 
 __all__ = ["Separator"]
 
@@ -64,9 +64,7 @@ class Separator(Editor):
             codes = self.before(node, Quantize(grid), source)
             with self.graph.inserting_before(node):
                 values = self.call(f"{node.target}_values", Dequantize(grid, self.dtype), codes)
-            plain = revert_(copy.deepcopy(module))
-            vars(plain).pop("deploy_note", None)
-            self.replace(node, plain, "float", values)
+            self.replace(node, _without_input_quantizer(module), "float", values)
 
     def _open(self, node: fx.Node, module: QuantAdd | QuantMul | QuantMatMul | QuantCat) -> None:
         """Sums and concatenations with quantized operands become plain ones of quantized values."""
@@ -96,3 +94,13 @@ class Separator(Editor):
         codes = self.before(node, Quantize(grid), operand)
         with self.graph.inserting_before(node):
             return self.call(f"{base_name(node)}_values", Dequantize(grid, self.dtype), codes)
+
+
+def _without_input_quantizer(module: QuantModule) -> nn.Module:
+    if isinstance(module, QuantSiLU) and active(module.gate_quantizer) is not None:
+        gated = copy.deepcopy(module)
+        gated.input_quantizer.mode = "off"
+        return gated
+    plain = revert_(copy.deepcopy(module))
+    vars(plain).pop("deploy_note", None)
+    return plain

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchq.config import QuantConfig
-from torchq.nn import QuantModule, QuantMultiheadAttention, TensorQuantizer, convert_, revert_
+from torchq.nn import QuantModule, QuantMultiheadAttention, QuantSiLU, TensorQuantizer, convert_, revert_
 from torchq.swap.decisions import SwapReport
 from torchq.swap.operators import insert_
 from torchq.swap.placement import share_common_ranges_
@@ -81,10 +81,12 @@ def apply_(report: SwapReport) -> None:
     if report.target is not None and report.target.one_branch:
         for operator, _ in report.operators:
             operator.open_main()
-    if report.target is not None and "attention" in report.target.operators:
-        for module in done:
-            if isinstance(module, QuantMultiheadAttention):
-                module.quantize_products()
+    kinds = report.target.operators if report.target is not None else ()
+    for module in done:
+        if isinstance(module, QuantMultiheadAttention) and "attention" in kinds:
+            module.quantize_products()
+        if isinstance(module, QuantSiLU) and "activation" in kinds:
+            module.quantize_gate()
 
 
 def restore_(model: nn.Module) -> nn.Module:
