@@ -15,8 +15,9 @@ from torchq.functional.kernels import group_view
 @pytest.mark.parametrize("signed", [True, False])
 def test_magnitude_is_the_largest_that_the_format_can_represent(granularity: Granularity, signed: bool) -> None:
     x = torch.arange(120.0).view(4, 6, 5) - 40
-    amax, finite = magnitude(group_view(x, granularity), signed=signed)
+    amax, finite, negative = magnitude(group_view(x, granularity), signed=signed)
     assert finite
+    assert negative is None if signed else bool(negative)
     for number, values in groups_of(x, granularity).items():
         assert amax[number].item() == max(abs(v) if signed else max(v, 0.0) for v in values)
 
@@ -27,6 +28,6 @@ def test_magnitude_is_the_largest_that_the_format_can_represent(granularity: Gra
 def test_magnitude_of_non_finite_data_is_zero(granularity: Granularity, value: float, signed: bool) -> None:
     x = torch.ones(4, 6, 5)
     x[1, 2, 3] = value
-    amax, finite = magnitude(group_view(x, granularity), signed=signed)
+    amax, finite, _ = magnitude(group_view(x, granularity), signed=signed)
     assert not finite
     assert amax.count_nonzero() == 0

@@ -49,6 +49,7 @@ def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], posit
 FEW_BITS = torchq.Rule(nn.Linear, input=torchq.QuantDescriptor(4, unsigned=True), weight=torchq.QuantDescriptor(3, axis=0))
 
 
+@pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize("config", [torchq.recipes.int8_per_tensor(), torchq.QuantConfig((FEW_BITS,))], ids=["per tensor", "few bits"])
 def test_other_grids(config: torchq.QuantConfig) -> None:
     x = torch.randn(4, 24)
@@ -113,6 +114,7 @@ def fallback(layer: nn.Module, x: Tensor, **descriptors: torchq.QuantDescriptor)
 D = torchq.QuantDescriptor
 
 
+@pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize(
     ("layer", "shape", "descriptors", "reason"),
     [

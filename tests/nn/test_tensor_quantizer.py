@@ -59,6 +59,7 @@ DESCRIPTORS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
 def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
     """Without a range: that of the call. Calibrated: the observed one, which other data does not move."""

@@ -24,8 +24,8 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of every group that the format can represent, and whether all values are finite.
+def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The largest magnitude of every group that the format can represent, whether all values are finite, and whether some are lost.
 
     An unsigned format turns negative values into 0, so there only the positive side counts.
 
@@ -34,17 +34,19 @@ def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         signed: False ignores negative values.
 
     Returns:
-        ``(amax, finite)``: float32 of (groups,), all 0 where a NaN or an infinity is among the values, and a 0-d bool. Both on
-        the data's device, computed without a host sync.
+        ``(amax, finite, negative)``: float32 of (groups,), all 0 where a NaN or an infinity is among the values; a 0-d bool; for unsigned
+        formats a 0-d bool, whether there are negative values, else None. All on the data's device, computed without a host sync.
     """
+    negative = None
     if signed and parts.device.type == "cpu":
         high = largest_magnitude(parts, (0, 2)).view(-1).float()
         finite = torch.isfinite(high).all()
     else:
         low, high = _extremes(parts)
         finite = torch.isfinite(low).all() & torch.isfinite(high).all()
+        negative = None if signed else (low < 0).any()
         high = torch.maximum(high, -low) if signed else high.clamp(min=0)
-    return torch.where(finite, high, 0.0), finite
+    return torch.where(finite, high, 0.0), finite, negative
 
 
 def _extremes(parts: Tensor) -> tuple[Tensor, Tensor]:

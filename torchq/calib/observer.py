@@ -47,6 +47,7 @@ class Observer(ABC):
     Attributes:
         batches: tensors observed, empty ones apart. A host number.
         nonfinite: 0-d int64 on the data's device, how many of them held a NaN or an infinity; None before the first.
+        negative: of an unsigned format likewise, how many held negative values. Of this process alone: it serves a warning.
         shape: the amax shape; None before the first batch.
     """
 
@@ -59,6 +60,7 @@ class Observer(ABC):
         """Forget everything."""
         self.batches = 0
         self.nonfinite: Tensor | None = None
+        self.negative: Tensor | None = None
         self.shape: tuple[int, ...] | None = None
 
     def observe(self, x: Tensor) -> None:
@@ -71,9 +73,11 @@ class Observer(ABC):
         with torch.inference_mode(False), torch.no_grad():
             self.prepare(self.granularity.amax_shape(x.shape), x.device)
             parts = group_view(x.detach(), self.granularity)
-            amax, finite = magnitude(parts, signed=self.signed)
+            amax, finite, negative = magnitude(parts, signed=self.signed)
             assert self.nonfinite is not None
             self.nonfinite = self.nonfinite + ~finite
+            if negative is not None:
+                self._count_negative(negative.long())
             self._observe(parts, amax, finite)
         self.batches += 1
 
@@ -91,6 +95,8 @@ class Observer(ABC):
         self.prepare(other.shape, device)
         assert self.nonfinite is not None
         self.nonfinite = self.nonfinite + other.nonfinite.to(device)
+        if other.negative is not None:
+            self._count_negative(other.negative)
         self._merge(other, device)
         self.batches += other.batches
 
@@ -108,6 +114,9 @@ class Observer(ABC):
         elif self.nonfinite is not None and self.nonfinite.device != device:
             self.nonfinite = self.nonfinite.to(device)
             self._move(device)
+
+    def _count_negative(self, more: Tensor) -> None:
+        self.negative = more if self.negative is None else self.negative.to(more.device) + more
 
     def settings(self) -> tuple[object, ...]:
         """What must agree between observers that are merged; equal on every rank."""

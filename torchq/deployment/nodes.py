@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.deployment.grid import Grid
 from torchq.deployment.precision import KeepsFloat32
 
-__all__ = ["CodesMaxPool2d", "Dequantize", "GridModule", "Lookup", "Quantize"]
+__all__ = ["CodesMaxPool2d", "Dequantize", "GatedSiLU", "GridModule", "Lookup", "Quantize"]
 
 
 class GridModule(nn.Module):
@@ -60,6 +60,14 @@ class Dequantize(KeepsFloat32, GridModule):
     def forward(self, codes: Tensor) -> Tensor:
         """Values, same shape."""
         return self.grid.dequantize(codes).to(self.dtype)
+
+
+class GatedSiLU(GridModule):
+    """``x * sigmoid(x)`` with the sigmoid on a grid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Values, same shape."""
+        return x * self.grid.dequantize(self.grid.quantize(torch.sigmoid(x))).to(x.dtype)
 
 
 class Lookup(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.nn import QuantSiLU
+from torchq.deployment.nodes import GatedSiLU
 
 __all__ = [
     "activation_of",
@@ -43,7 +43,7 @@ _MODULES: dict[type, Callable[[Any], tuple[str, tuple[float, ...]]]] = {
 
 #: Functions of single values: between two grids they are tables.
 _POINTWISE_MODULES = (nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish, nn.Softplus, nn.SiLU,
-                      nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh, QuantSiLU)  # fmt: skip
+                      nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh, GatedSiLU)  # fmt: skip
 _POINTWISE: dict[Any, Callable[..., Any]] = {
     **{f: f for f in (F.silu, F.hardswish, F.gelu, F.sigmoid, F.hardsigmoid, F.tanh, F.leaky_relu, F.elu, F.mish)},
     torch.sigmoid: torch.sigmoid, torch.tanh: torch.tanh, "sigmoid": torch.sigmoid, "tanh": torch.tanh,

@@ -13,7 +13,7 @@ from torchq.deployment.editing import Editor, base_name
 from torchq.deployment.folding import static_grid
 from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import active
-from torchq.deployment.nodes import Dequantize, Quantize
+from torchq.deployment.nodes import Dequantize, GatedSiLU, Quantize
 from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, QuantSiLU, TensorQuantizer, revert_
 
 __all__ = ["Separator"]
@@ -97,10 +97,8 @@ class Separator(Editor):
 
 
 def _without_input_quantizer(module: QuantModule) -> nn.Module:
-    if isinstance(module, QuantSiLU) and active(module.gate_quantizer) is not None:
-        gated = copy.deepcopy(module)
-        gated.input_quantizer.mode = "off"
-        return gated
+    if isinstance(module, QuantSiLU) and (gate := static_grid(module.get_submodule("gate_quantizer"))):
+        return GatedSiLU(gate)
     plain = revert_(copy.deepcopy(module))
     vars(plain).pop("deploy_note", None)
     return plain

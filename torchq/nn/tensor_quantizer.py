@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -207,7 +208,17 @@ class TensorQuantizer(nn.Module):
         except CalibrationError as error:
             raise CalibrationError(f"{where}: {error}") from None
         self.set_amax(amax)
+        self._warn_of_negatives(where, self.calibrator)
         self.calibrator, self.observing = None, False
+
+    def _warn_of_negatives(self, where: str, calibrator: Calibrator) -> None:
+        seen = calibrator.observer.negative
+        if seen is not None and int(seen):
+            warnings.warn(
+                f"{where}: got negative values in {int(seen)} of {calibrator.observer.batches} batches; {self.descriptor.format} makes "
+                "them 0. Use unsigned=False, or leave it if that is meant",
+                stacklevel=3,
+            )
 
     def calibrate_on(self, x: Tensor) -> None:
         """Set amax from one tensor (a weight), by the descriptor's method; ``"mse"`` tries ranges out on the tensor itself.

@@ -125,7 +125,8 @@ def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count
     if unseen and on_unseen == "error":
         raise CalibrationError(
             f"calibrate: no tensor reached {', '.join(unseen)} in {count} batches; expected every quantizer to see data. "
-            "Pass on_unseen='disable' or 'dynamic', or batches that use these branches"
+            "Pass on_unseen='disable' or 'dynamic', or batches that use these branches; a layer whose parent reads its weight without "
+            "calling it belongs in exclude"
         )
     if on_unseen == "disable":
         for quantizer in unseen.values():

@@ -1,0 +1,47 @@
+"""Negative values that an unsigned format will lose are noticed, once, by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq.calib import HistogramCalibrator, MaxCalibrator
+
+
+def model(unsigned: bool) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4))
+    rule = torchq.Rule("*", input=torchq.QuantDescriptor(unsigned=unsigned), weight=torchq.QuantDescriptor(axis=0))
+    torchq.quantize_(net, torchq.QuantConfig((rule,)))
+    return net
+
+
+@pytest.mark.parametrize("method", ["max", "entropy"])
+def test_calibration_names_the_quantizer(method: str) -> None:
+    batches = [torch.rand(3, 4), torch.rand(3, 4) - 0.5, torch.rand(3, 4)]
+    with pytest.warns(UserWarning, match=r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0") as caught:
+        torchq.calibrate(model(True), batches, method=method, progress=False)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("unsigned", "shift"), [(True, 0.0), (False, 0.5)])
+def test_nothing_is_said_where_nothing_is_lost(unsigned: bool, shift: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torchq.calibrate(model(unsigned), [torch.rand(3, 4) - shift], progress=False)
+
+
+@pytest.mark.parametrize("make", [MaxCalibrator, HistogramCalibrator])
+def test_counts_add_up_when_merged(make: type[MaxCalibrator] | type[HistogramCalibrator]) -> None:
+    first, second = make(unsigned=True), make(unsigned=True)
+    first.collect(torch.tensor([1.0, 2.0]))
+    assert first.observer.negative is not None and int(first.observer.negative) == 0
+    for _ in range(2):
+        second.collect(torch.tensor([-1.0, 2.0]))
+    first.merge(second)
+    assert int(first.observer.negative) == 2
+    first.reset()
+    assert first.observer.negative is None
