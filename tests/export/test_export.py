@@ -118,6 +118,7 @@ class Typed(nn.Module):
         return torch.stack([layer(x) for layer in self.layers], dim=1)
 
 
+@pytest.mark.filterwarnings("ignore:.*got negative values")  # unsigned weights are legal
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
 def test_types_of_weights(tmp_path: Path, dynamo: bool) -> None:
     """Every type is stored as itself and gives the simulation's numbers."""
