@@ -35,13 +35,10 @@ def store_transposed(graph: Graph) -> None:
             or (source is not None and source.op_type == "DequantizeLinear")
         ):
             continue
-        if attribute(node, "transB", 0):
-            _transpose(graph, dequantize)
+        _straighten(graph, node, dequantize)
         gone.append(node)
         _split(graph, node)
-    graph.remove(gone)
-    graph.prune()
-    graph.sort()
+    _without(graph, gone)
 
 
 def split_gemms(graph: Graph) -> None:
@@ -54,10 +51,19 @@ def split_gemms(graph: Graph) -> None:
         weight, source = _own_weight(graph, node.input[1]), graph.producer(node.input[0])
         if weight is None or not _is_plain(node) or source is None or source.op_type != "DequantizeLinear" or _is_quantized(graph, node):
             continue
-        if attribute(node, "transB", 0):
-            _transpose(graph, weight)
+        _straighten(graph, node, weight)
         gone.append(node)
         _add_after(graph, node)
+    _without(graph, gone)
+
+
+def _straighten(graph: Graph, gemm: Any, weight: Any) -> None:
+    """Store the weight as a MatMul wants it."""
+    if attribute(gemm, "transB", 0):
+        _transpose(graph, weight)
+
+
+def _without(graph: Graph, gone: list[Any]) -> None:
     graph.remove(gone)
     graph.prune()
     graph.sort()
