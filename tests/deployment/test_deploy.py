@@ -160,7 +160,7 @@ def test_transformer_layers() -> None:
     x = torch.randn(2, 7, 32)
     model = calibrated(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x)
     int8 = torchq.deploy(model, x)
-    assert kinds(int8, Int8Layer) == 4
+    assert kinds(int8, Int8Layer) == 8
     assert sqnr(int8(x), model(x)) > 40
 
 

@@ -176,7 +176,7 @@ def test_bad_inputs() -> None:
     x = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(2, 12)])
     with pytest.raises(QuantizationError, match="got a nested tensor; expected a padded one"):
         twin(x, x, x)
-    with pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
+    with pytest.raises(RuntimeError, match="got is_causal without attn_mask; expected both"):
         twin(*[torch.randn(1, 4, 12)] * 3, is_causal=True)
     assert twin(*[torch.randn(0, 4, 12)] * 3)[0].shape == (0, 4, 12)
 
@@ -184,10 +184,11 @@ def test_bad_inputs() -> None:
 class Seq2Seq(nn.Module):
     """Encoder and decoder of torch, the batch padded."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
-        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=batch_first)
 
     def forward(self, x: Tensor, pad: Tensor) -> Tensor:
         return self.decoder(x, self.encoder(x, src_key_padding_mask=pad), memory_key_padding_mask=pad)

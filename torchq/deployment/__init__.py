@@ -6,6 +6,7 @@ layer: export and analysis do not know it, and it does not know them.
 
 from torchq.deployment.activations import ACTIVATIONS, Activation
 from torchq.deployment.api import deploy
+from torchq.deployment.attention import DeployedMultiheadAttention
 from torchq.deployment.dynamic import DynamicInt8Linear
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Layer, Int8Linear
@@ -15,6 +16,7 @@ from torchq.deployment.weight_only import WeightOnlyLinear
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "DeployedMultiheadAttention",
     "DynamicInt8Linear",
     "Grid",
     "Int8Conv",

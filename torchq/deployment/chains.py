@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from torchq.deployment.attention import DeployedMultiheadAttention
 from torchq.deployment.layers import Int8Layer
 from torchq.deployment.rewrite import Rewriter
 from torchq.graph.core import is_torch_leaf, observed, trace
@@ -61,7 +62,7 @@ def _chain_parts(model: nn.Module, accepted: Callable[[], bool] | None) -> None:
 def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, QuantModule):
         return not module.is_container
-    return isinstance(module, (Int8Layer, TensorQuantizer)) or is_torch_leaf(module)
+    return isinstance(module, (Int8Layer, DeployedMultiheadAttention, TensorQuantizer)) or is_torch_leaf(module)
 
 
 def _worth_it(model: nn.Module) -> bool:
