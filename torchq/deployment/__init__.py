@@ -7,9 +7,10 @@ layer: export and analysis do not know it, and it does not know them.
 from torchq.deployment.activations import ACTIVATIONS, Activation
 from torchq.deployment.api import deploy
 from torchq.deployment.attention import DeployedMultiheadAttention
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.dynamic import DynamicInt8Linear
 from torchq.deployment.grid import Grid
-from torchq.deployment.layers import Int8Conv, Int8Layer, Int8Linear
+from torchq.deployment.layers import Int8Conv, Int8Linear
 from torchq.deployment.lowering import LOWERINGS
 from torchq.deployment.weight_only import WeightOnlyLinear
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.chains import chain
-from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import lower, uncalibrated
 from torchq.deployment.onednn import saturates
 from torchq.errors import ExportError

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from torchq.deployment.attention import DeployedMultiheadAttention
-from torchq.deployment.layers import Int8Layer
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.rewrite import Rewriter
 from torchq.graph.core import is_torch_leaf, observed, trace
 from torchq.nn import QuantModule, TensorQuantizer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchq.deployment import onednn
+from torchq.deployment.base import dequantized
 from torchq.deployment.grid import SIGNED_ZERO
-from torchq.deployment.layers import dequantized
 from torchq.deployment.ops import kernel_name
 from torchq.deployment.precision import KeepsFloat32
 from torchq.descriptor import QuantDescriptor

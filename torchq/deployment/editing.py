@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from torchq.deployment import patterns
-from torchq.deployment.layers import Int8Layer
+from torchq.deployment.base import Int8Layer
 
 __all__ = ["Editor", "base_name"]
 

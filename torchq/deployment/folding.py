@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.grid import Grid
-from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import active
 
 __all__ = ["NORMS", "fold_norm", "static_grid"]

@@ -45,9 +45,7 @@ class Quantize(GridModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Codes, x's shape."""
-        if self.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return self.grid.quantize(x)
+        return self.grid.quantize_images(x) if self.channels_last and x.dim() == 4 else self.grid.quantize(x)
 
 
 class Dequantize(KeepsFloat32, GridModule):

@@ -69,11 +69,12 @@ def bind_conv(
     shape: Sequence[int], residual: Tensor | None, weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    residual_step: float, residual_zero: int,
+    residual_step: float, residual_zero: int, overwrite: bool = False,
 ) -> Run:  # fmt: skip
     """The convolution as a function of the codes alone, for inputs of ``shape`` and residuals like ``residual``.
 
-    In networks of small layers, finding arguments takes longer than computing; this is done once.
+    In networks of small layers, finding arguments takes longer than computing; this is done once. With ``overwrite`` the result may take
+    the place of the residual.
     """
     inputs = (shape, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups)
     out = (out_step, out_zero, out_dtype, name, arguments)
@@ -82,7 +83,7 @@ def bind_conv(
     # The kernel adds tensors of the same shape, and codes to codes.
     fits = residual is not None and (residual.dtype is torch.uint8) == (out_dtype is torch.uint8)
     if fits and name in _KNOWN_ADDING and weight.dim() < 5 and residual.shape == _shape(shape, weight, stride, padding, dilation):  # type: ignore[union-attr]
-        return _bind(*inputs, *out, (residual_step, residual_zero))
+        return _bind(*inputs, *out, (residual_step, residual_zero, overwrite))
     plain = _bind(*inputs, 1.0, 0, torch.float32, "none", [])
 
     def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -102,7 +103,7 @@ def _bind(
     shape: Sequence[int], weight: Tensor, weight_step: Tensor, bias: Tensor | None, x_step: float, x_zero: int,
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    added: tuple[float, int] | None = None,
+    added: tuple[float, int, bool] | None = None,
 ) -> Run:  # fmt: skip
     post: tuple[Any, ...] = (out_step, out_zero, out_dtype, name, arguments, added)
     if len(shape) == 3:  # the 1-d operator knows fewer activations than the 2-d one, and calls the same kernels
@@ -136,15 +137,17 @@ def _bind(
 
 def _adding(
     fixed: tuple[object, ...], bias: Tensor | None, static: tuple[object, ...], out_step: float, out_zero: int, out_dtype: torch.dtype,
-    name: str, added: tuple[float, int],
+    name: str, added: tuple[float, int, bool],
 ) -> Run:  # fmt: skip
-    rest = (bias, *static, out_step, out_zero, out_dtype, *added, "sum", 1.0, "relu" if name == "relu" else None, [], "")
+    *grid, overwrite = added
+    rest = (bias, *static, out_step, out_zero, out_dtype, *grid, "sum", 1.0, "relu" if name == "relu" else None, [], "")
     operator = torch.ops.onednn.qconv2d_pointwise.binary
 
     def run(x: Tensor, residual: Tensor) -> Tensor:
         # The kernel adds in place, and interprets what it finds as being of the output's type.
-        into = residual.to(out_dtype, memory_format=torch.channels_last, copy=True)
-        return operator(x, *fixed, into, *rest)
+        if not (overwrite and residual.dtype is out_dtype and residual.is_contiguous(memory_format=torch.channels_last)):
+            residual = residual.to(out_dtype, memory_format=torch.channels_last, copy=True)
+        return operator(x, *fixed, residual, *rest)
 
     return run
 

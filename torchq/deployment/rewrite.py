@@ -9,10 +9,11 @@ from torch import Tensor, fx, nn
 
 from torchq.deployment import patterns
 from torchq.deployment.activations import ACTIVATIONS
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.editing import base_name
 from torchq.deployment.folding import NORMS, fold_norm
 from torchq.deployment.grid import Grid
-from torchq.deployment.layers import Int8Conv, Int8Layer
+from torchq.deployment.layers import Int8Conv
 from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Lookup, Quantize
 from torchq.deployment.separate import Separator
 
@@ -267,9 +268,24 @@ class Rewriter(Separator):
             elif node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
                 node.target = "reshape"  # results are channels last, which view may refuse
         self.graph.eliminate_dead_code()
+        self._reuse_residuals()
         self.graph.lint()
         self.root.recompile()
         self.root.delete_all_unused_submodules()
+
+    def _reuse_residuals(self) -> None:
+        """Let a sum take the place of its residual in memory where nothing else can see that: its last reader, and no view of it."""
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        for node in self.graph.nodes:
+            residual = node.args[1] if isinstance(self.module(node), Int8Conv) and len(node.args) > 1 else None
+            if isinstance(residual, fx.Node) and residual is not node.args[0] and isinstance(self.module(residual), _FRESH):
+                readers = [user for user in residual.users if user is not node]
+                if all(isinstance(self.module(user), _FRESH) and order[user] < order[node] for user in readers):
+                    self.layer(node).overwrites_residual = True  # type: ignore[union-attr]
+
+
+#: Their results are new tensors, which share memory with no other.
+_FRESH = (Int8Layer, Quantize, Dequantize, Lookup, CodesMaxPool2d)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from torchq.deployment import patterns
+from torchq.deployment.base import Int8Layer
 from torchq.deployment.editing import Editor, base_name
 from torchq.deployment.folding import static_grid
-from torchq.deployment.layers import Int8Layer
 from torchq.deployment.lowering import active
 from torchq.deployment.nodes import Dequantize, GatedSiLU, Quantize
 from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, QuantSiLU, TensorQuantizer, revert_

@@ -1,0 +1,189 @@
+"""The base of layers that compute on integers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchq.deployment import onednn
+from torchq.deployment.grid import Grid
+from torchq.deployment.onednn import Run
+from torchq.deployment.ops import kernel_name
+from torchq.deployment.precision import KeepsFloat32
+
+__all__ = ["Int8Layer", "dequantized", "eager"]
+
+
+class Int8Layer(KeepsFloat32):
+    """Base of layers with int8 weights and uint8 activations.
+
+    Takes a floating-point tensor, which it quantizes, or the uint8 codes of its :attr:`input_grid`. Returns a floating-point
+    tensor, or codes where it has an :attr:`output_grid`. For inference; there is no gradient.
+
+    Args:
+        weight: int8, (out, in / groups, ...).
+        weight_step: float32, (out,): real weight = weight * step.
+        bias: floating point (out,) or None.
+        input_grid: how the input is quantized.
+        dtype: of floating-point results.
+
+    Attributes:
+        activation, arguments: applied to the result, a name in :data:`torchq.deployment.ACTIVATIONS`.
+        output_grid: None for floating-point results.
+        residual_grid: of the second argument of :meth:`forward`, where that is codes.
+    """
+
+    #: Which operator runs, for the summary.
+    kind: ClassVar[str]
+    weight_codes: Tensor
+    weight_step: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    _runs: dict[Any, Any]
+
+    def __init__(
+        self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, input_grid: Grid, dtype: torch.dtype, input_scale: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight_codes", weight)
+        self.register_buffer("weight_step", weight_step)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.register_buffer("input_scale", input_scale)
+        self.input_grid = input_grid
+        self.output_grid: Grid | None = None
+        self.residual_grid: Grid | None = None
+        self.activation, self.arguments = "none", list[float]()
+        self.dtype = dtype
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}  # packed tensors can be neither copied nor saved
+
+    def _forget(self) -> None:
+        """Drop the bound kernels, as something in them has changed."""
+        self.__dict__["_runs"] = dict[Any, Any]()
+
+    def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
+        """The kernel that ``bind`` gives, made once for each ``key``."""
+        runs = self._runs
+        if len(runs) >= _MOST_RUNS:
+            runs.clear()
+        run = runs[key] = bind()
+        return run
+
+    def _sees_no_negative(self, x: Tensor) -> bool:
+        """Whether a signed grid meets data without negative numbers: then :meth:`_unsigned` is faster, and keeps bits of the bias."""
+        return self.input_grid.zero != 0 and eager(x) and x.numel() > 0 and bool(x.amin() >= 0) and self.input_scale is None
+
+    def _unsigned(self) -> Int8Layer:
+        """This layer with codes that start at 0."""
+        if (twin := self._runs.get(_UNSIGNED)) is None:
+            twin = self.variant()
+            twin.input_grid = self.input_grid.clamped(0.0, math.inf)
+            self._runs[_UNSIGNED] = twin
+        return twin
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as floating point, made anew: for code that reads a layer's weight, or its dtype or device."""
+        return dequantized(self.weight_codes, self.weight_step).to(self.dtype)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """``x`` as codes of the input grid."""
+        if x.dtype is torch.uint8:
+            return x
+        return self.input_grid.quantize(x if self.input_scale is None else x * self.input_scale.to(x.dtype))
+
+    def output_arguments(self) -> tuple[float, int, torch.dtype, str, Sequence[float]]:
+        """Step, zero, dtype, activation and its arguments, as the operators take them."""
+        grid = self.output_grid
+        if grid is None:
+            return 1.0, 0, torch.float32, self.activation, self.arguments
+        return grid.step, grid.zero, torch.uint8, self.activation, self.arguments
+
+    @property
+    def finished(self) -> bool:
+        """Whether results of the kernel have the right dtype and bounds already."""
+        grid = self.output_grid
+        if grid is None:
+            return self.dtype is torch.float32
+        return grid.saturates_by_itself or self._activation_bounds(grid)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Give floating-point results their dtype, and codes the bounds that a kernel does not know."""
+        if self.finished:
+            return y
+        grid = self.output_grid
+        return y.to(self.dtype) if grid is None else y.clamp_(grid.low, grid.high)
+
+    def _activation_bounds(self, grid: Grid) -> bool:
+        """Whether the activation keeps results inside the grid already."""
+        if self.activation != "clamp":
+            return False
+        low, high = grid.bounds
+        return self.arguments[0] >= low and self.arguments[1] <= high
+
+    def variant(self) -> Int8Layer:
+        """A second layer on the same tensors, for another place in a model."""
+        twin = copy.copy(self)
+        twin._buffers = dict(self._buffers)
+        return twin
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The numbers that are no tensors, for the state dict."""
+        grids = {name: None if (grid := getattr(self, name)) is None else astuple(grid) for name in _GRIDS}
+        return {**grids, "activation": self.activation, "arguments": list(self.arguments)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        for name in _GRIDS:
+            setattr(self, name, None if state[name] is None else Grid(*state[name]))
+        self.activation, self.arguments = state["activation"], list(state["arguments"])
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        onednn.PACKED.forget(self.weight_codes)  # copied into in place
+        self._forget()
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._forget()
+        return super()._apply(fn, recurse)
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """Kernel, bytes of the parameters, and what is fused, for :func:`torchq.summary`."""
+        size = sum(b.numel() * b.element_size() for b in self.buffers())
+        fused = [] if self.activation == "none" else [self.activation]
+        fused += ["add"] if self.residual_grid is not None else []
+        out = "uint8" if self.output_grid is not None else str(self.dtype).removeprefix("torch.")
+        return f"{kernel_name(self.weight_codes.device, self.kind)} uint8 x int8 -> {out}", size, " + ".join(fused)
+
+    def extra_repr(self) -> str:
+        shape = "x".join(map(str, self.weight_codes.shape))
+        out = self.dtype if self.output_grid is None else self.output_grid
+        return f"weight={shape}, input={self.input_grid}, output={out}, activation={self.activation}{self.arguments or ''}"
+
+
+def dequantized(codes: Tensor, step: Tensor) -> Tensor:
+    """Integer weights times the step of each output, float32."""
+    return codes * step.view(-1, *[1] * (codes.dim() - 1))
+
+
+_GRIDS = ("input_grid", "output_grid", "residual_grid")
+#: Where a layer keeps its twin with codes from 0.
+_UNSIGNED = "unsigned"
+#: How many input shapes a layer keeps bound kernels for; each size of image has packed weights of its own.
+_MOST_RUNS = 8
+
+
+def eager(x: Tensor) -> bool:
+    """Whether the kernel may be called directly, past torch's dispatcher and with its arguments bound: half of a small layer's time."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
