@@ -1,4 +1,4 @@
-"""The path of GPUs, run on the CPU: the same product exists there."""
+"""The path of GPUs, run on the CPU: the same product exists there, and a stand-in refuses what CUDA's would."""
 
 from __future__ import annotations
 
@@ -6,10 +6,28 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
-from torchq.deployment import int_mm, ops, reference
+from torchq.deployment import gpu, int_mm, ops, reference
 
 POST = (1.0, 0, torch.float32, "none", [])
+
+
+class CudaRules:
+    """``_int_mm`` as CUDA has it: the checks of torch, and of cuBLASLt (int8 kernels in the layout "TN" alone)."""
+
+    def _int_mm(self, a: Tensor, b: Tensor) -> Tensor:
+        assert a.dtype is b.dtype is torch.int8
+        assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+        assert a.shape[0] > 16
+        assert all(size > 0 and size % 8 == 0 for size in b.shape)
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        return (a.double() @ b.double()).to(torch.int32)
+
+
+@pytest.fixture
+def cuda_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "aten", CudaRules())
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(8, 8), (5, 3), (64, 17), (129, 40)])
@@ -24,6 +42,16 @@ def test_padded_products_equal_the_definition(inner: int, outer: int, generator:
         assert torch.equal(got, reference.linear(x, weight, step, bias, 0.02, zero))
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (5, 3)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+def test_operands_have_the_form_that_cuda_takes(inner: int, outer: int, rows: int, cuda_rules: None, generator: torch.Generator) -> None:
+    weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8)
+    wide = torch.randint(0, 256, (rows, 2 * inner), generator=generator).to(torch.uint8)
+    for x in (wide[:, :inner], wide[:, ::2], wide[:, :inner].t().contiguous().t(), wide[:, :inner].unsqueeze(1)):
+        got = int_mm.linear(x, weight, torch.ones(outer), None, 1.0, 128, *POST)
+        assert torch.equal(got.reshape(rows, outer), reference.linear(x, weight, torch.ones(outer), None, 1.0, 128).view(rows, outer))
+
+
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> None:
     x = torch.randint(0, 256, (4, 16), generator=generator).to(torch.uint8)
@@ -32,25 +60,30 @@ def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> 
     assert torch.equal(int_mm.linear(*args), ops.linear_any(*args))
 
 
-def test_weights_are_padded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.ones(20, 9, dtype=torch.uint8), torch.ones(5, 9, dtype=torch.int8)
+@pytest.mark.parametrize("shape", [(5, 9), (16, 32)], ids=["padded", "as it is"])
+def test_weights_are_prepared_once_and_not_kept_alive(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(int_mm, "padded", lambda matrix, *args: calls.append(matrix) or gpu.padded(matrix, *args))
+    before = len(int_mm._PACKED)
+    x, weight = torch.ones(20, shape[1], dtype=torch.uint8), torch.ones(shape, dtype=torch.int8)
     for _ in range(2):
-        int_mm.linear(x, weight, torch.ones(5), None, 1.0, 0, *POST)
-    assert len(int_mm._PACKED) == 1
+        int_mm.linear(x, weight, torch.ones(shape[0]), None, 1.0, 0, *POST)
+    assert len(int_mm._PACKED) == before + 1
+    assert sum(matrix is weight for matrix in calls) == 1
+    calls.clear()
     del weight
-    assert len(int_mm._PACKED) == 0
+    assert len(int_mm._PACKED) == before
 
 
-def test_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    int_mm.obstacle.cache_clear()
-    assert int_mm.obstacle(torch.device("cpu")) == "torch._int_mm is used on CUDA devices, not on cpu"
+def test_kernels_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.missing.cache_clear()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert int_mm.obstacle(torch.device("cuda", 7)) == "torch._int_mm needs compute capability 8.0, this GPU has 7.5"
     assert ops.kernel_name(torch.device("cuda", 7), "linear") == "reference"
-    int_mm.obstacle.cache_clear()
+    gpu.missing.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert int_mm.obstacle(torch.device("cuda", 7)) == ""
     assert ops.kernel_name(torch.device("cuda", 7), "linear") == "int_mm"
     assert ops.kernel_name(torch.device("cuda", 7), "conv") == "reference"
-    int_mm.obstacle.cache_clear()
+    gpu.missing.cache_clear()

@@ -123,7 +123,7 @@ D = torchq.QuantDescriptor
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D()}, "its weight is not quantized"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D(dynamic=True), "weight": D()}, "the range of its input is taken from each call"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D(axis=1), "weight": D()}, "activations have more than one range"),
-        (nn.Linear(4, 4), (1, 4), {"input": D((4, 3)), "weight": D((4, 3))}, "format e4m3 has no 8-bit integer kernel"),
+        (nn.Conv1d(4, 4, 1), (1, 4, 5), {"input": D((4, 3)), "weight": D((4, 3))}, "format e4m3 has no 8-bit integer kernel"),
         (nn.Linear(4, 4), (1, 4), {"input": D(), "weight": D(unsigned=True)}, "weight format uint8 does not fit int8"),
         (nn.Linear(4, 4), (1, 4), {"input": D(), "weight": D(axis=1)}, "weight ranges are neither per tensor nor per output channel"),
     ],

@@ -9,7 +9,7 @@ from torch import nn
 
 import torchq
 from tests.deployment.common import calibrated, sqnr
-from torchq.deployment import DynamicInt8Linear, WeightOnlyLinear
+from torchq.deployment import DynamicInt8Linear, Fp8Linear, WeightOnlyLinear
 from torchq.deployment.weight_only import MAX_ROWS, pack_nibbles, unpack_nibbles
 
 D = torchq.QuantDescriptor
@@ -86,6 +86,28 @@ def test_dynamic_ranges(descriptor: torchq.QuantDescriptor, shape: tuple[int, ..
     int8 = torchq.deploy(model)
     assert isinstance(int8, DynamicInt8Linear)
     assert sqnr(int8(x), model(x)) > (90 if dtype is torch.float32 else 38)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "layer"),
+    [
+        ({"input": D(dynamic=True, axis=0), "weight": D(axis=0)}, DynamicInt8Linear),
+        ({"input": D((4, 3)), "weight": D((4, 3), axis=0)}, Fp8Linear),
+        ({"weight": D(axis=0)}, WeightOnlyLinear),
+    ],
+    ids=["dynamic", "fp8", "weight-only"],
+)
+def test_chains_go_around_other_layers(descriptors: dict[str, torchq.QuantDescriptor], layer: type[nn.Module]) -> None:
+    integer = {"input": D(), "weight": D(axis=0)}
+    rules = torchq.QuantConfig((torchq.Rule(nn.Conv2d, **integer), torchq.Rule(nn.Linear, **descriptors)))  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, 8)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 16))
+    model = calibrated(network, x, rules)
+    int8 = torchq.deploy(model, x)
+    assert int8.get_submodule("0").output_grid is not None
+    assert isinstance(int8.get_submodule("4"), layer)
+    assert {row.name for row in torchq.summary(int8).layers} >= {"0", "2", "4"}
+    assert sqnr(int8(x), model(x)) > 38
 
 
 def test_dynamic_ranges_along_features_are_refused() -> None:

@@ -9,6 +9,7 @@ from torchq.deployment.api import deploy
 from torchq.deployment.attention import DeployedMultiheadAttention
 from torchq.deployment.base import Int8Layer
 from torchq.deployment.dynamic import DynamicInt8Linear
+from torchq.deployment.fp8 import Fp8Linear
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Linear
 from torchq.deployment.lowering import LOWERINGS
@@ -19,6 +20,7 @@ __all__ = [
     "Activation",
     "DeployedMultiheadAttention",
     "DynamicInt8Linear",
+    "Fp8Linear",
     "Grid",
     "Int8Conv",
     "Int8Layer",

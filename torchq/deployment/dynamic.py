@@ -17,7 +17,19 @@ from torchq.errors import ExportError
 from torchq.functional.reduce import reduce_amax
 from torchq.functional.scale import divisor, step_from_amax
 
-__all__ = ["DynamicInt8Linear"]
+__all__ = ["DynamicInt8Linear", "range_of_call"]
+
+
+def range_of_call(x: Tensor, descriptor: QuantDescriptor, layer: str) -> Tensor:
+    """The range of each token of ``x``, or of all of it: float32, one number or broadcastable to x with a last size of 1.
+
+    Raises:
+        ExportError: the ranges run along the features; the text names ``layer``.
+    """
+    amax = reduce_amax(x, descriptor.granularity).to(torch.float32)
+    if amax.dim() and amax.shape[-1] != 1:
+        raise ExportError(f"{layer}: got ranges along the features of {tuple(x.shape)}; expected one per token or tensor")
+    return amax if descriptor.scale_amax is None else amax * descriptor.scale_amax
 
 
 class DynamicInt8Linear(KeepsFloat32):
@@ -53,10 +65,7 @@ class DynamicInt8Linear(KeepsFloat32):
             ExportError: the ranges run along the features.
         """
         d = self.descriptor
-        amax = reduce_amax(x, d.granularity).to(torch.float32)
-        if amax.dim() and amax.shape[-1] != 1:
-            raise ExportError(f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; expected one per token or tensor")
-        amax = amax if d.scale_amax is None else amax * d.scale_amax
+        amax = range_of_call(x, d, "DynamicInt8Linear")
         step = step_from_amax(amax, d.format)
         zero = SIGNED_ZERO if d.format.signed else 0
         codes = d.format.snap_(x.to(torch.float32) / divisor(amax, step)).add_(zero).to(torch.uint8)

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from torchq.deployment.dynamic import DynamicInt8Linear
+from torchq.deployment.fp8 import Fp8Linear, fp8_codes, product_obstacle
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Linear
 from torchq.deployment.weight_only import WeightOnlyLinear
-from torchq.formats import Granularity, IntFormat, PerAxis, PerBlock, PerTensor, integer
+from torchq.formats import FloatFormat, Format, Granularity, IntFormat, PerAxis, PerBlock, PerTensor, integer
 from torchq.functional import quantize, step_from_amax
 from torchq.nn import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantModule, TensorQuantizer
 from torchq.utils import Registry
 
-__all__ = ["LOWERINGS", "integer_weight", "lower", "uncalibrated"]
+__all__ = ["LOWERINGS", "integer_weight", "lower", "static_arguments", "uncalibrated"]
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
 
@@ -53,34 +54,42 @@ def active(quantizer: nn.Module) -> TensorQuantizer | None:
     return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
 
 
-def integer_weight(quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool) -> tuple[Tensor, Tensor] | str:
-    """Int8 codes of a weight and the float32 step of each output channel, as the simulation rounds them; or why that cannot be.
+def integer_weight(quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool, axis: int = 0) -> tuple[Tensor, Tensor] | str:
+    """Int8 codes of a weight and the float32 step of each index on ``axis``, its output channels, as the simulation rounds them.
 
-    ``reduce_range`` rounds to 7 bits over the same range instead.
+    Or why that cannot be. ``reduce_range`` rounds to 7 bits over the same range instead.
     """
     d = quantizer.descriptor
     format = d.format
     if not isinstance(format, IntFormat) or format.hi > 127:
         return f"weight format {format} does not fit int8"
-    if not _per_output(d.granularity, weight):
+    if not _per_output(d.granularity, weight, axis):
         return "weight ranges are neither per tensor nor per output channel"
     if reduce_range and format.bits > 7:
         format = integer(7, narrow=format.narrow)
+    codes, step = _rounded(quantizer, weight, format, axis)
+    return codes.to(torch.int8), step
+
+
+def _rounded(quantizer: TensorQuantizer, weight: Tensor, format: Format, axis: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight as numbers of ``format``, still float32, and the step of each output channel."""
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
     amax = quantizer.range_for(weight).detach().to(torch.float32)
-    codes = quantize(weight, amax, format, d.granularity)
-    step = step_from_amax(amax, format).flatten().expand(weight.shape[0])
-    return codes.to(torch.int8).contiguous(), step.contiguous()
+    codes = quantize(weight, amax, format, quantizer.descriptor.granularity)
+    step = step_from_amax(amax, format).flatten().expand(weight.shape[axis])
+    return codes.contiguous(), step.contiguous()
 
 
-def _per_output(granularity: Granularity, weight: Tensor) -> bool:
+def _per_output(granularity: Granularity, weight: Tensor, axis: int = 0) -> bool:
     if isinstance(granularity, PerAxis):
-        return [axis % weight.dim() for axis in granularity.axes] == [0]
+        return [a % weight.dim() for a in granularity.axes] == [axis]
     return isinstance(granularity, PerTensor)
 
 
-def _parts(module: QuantModule, reduce_range: bool) -> tuple[Tensor, Tensor, Tensor | None, Grid, torch.dtype, Tensor | None] | str:
+def static_arguments(
+    module: QuantModule, reduce_range: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Grid, torch.dtype, Tensor | None] | str:
     """The arguments of an :class:`Int8Layer`, or why there is none."""
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None or w is None:
@@ -94,7 +103,7 @@ def _parts(module: QuantModule, reduce_range: bool) -> tuple[Tensor, Tensor, Ten
         return grid
     weight = module.weight
     assert isinstance(weight, Tensor)
-    codes = integer_weight(w, weight.detach(), reduce_range)
+    codes = integer_weight(w, weight.detach(), reduce_range, module.channel_axis)
     if isinstance(codes, str):
         return codes
     return *codes, _bias(module), grid, weight.dtype, x.pre_quant_scale
@@ -104,7 +113,7 @@ def _parts(module: QuantModule, reduce_range: bool) -> tuple[Tensor, Tensor, Ten
 @LOWERINGS.register(QuantConv2d)
 @LOWERINGS.register(QuantConv3d)
 def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
-    parts = _parts(module, reduce_range)
+    parts = static_arguments(module, reduce_range)
     return parts if isinstance(parts, str) else Int8Conv(module, *parts)
 
 
@@ -113,9 +122,11 @@ def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None and w is not None and w.descriptor.fake_quant:
         return _weight_only(module, w)
+    if x is not None and w is not None and isinstance(x.descriptor.format, FloatFormat) and isinstance(w.descriptor.format, FloatFormat):
+        return _fp8(module, x, w)
     if x is not None and w is not None and x.descriptor.dynamic:
         return _dynamic(module, x, w, reduce_range)
-    parts = _parts(module, reduce_range)
+    parts = static_arguments(module, reduce_range)
     return parts if isinstance(parts, str) else Int8Linear(*parts)
 
 
@@ -143,18 +154,39 @@ def _dynamic(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce
     d = x.descriptor
     if not isinstance(d.format, IntFormat) or d.format.bits > 8:
         return f"format {d.format} has no 8-bit integer kernel"
-    if (
-        not isinstance(d.granularity, PerTensor | PerAxis)
-        or x.pre_quant_scale is not None
-        or not (d.fake_quant and w.descriptor.fake_quant)
-    ):
-        return "its dynamic input has blocks, a scale in front, or codes as result"
-    if isinstance(d.granularity, PerAxis) and -1 in d.granularity.axes:
-        return "its dynamic input has a range per feature"
+    if x.pre_quant_scale is not None or not (d.fake_quant and w.descriptor.fake_quant):
+        return "its dynamic input has a scale in front, or codes as result"
+    if problem := _not_per_token(d.granularity):
+        return problem
     weight = module.weight
     assert isinstance(weight, Tensor)
     codes = integer_weight(w, weight.detach(), reduce_range)
     return codes if isinstance(codes, str) else DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
+
+
+def _not_per_token(granularity: Granularity) -> str:
+    """Why the ranges of a call are not those of tokens, or of the tensor; empty if they are."""
+    if not isinstance(granularity, PerTensor | PerAxis):
+        return "its dynamic input has blocks"
+    return "its dynamic input has a range per feature" if isinstance(granularity, PerAxis) and -1 in granularity.axes else ""
+
+
+def _fp8(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer) -> nn.Module | str:
+    d, format, weight = x.descriptor, w.descriptor.format, module.weight
+    assert isinstance(weight, Tensor)
+    if problem := product_obstacle(d.format, format):
+        return problem
+    if not (d.fake_quant and w.descriptor.fake_quant):
+        return "a quantizer returns codes"
+    if not _per_output(w.descriptor.granularity, weight):
+        return "weight ranges are neither per tensor nor per output channel"
+    if d.dynamic and (problem := _not_per_token(d.granularity)):
+        return problem
+    if not d.dynamic and (not isinstance(d.granularity, PerTensor) or x.amax.numel() != 1):
+        return "activations have more than one range"
+    amax = None if d.dynamic else x.amax.detach().to(torch.float32).reshape(()) * (d.scale_amax or 1.0)
+    codes, step = _rounded(w, weight.detach(), format)
+    return Fp8Linear(fp8_codes(codes, format.name), step, format.name, _bias(module), d, amax, weight.dtype, x.pre_quant_scale)
 
 
 def _bias(module: QuantModule) -> Tensor | None:

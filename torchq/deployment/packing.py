@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -31,7 +32,10 @@ class PackCache:
         self._lock = threading.Lock()
 
     def get(self, weight: Tensor, key: Hashable, companions: Sequence[Tensor | None], build: Callable[[], Any]) -> Any:
-        """What ``build`` returned for this weight, key and ``companions`` (steps and bias: they enter what is built)."""
+        """What ``build`` returned for this weight, key and ``companions`` (steps and bias: they enter what is built).
+
+        It must not hold ``weight`` or a view of it, which would then live forever.
+        """
         found = self._entries.get(weight)
         entry = found.get(key) if found is not None else None
         if entry is not None and _same(entry[0], companions):
@@ -45,6 +49,7 @@ class PackCache:
                     # A new dictionary: another thread may be reading the old one.
                     entries = self._entries[weight] = dict(list(entries.items())[1 - self._most :])
                 entries[key] = (companions, build())
+                _settle(weight)
             return entries[key][1]
 
     def __len__(self) -> int:
@@ -54,6 +59,12 @@ class PackCache:
         """Drop what was built for ``weight``: its values have changed."""
         with self._lock:
             self._entries.pop(weight, None)
+
+
+def _settle(weight: Tensor) -> None:
+    """Wait for what was built on a GPU: another thread may use it on another stream."""
+    if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(weight.device).synchronize()
 
 
 def _same(before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
