@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import torchq
 from tests.deployment.common import Residual, calibrated, sqnr
 from torchq.deployment import Int8Conv, Int8Layer
-from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Quantize
+from torchq.deployment.nodes import Dequantize, Quantize
+from torchq.deployment.pooling import CodesMaxPool2d
 
 
 def kinds(model: nn.Module, kind: type) -> int:

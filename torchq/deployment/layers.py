@@ -35,6 +35,15 @@ class Int8Conv(Int8Layer):
         self.border_mode: str = conv.padding_mode
         self.overwrites_residual = False
 
+    @property
+    def adds(self) -> bool:
+        """Whether the kernel adds a second tensor to its result."""
+        return self.weight_codes.dim() < 5
+
+    def per_row(self, channels: Tensor) -> Tensor:
+        """A value for each output channel as one for each row of the weight."""
+        return channels
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_grid`."""
         if x.dtype is not torch.uint8:

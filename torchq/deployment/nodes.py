@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.deployment.grid import Grid
 from torchq.deployment.precision import KeepsFloat32
 
-__all__ = ["CodesMaxPool2d", "Dequantize", "GatedSiLU", "GridModule", "Lookup", "Quantize"]
+__all__ = ["Dequantize", "GatedSiLU", "GridModule", "Lookup", "Quantize"]
 
 
 class GridModule(nn.Module):
@@ -98,16 +98,3 @@ class Lookup(nn.Module):
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""
         return "table uint8 -> uint8", self.table.numel(), "an activation between two grids"
-
-
-class CodesMaxPool2d(nn.MaxPool2d):
-    """Max pooling of uint8 codes; rounding keeps order, so it commutes with quantization."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Largest code of each window; (N, C, H, W) or (C, H, W)."""
-        pairs = [_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)]
-        return torch.ops.torchq.max_pool2d(input, *pairs, self.ceil_mode)
-
-
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torchq.deployment.nodes import GatedSiLU
 __all__ = [
     "activation_of",
     "added",
+    "average_pool_of",
     "clamp_bounds",
     "concatenated",
     "keeps_sign",
@@ -61,6 +62,13 @@ _KEEP_SIGN_FUNCTIONS = {F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d, torch
 _KEEP_SIGN_METHODS = {"mean", "mul", *(t for t in _ADDS if isinstance(t, str))}
 _KEEP_SIGN_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
                       nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)  # fmt: skip
+
+
+_WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_AVERAGES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    F.avg_pool2d: (nn.AvgPool2d, _WINDOW),
+    F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
+}
 
 
 def module_of(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -166,6 +174,18 @@ def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
     given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
     return None if given.pop("return_indices", False) or _any_node(given) else nn.MaxPool2d(**given)  # type: ignore[arg-type]
+
+
+def average_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
+    """The average pooling of images that a node does."""
+    module = module_of(node, modules)
+    if type(module) in (nn.AvgPool2d, nn.AdaptiveAvgPool2d):
+        return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d", module)
+    for function, (cls, names) in _AVERAGES.items():
+        given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+        if _calls(node, {function}) and not _any_node(given):
+            return cls(**given)
+    return None
 
 
 def _any_node(values: Mapping[str, Any]) -> bool:

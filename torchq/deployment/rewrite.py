@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, fx, nn
 
 from torchq.deployment import patterns
@@ -14,28 +13,27 @@ from torchq.deployment.editing import base_name
 from torchq.deployment.folding import NORMS, fold_norm
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv
-from torchq.deployment.nodes import CodesMaxPool2d, Dequantize, Lookup, Quantize
-from torchq.deployment.separate import Separator
+from torchq.deployment.nodes import Dequantize, Lookup, Quantize
+from torchq.deployment.pooling import CodesAvgPool2d, CodesMaxPool2d
+from torchq.deployment.settle import Settler
 
 __all__ = ["Rewriter"]
 
 
-class Rewriter(Separator):
+class Rewriter(Settler):
     """Rewrites one traced model, in place."""
 
     def run(self) -> None:
         """Apply all rules until nothing changes, then settle what depends on the result."""
         self.separate()
-        self._tables: dict[fx.Node, tuple[Callable[[Tensor], Tensor], Grid, Grid]] = {}
+        self.tables = {}
         rules: list[Callable[[fx.Node], bool]] = [  # the order matters: clamps join grids before kernels take them
             self._share, self._cancel, self._never_negative, self._quantize_earlier, self._dequantize_later,
-            self._fold_norm, self._fuse_activation, self._fuse_add, self._look_up, self._fuse_output,
+            self._fold_norm, self._fuse_activation, self._fuse_add, self._look_up, self._average_codes, self._fuse_output,
         ]  # fmt: skip
         while any(rule(node) for rule in rules for node in list(self.graph.nodes) if node.users or node.op == "output"):
             self.graph.eliminate_dead_code()
-        self._settle()
-
-    # --- rules ----------------------------------------------------------------------------------------------------------------
+        self.settle()
 
     def _share(self, node: fx.Node) -> bool:
         """One tensor, one grid: one Quantize."""
@@ -116,10 +114,7 @@ class Rewriter(Separator):
     def _meets_others(self, node: fx.Node) -> bool:
         """Whether these codes are concatenated with others, which must then have the same zero."""
         users = list(node.users)
-        return any(patterns.concatenated(user) or ((self._codes_pass(user)) and self._meets_others(user)) for user in users)
-
-    def _codes_pass(self, node: fx.Node) -> bool:
-        return patterns.moved(node, self.modules) is not None or isinstance(self.module(node), CodesMaxPool2d)
+        return any(patterns.concatenated(user) or ((self.codes_pass(user)) and self._meets_others(user)) for user in users)
 
     def _pool_codes(self, node: fx.Node, pool: nn.MaxPool2d) -> fx.Node:
         settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, False, pool.ceil_mode)
@@ -160,7 +155,17 @@ class Rewriter(Separator):
             return False
         assert values is not None
         table = self.replace(end, Lookup(function, before.grid, after.grid, self.dtype), "table", values.args[0])  # type: ignore[arg-type]
-        self._tables[table] = function, before.grid, after.grid
+        self.tables[table] = function, before.grid, after.grid
+        return True
+
+    def _average_codes(self, node: fx.Node) -> bool:
+        """Average codes between two grids."""
+        pool, values = patterns.average_pool_of(node, self.modules), patterns.source_of(node)
+        before, end = self.module(values), next(iter(node.users), None)
+        after = self.module(end)
+        if pool is None or len(node.users) != 1 or not isinstance(before, Dequantize) or not isinstance(after, Quantize):
+            return False
+        self.replace(end, CodesAvgPool2d(pool, before.grid, after.grid), "codes", values.args[0])  # type: ignore[arg-type, union-attr]
         return True
 
     def _plain(self, node: object) -> Int8Layer | None:
@@ -203,7 +208,7 @@ class Rewriter(Separator):
             return False
         for conv, other in sorted((pair, pair[::-1]), key=lambda p: p[0], reverse=True):  # the later one: its input may be freed
             layer = self._plain(conv)
-            if isinstance(layer, Int8Conv) and layer.weight_codes.dim() < 5 and len(conv.args) == 1:
+            if isinstance(layer, Int8Conv) and layer.adds and len(conv.args) == 1:
                 self.own(conv)
                 with self.graph.inserting_before(node):
                     new = self.graph.call_module(str(conv.target), (conv.args[0], other))
@@ -238,54 +243,6 @@ class Rewriter(Separator):
         user.replace_all_uses_with(node)
         self.graph.erase_node(user)
         return True
-
-    # --- the end --------------------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Tell readers of codes which grid they are on, as clamps have moved zeros, and drop what is unused."""
-        grids: dict[fx.Node, Grid] = {}
-        for node in self.graph.nodes:
-            module, source = self.module(node), node.args[0] if node.args else None
-            if isinstance(module, Int8Layer):
-                if source in grids:
-                    self.own(node).input_grid = grids[source]
-                if len(node.args) > 1 and node.args[1] in grids:
-                    self.own(node).residual_grid = grids[node.args[1]]
-                if (out := self.own(node).output_grid) is not None:
-                    grids[node] = out
-            elif isinstance(module, Quantize):
-                grids[node] = module.grid
-                module.channels_last = any(isinstance(self.layer(user), Int8Conv) for user in node.users)
-            elif isinstance(module, Lookup):
-                function, before, grids[node] = self._tables[node]
-                module.table = Lookup(function, grids.get(source, before), grids[node], self.dtype).table  # type: ignore[arg-type]
-            elif isinstance(module, Dequantize) and source in grids:
-                module.grid = grids[source]
-            elif (parts := patterns.concatenated(node)) and parts[0] in grids:
-                grids[node] = grids[parts[0]]
-            elif self._codes_pass(node) and source in grids:
-                grids[node] = grids[source]
-            elif node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
-                node.target = "reshape"  # results are channels last, which view may refuse
-        self.graph.eliminate_dead_code()
-        self._reuse_residuals()
-        self.graph.lint()
-        self.root.recompile()
-        self.root.delete_all_unused_submodules()
-
-    def _reuse_residuals(self) -> None:
-        """Let a sum take the place of its residual in memory where nothing else can see that: its last reader, and no view of it."""
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        for node in self.graph.nodes:
-            residual = node.args[1] if isinstance(self.module(node), Int8Conv) and len(node.args) > 1 else None
-            if isinstance(residual, fx.Node) and residual is not node.args[0] and isinstance(self.module(residual), _FRESH):
-                readers = [user for user in residual.users if user is not node]
-                if all(isinstance(self.module(user), _FRESH) and order[user] < order[node] for user in readers):
-                    self.layer(node).overwrites_residual = True  # type: ignore[union-attr]
-
-
-#: Their results are new tensors, which share memory with no other.
-_FRESH = (Int8Layer, Quantize, Dequantize, Lookup, CodesMaxPool2d)
 
 
 def _same(x: Tensor) -> Tensor:

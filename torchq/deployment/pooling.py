@@ -1,0 +1,110 @@
+"""Pooling of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.deployment import onednn
+from torchq.deployment.base import eager
+from torchq.deployment.grid import Grid
+from torchq.deployment.nodes import GridModule
+from torchq.deployment.onednn import Run
+
+__all__ = ["AveragePooling", "CodesAvgPool2d", "CodesMaxPool2d"]
+
+AveragePooling = nn.AvgPool2d | nn.AdaptiveAvgPool2d
+#: How many input shapes a layer keeps bound kernels for.
+_MOST_RUNS = 8
+
+
+class CodesMaxPool2d(nn.MaxPool2d):
+    """Max pooling of uint8 codes; rounding keeps order, so it commutes with quantization."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Largest code of each window; (N, C, H, W) or (C, H, W)."""
+        pairs = [_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)]
+        return torch.ops.torchq.max_pool2d(input, *pairs, self.ceil_mode)
+
+
+class CodesAvgPool2d(GridModule):
+    """Average pooling of uint8 codes, onto another grid.
+
+    As a depthwise convolution with weights of one: one kernel sums integers and rounds once, where floating point takes three passes.
+    What that cannot express (windows of different sizes, padding that is not counted) is computed in floating point.
+
+    Args:
+        pool: what to do; padding counts as zeros.
+        before, after: the grids of what it reads and returns.
+    """
+
+    _runs: dict[Any, Run]
+
+    def __init__(self, pool: AveragePooling, before: Grid, after: Grid) -> None:
+        super().__init__(before)
+        self.pool, self.after = pool, after
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["_runs"] = {}  # something in them has changed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}  # packed tensors can be neither copied nor saved
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Both grids as plain numbers."""
+        return {**super().get_extra_state(), "after": astuple(self.after)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        super().set_extra_state(state)
+        self.after = Grid(*state["after"])
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes (N, C, H, W) or (C, H, W) -> codes, each image pooled."""
+        if not eager(codes):
+            return self._float(codes)
+        run = self._runs.get(codes.shape)
+        if run is None:
+            if len(self._runs) >= _MOST_RUNS:
+                self._runs.clear()
+            run = self._runs[codes.shape] = self._bind(codes.shape)
+        return run(codes)
+
+    def _float(self, codes: Tensor) -> Tensor:
+        return self.after.quantize(self.pool(self.grid.dequantize(codes)))
+
+    def _bind(self, shape: torch.Size) -> Run:
+        window = _window(self.pool, shape[2:]) if len(shape) == 4 and shape.numel() and onednn.available() else None
+        if window is None:
+            return self._float
+        size, stride, padding = window
+        channels, before, after = shape[1], self.grid, self.after
+        ones = torch.ones(channels, 1, *size, dtype=torch.int8)
+        step = torch.full((channels,), 1 / (size[0] * size[1]))
+        bounds = ("none", []) if after.saturates_by_itself else ("clamp", list(after.bounds))
+        return onednn.bind_conv(
+            shape, None, ones, step, None, before.step, before.zero, stride, padding, [1, 1], channels,
+            after.step, after.zero, torch.uint8, *bounds, 1.0, 0,
+        )  # fmt: skip
+
+
+def _window(pool: AveragePooling, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
+    """Size, stride and padding of windows that are all alike, or None."""
+    if isinstance(pool, nn.AdaptiveAvgPool2d):
+        out = [size if wanted is None else wanted for size, wanted in zip(sizes, _pair(pool.output_size), strict=True)]
+        if any(not wanted or size % wanted for size, wanted in zip(sizes, out, strict=True)):
+            return None
+        window = [size // wanted for size, wanted in zip(sizes, out, strict=True)]
+        return window, window, [0, 0]
+    size, stride, padding = _pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding)
+    plain = not pool.ceil_mode and pool.divisor_override is None and (pool.count_include_pad or not any(padding))
+    return (size, stride, padding) if plain else None
+
+
+def _pair(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value, value]

@@ -1,0 +1,78 @@
+"""The last step of a rewrite: what depends on the whole result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from torchq.deployment import patterns
+from torchq.deployment.base import Int8Layer
+from torchq.deployment.grid import Grid
+from torchq.deployment.layers import Int8Conv
+from torchq.deployment.nodes import Dequantize, Lookup, Quantize
+from torchq.deployment.pooling import CodesAvgPool2d, CodesMaxPool2d
+from torchq.deployment.separate import Separator
+
+__all__ = ["Settler"]
+
+#: Their results are new tensors, which share memory with no other.
+_FRESH = (Int8Layer, Quantize, Dequantize, Lookup, CodesMaxPool2d, CodesAvgPool2d)
+
+
+class Settler(Separator):
+    """Settles grids and memory once chains are joined.
+
+    Attributes:
+        tables: of each table its function and the grids it was made for.
+    """
+
+    tables: dict[fx.Node, tuple[Callable[[Tensor], Tensor], Grid, Grid]]
+
+    def settle(self) -> None:
+        """Tell readers of codes which grid they are on, as clamps have moved zeros, and drop what is unused."""
+        grids: dict[fx.Node, Grid] = {}
+        for node in self.graph.nodes:
+            module, source = self.module(node), node.args[0] if node.args else None
+            if isinstance(module, Int8Layer):
+                if source in grids:
+                    self.own(node).input_grid = grids[source]
+                if isinstance(residual := node.args[1] if len(node.args) > 1 else None, fx.Node) and residual in grids:
+                    self.own(node).residual_grid = grids[residual]
+                if (out := self.own(node).output_grid) is not None:
+                    grids[node] = out
+            elif isinstance(module, Quantize):
+                grids[node] = module.grid
+                module.channels_last = any(isinstance(self.layer(user), Int8Conv) for user in node.users)
+            elif isinstance(module, Lookup):
+                function, before, grids[node] = self.tables[node]
+                module.table = Lookup(function, grids.get(source, before), grids[node], self.dtype).table  # type: ignore[arg-type]
+            elif isinstance(module, Dequantize) and source in grids:
+                module.grid = grids[source]
+            elif isinstance(module, CodesAvgPool2d):
+                module.grid, grids[node] = grids.get(source, module.grid), module.after  # type: ignore[arg-type]
+            elif (parts := patterns.concatenated(node)) and parts[0] in grids:
+                grids[node] = grids[parts[0]]
+            elif self.codes_pass(node) and source in grids:
+                grids[node] = grids[source]
+            elif node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
+                node.target = "reshape"  # results are channels last, which view may refuse
+        self.graph.eliminate_dead_code()
+        self._reuse_residuals()
+        self.graph.lint()
+        self.root.recompile()
+        self.root.delete_all_unused_submodules()
+
+    def _reuse_residuals(self) -> None:
+        """Let a sum take the place of its residual in memory where nothing else can see that: its last reader, and no view of it."""
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        for node in self.graph.nodes:
+            residual = node.args[1] if isinstance(self.module(node), Int8Conv) and len(node.args) > 1 else None
+            if isinstance(residual, fx.Node) and residual is not node.args[0] and isinstance(self.module(residual), _FRESH):
+                readers = [user for user in residual.users if user is not node]
+                if all(isinstance(self.module(user), _FRESH) and order[user] < order[node] for user in readers):
+                    self.layer(node).overwrites_residual = True  # type: ignore[union-attr]
+
+    def codes_pass(self, node: fx.Node) -> bool:
+        return patterns.moved(node, self.modules) is not None or isinstance(self.module(node), CodesMaxPool2d)
