@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchq.deployment.nodes import GatedSiLU
 
@@ -19,11 +19,14 @@ __all__ = [
     "clamp_bounds",
     "concatenated",
     "keeps_sign",
+    "measures",
     "module_of",
     "moved",
     "max_pool_of",
+    "part",
     "pointwise_of",
     "source_of",
+    "split",
 ]
 
 _INF = float("inf")
@@ -54,6 +57,7 @@ _ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ADDS_IN_PLACE = {operator.iadd, "add_"}
 #: Rearrange elements, and nothing else; applied to codes they give the codes of what they give.
 _MOVES_FUNCTIONS = {torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, operator.getitem}
+_SPLITS = {torch.chunk: "chunk", torch.split: "split", torch.unbind: "unbind", "chunk": "chunk", "split": "split", "unbind": "unbind"}
 _MOVES_METHODS = {"flatten", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"}
 _MOVES_MODULES = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.ChannelShuffle, nn.PixelShuffle)
 
@@ -150,7 +154,7 @@ def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
     """The tensor whose elements a node rearranges."""
     module = module_of(node, modules)
     moves = isinstance(module, _MOVES_MODULES) and not getattr(module, "inplace", False) if module is not None else False
-    moves = moves or (node.op == "call_function" and node.target in _MOVES_FUNCTIONS)
+    moves = moves or (node.op == "call_function" and (node.target is part or node.target in _MOVES_FUNCTIONS))
     moves = moves or (node.op == "call_method" and node.target in _MOVES_METHODS)
     source = node.args[0] if moves and node.args else None
     # Taking an item of a tuple (or a size) rearranges nothing.
@@ -161,7 +165,26 @@ def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
 
 def _makes_tensor(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     module = module_of(node, modules)
-    return isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(module, "input_grid")
+    return isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(module, "input_grid") or hasattr(module, "grid")
+
+
+def part(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:
+    """One of the tensors that a method which splits ``x`` returns."""
+    parts: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
+    return parts[index]
+
+
+def split(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
+    """The tensor that a node splits, the method that does it, and its further arguments."""
+    if not isinstance(node, fx.Node) or not _calls(node, _SPLITS) or not set(node.kwargs) <= {"dim"}:
+        return None
+    source = source_of(node)
+    return None if source is None else (source, _SPLITS[node.target], node.args[1:])
+
+
+def measures(node: fx.Node) -> bool:
+    """Whether a node reads the shape of its tensor alone."""
+    return (node.op == "call_method" and node.target in ("size", "dim")) or (node.target is getattr and node.args[1] in ("shape", "ndim"))
 
 
 def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d | None:

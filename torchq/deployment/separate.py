@@ -29,21 +29,42 @@ class Separator(Editor):
         """Put Quantize and Dequantize nodes where tensors are quantized, and drop what does nothing."""
         for node in list(self.graph.nodes):
             self._skip(node)
+            self._take(node)
         for node in list(self.graph.nodes):
             self._separate(node)
 
     def _skip(self, node: fx.Node) -> None:
         """What does nothing outside training only keeps others apart."""
+        if node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
+            node.target = "reshape"  # results are channels last, which view may refuse
         source = patterns.source_of(node)
         if type(self.module(node)) in _NOTHING and source is not None:
             node.replace_all_uses_with(source)
             self.graph.erase_node(node)
 
+    def _take(self, node: fx.Node) -> None:
+        """One part of a split tensor becomes a rearrangement of that tensor, as slices are: codes go through it."""
+        parts, index = (*node.args, None, None)[:2]
+        if node.target is not operator.getitem or not isinstance(index, int) or (found := patterns.split(parts)) is None:
+            return
+        tensor, method, rest = found
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(patterns.part, (tensor, method, index, *rest), dict(parts.kwargs))  # type: ignore[union-attr]
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def measure_codes(self) -> None:
+        """Codes have the shape of the values made from them, which often nothing else reads."""
+        for node in self.graph.nodes:
+            source = patterns.source_of(node)
+            if patterns.measures(node) and source is not None and isinstance(self.module(source), Dequantize):
+                node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
+
     def _separate(self, node: fx.Node) -> None:
         """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""
         module = self.module(node)
         source = node.args[0] if node.args else None
-        if isinstance(module, QuantCat) and not node.kwargs:
+        if isinstance(module, QuantCat) and set(node.kwargs) <= {"dim"}:
             self._open(node, module)
         if not isinstance(source, fx.Node) or node.kwargs:
             return
@@ -81,7 +102,8 @@ class Separator(Editor):
         values = [self._values(node, o, q) for o, q in zip(operands, quantizers, strict=True) if isinstance(o, fx.Node)]
         with self.graph.inserting_before(node):
             if isinstance(module, QuantCat):
-                new = self.graph.call_function(torch.cat, (values, node.args[1] if len(node.args) > 1 else module.dim))
+                dim = (*node.args[1:], node.kwargs.get("dim"))[0]
+                new = self.graph.call_function(torch.cat, (values, module.dim if dim is None else dim))
             else:
                 new = self.graph.call_function(_OPENED[type(module)], tuple(values))
         node.replace_all_uses_with(new)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, fx
 
 from torchq.deployment import patterns
@@ -32,6 +31,7 @@ class Settler(Separator):
 
     def settle(self) -> None:
         """Tell readers of codes which grid they are on, as clamps have moved zeros, and drop what is unused."""
+        self.measure_codes()
         grids: dict[fx.Node, Grid] = {}
         for node in self.graph.nodes:
             module, source = self.module(node), node.args[0] if node.args else None
@@ -56,8 +56,6 @@ class Settler(Separator):
                 grids[node] = grids[parts[0]]
             elif self.codes_pass(node) and source in grids:
                 grids[node] = grids[source]
-            elif node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
-                node.target = "reshape"  # results are channels last, which view may refuse
         self.graph.eliminate_dead_code()
         self._reuse_residuals()
         self.graph.lint()
