@@ -49,6 +49,12 @@ class Editor:
         self.graph.erase_node(node)
         return new
 
+    def prune(self) -> None:
+        """Erase what nothing reads: ``eliminate_dead_code`` without its checks of the whole graph, which take long in deep ones."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+                self.graph.erase_node(node)
+
     def own(self, node: fx.Node) -> Int8Layer:
         """The layer of ``node``, free to be changed: nothing else calls it."""
         layer = self.layer(node)

@@ -31,9 +31,18 @@ class Rewriter(Settler):
             self._share, self._cancel, self._never_negative, self._quantize_earlier, self._dequantize_later,
             self._fold_norm, self._fuse_activation, self._fuse_add, self._look_up, self._average_codes, self._fuse_output,
         ]  # fmt: skip
-        while any(rule(node) for rule in rules for node in list(self.graph.nodes) if node.users or node.op == "output"):
-            self.graph.eliminate_dead_code()
+        while any(self._everywhere(rule) for rule in rules):
+            pass  # a rule may make room for earlier ones
         self.settle()
+
+    def _everywhere(self, rule: Callable[[fx.Node], bool]) -> bool:
+        """Apply one rule wherever it fits; whether it did."""
+        changed, present = False, set(self.graph.nodes)
+        for node in list(self.graph.nodes):
+            if node in present and (node.users or node.op == "output") and rule(node):
+                self.prune()
+                changed, present = True, set(self.graph.nodes)
+        return changed
 
     def _share(self, node: fx.Node) -> bool:
         """One tensor, one grid: one Quantize."""
@@ -112,9 +121,12 @@ class Rewriter(Settler):
         return True
 
     def _meets_others(self, node: fx.Node) -> bool:
-        """Whether these codes are concatenated with others, which must then have the same zero."""
-        users = list(node.users)
-        return any(patterns.concatenated(user) or ((self.codes_pass(user)) and self._meets_others(user)) for user in users)
+        """Whether these codes are concatenated with others, which must then have the same zero; perhaps as values, until rules move."""
+        return any(patterns.concatenated(user) or (self._will_pass(user) and self._meets_others(user)) for user in node.users)
+
+    def _will_pass(self, node: fx.Node) -> bool:
+        pooled = patterns.max_pool_of(node, self.modules) is not None
+        return pooled or self.codes_pass(node) or isinstance(self.module(node), Dequantize)
 
     def _pool_codes(self, node: fx.Node, pool: nn.MaxPool2d) -> fx.Node:
         settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, False, pool.ceil_mode)
