@@ -20,6 +20,7 @@ __all__ = [
     "axis_of",
     "constants_to_initializers",
     "element_type",
+    "evaluate",
     "fold_constants",
     "fold_scales",
     "fold_slices",
@@ -136,21 +137,29 @@ def fold_constants(graph: Graph, name: str, depth: int = 16) -> Tensor | None:
         new = [source for source in node.input if source and source not in seen]
         seen.update(new)
         pending += new
-    return _evaluate(graph, name, nodes, seen)
+    return evaluate(graph, name, nodes, seen)
 
 
-def _evaluate(graph: Graph, name: str, nodes: list[Any], names: set[str]) -> Tensor:
-    """Run a few nodes on initializers with the reference evaluator of onnx."""
+def evaluate(graph: Graph, name: str, nodes: list[Any], names: set[str], given: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The value of ``name`` from a few nodes, with the reference evaluator of onnx.
+
+    Args:
+        nodes: in any order; all that lie between ``name`` and the initializers.
+        names: the values that they read.
+        given: values to take in place of computed ones.
+    """
     helper = need("onnx.helper", "torchq.export")
     chosen = {id(node) for node in nodes}
-    values = [t for n, t in graph.initializers.items() if n in names]
-    ordered = [node for node in graph.nodes if id(node) in chosen]
-    info = [helper.make_empty_tensor_value_info(name)]
+    values = [graph.initializers[n] for n in names if n in graph.initializers]
+    feeds = {n: value.numpy() for n, value in (given or {}).items()}
+    ordered = nodes if len(nodes) == 1 else [node for node in graph.nodes if id(node) in chosen]
+    info, inputs = [helper.make_empty_tensor_value_info(name)], [helper.make_empty_tensor_value_info(n) for n in feeds]
     model = helper.make_model(
-        helper.make_graph(ordered, "constants", [], info, initializer=values), opset_imports=list(graph.model.opset_import)
+        helper.make_graph(ordered, "constants", inputs, info, initializer=values), opset_imports=list(graph.model.opset_import)
     )
-    (result,) = need("onnx.reference", "torchq.export").ReferenceEvaluator(model).run(None, {})
-    return torch.from_numpy(result.copy())
+    (result,) = need("onnx.reference", "torchq.export").ReferenceEvaluator(model).run(None, feeds)
+    # It may be a number without dimensions, or expanded.
+    return torch.from_numpy(result.reshape(-1).copy()).clone(memory_format=torch.contiguous_format).reshape(result.shape)
 
 
 def fold_slices(graph: Graph) -> None:
@@ -159,7 +168,7 @@ def fold_slices(graph: Graph) -> None:
         if all(name in graph.initializers for name in node.input) and not graph.is_output(node.output[0]):
             value = node.input[0]
             if node.op_type == "Slice":
-                value = graph.add_initializer(node.output[0], _evaluate(graph, node.output[0], [node], {*node.input}))
+                value = graph.add_initializer(node.output[0], evaluate(graph, node.output[0], [node], {*node.input}))
             graph.replace_uses(node.output[0], value)
     graph.prune()
 

@@ -26,12 +26,13 @@ from torchq.export.cleanup import (
 )
 from torchq.export.extras import need
 from torchq.export.grids import write_record
-from torchq.export.layout import store_transposed
+from torchq.export.layout import keep_products, store_transposed
 from torchq.export.proto import Graph
 from torchq.export.report import ExportReport
 from torchq.export.retarget import retarget
 from torchq.export.rules import findings
 from torchq.export.run import Call, plain_attention, run_dynamo, run_torchscript
+from torchq.export.shapes import fold_shapes
 from torchq.formats import Format
 from torchq.functional.onnx_ops import mark
 from torchq.nn import TensorQuantizer
@@ -123,7 +124,9 @@ def _clean(graph: Graph, formats: Mapping[str, Format]) -> tuple[list[str], list
     names, merged = name_quantizers(graph)
     weights = fold_weights(graph, formats)
     merged |= merge_duplicates(graph)
+    fold_shapes(graph)
     store_transposed(graph)
+    keep_products(graph)
     strip_metadata(graph)
     return names, weights, merged
 

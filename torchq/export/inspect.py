@@ -180,7 +180,7 @@ def _reason(graph: Graph, node: Any, kind: str) -> str:
     if floats:
         return f"input {floats[0]} is not quantized; put a quantizer there (quantize_(..., target='onnxruntime', example=...))"
     if kind == "Gemm":
-        return "its output is not quantized, and ONNX Runtime has no Gemm from integers to float; MatMul and Add would be"
+        return "ONNX Runtime has no Gemm from integers to float; torchq.export.retarget_onnx(..., 'onnxruntime') makes it MatMul and Add"
     if node.op_type == "FusedConv" or any(reader.op_type in ("Relu", "Clip") for reader in graph.readers(node.output[0])):
         return "the activation after it keeps a signed quantizer away; export with target='onnxruntime' for uint8 there"
     if not all(reader.op_type == "QuantizeLinear" for reader in graph.readers(node.output[0])) or graph.is_output(node.output[0]):

@@ -8,8 +8,9 @@ import torch
 
 from torchq.export.cleanup import TRANSPOSED, attribute, axis_of
 from torchq.export.proto import Graph
+from torchq.export.shapes import known_shapes
 
-__all__ = ["split_gemms", "store_transposed"]
+__all__ = ["keep_products", "split_gemms", "store_transposed"]
 
 
 def store_transposed(graph: Graph) -> None:
@@ -42,7 +43,7 @@ def store_transposed(graph: Graph) -> None:
 
 
 def split_gemms(graph: Graph) -> None:
-    """MatMul and Add instead of each Gemm of integers whose result is not quantized.
+    """MatMul and Add instead of each Gemm of integers whose result is not quantized, and such that they stay two.
 
     ONNX Runtime multiplies integers to floats in a MatMul alone; a Gemm would dequantize its weight on every call.
     """
@@ -55,6 +56,59 @@ def split_gemms(graph: Graph) -> None:
         gone.append(node)
         _add_after(graph, node)
     _without(graph, gone)
+    for add, index, rank in _sums(graph, flat=True):
+        if not _is_quantized(graph, add):
+            _add_in_front(graph, add, index, rank)
+    graph.sort()
+
+
+def keep_products(graph: Graph) -> None:
+    """Store the bias that is added to the product with a quantized weight as (1, N), where the product has more dimensions than two.
+
+    Where shapes are static, ONNX Runtime makes a Gemm of a MatMul and an Add of (N,) before it looks for quantized operands, and
+    dequantizes the weight on every call then: a transformer took four times as long. The sum is the same in every runtime. A sum that is
+    quantized right away stays: that Gemm runs on integers.
+    """
+    rows: dict[str, str] = {}
+    for add, index, _ in _sums(graph, flat=False):
+        add.input[index] = _widened(graph, add.input[index], 1, rows)
+    graph.sort()
+    graph.prune()
+
+
+def _widened(graph: Graph, value: str, count: int, known: dict[str, str]) -> str:
+    """``value`` with so many dimensions of length 1 in front; ``known`` are those that have them."""
+    if value not in known:
+        name = f"{value}/row"
+        if value in graph.initializers:
+            known[value] = graph.add_initializer(name, graph.value(value)[(None,) * count])
+        else:
+            known[value] = graph.fresh(name)
+            graph.add("Unsqueeze", [value, graph.add_initializer(f"{name}/axes", torch.arange(count))], known[value])
+    return known[value]
+
+
+def _sums(graph: Graph, flat: bool) -> list[tuple[Any, int, int]]:
+    """Each Add that a Gemm would take in, behind a product with a quantized weight; its other operand, and the dimensions of that.
+
+    ``flat`` chooses products of two dimensions, whose Gemm takes a row or a matrix; of others it takes a row.
+    """
+    shapes = known_shapes(graph)
+    found = []
+    for product in graph.of("MatMul"):
+        weight, readers = graph.producer(product.input[1]), graph.readers(product.output[0])
+        while weight is not None and weight.op_type == "Transpose":
+            weight = graph.producer(weight.input[0])
+        if weight is None or weight.op_type != "DequantizeLinear" or [reader.op_type for reader in readers] != ["Add"]:
+            continue
+        index = int(readers[0].input[0] == product.output[0])
+        rank, other = (len(shapes.get(name, ())) for name in (product.output[0], readers[0].input[index]))
+        after = graph.readers(readers[0].output[0])
+        if graph.is_output(product.output[0]) or (after and all(reader.op_type == "QuantizeLinear" for reader in after)):
+            continue
+        if (rank, other) in ([(2, 1), (2, 2)] if flat else [(max(rank, 3), 1)]):
+            found.append((readers[0], index, other))
+    return found
 
 
 def _straighten(graph: Graph, gemm: Any, weight: Any) -> None:
@@ -141,3 +195,12 @@ def _add_after(graph: Graph, node: Any) -> None:
     graph.add("Unsqueeze", [bias[0], front], names[1])
     graph.add("Add", names[:2], names[2])
     graph.add("Squeeze", [names[2], graph.add_initializer(f"{result}/first", torch.tensor([0]))], result)
+
+
+def _add_in_front(graph: Graph, add: Any, index: int, rank: int) -> None:
+    """Let an Add with an operand of so many dimensions return three, of which the first is taken away again."""
+    result = str(add.output[0])
+    add.output[0] = graph.fresh(f"{result}/sum")
+    add.input[index] = _widened(graph, add.input[index], 3 - rank, {})
+    graph.add("Squeeze", [add.output[0], graph.add_initializer(f"{result}/first", torch.tensor([0]))], result)
+    graph.reindex()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from torchq.export.cleanup import attribute, element_type, merge_duplicates
+from torchq.export.cleanup import attribute, constants_to_initializers, element_type, merge_duplicates
 from torchq.export.grids import read_record, write_record
-from torchq.export.layout import split_gemms
+from torchq.export.layout import keep_products, split_gemms
 from torchq.export.proto import Graph, load_graph
 from torchq.export.report import ExportReport
 from torchq.export.rules import findings
@@ -140,7 +140,7 @@ def retarget_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
     """Write a file for another runtime: :func:`torchq.export_onnx` with ``target=`` from a file instead of a model.
 
     Args:
-        source: a Q/DQ file; of any exporter, as long as scales are initializers.
+        source: a Q/DQ file; of any exporter, as long as scales are constants.
         path: where to write.
         target: "onnxruntime", "tensorrt" or "openvino".
 
@@ -150,7 +150,9 @@ def retarget_onnx(source: str | os.PathLike[str], path: str | os.PathLike[str], 
     """
     TARGETS[target]
     graph = load_graph(source)
+    constants_to_initializers(graph)
     retarget(graph, target)
+    keep_products(graph)
     if found := findings(graph, target):
         warnings.warn(f"retarget_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
     write_record(graph, target=target)
