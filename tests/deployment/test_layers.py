@@ -118,7 +118,6 @@ D = torchq.QuantDescriptor
 @pytest.mark.parametrize(
     ("layer", "shape", "descriptors", "reason"),
     [
-        (nn.ConvTranspose2d(4, 4, 3), (1, 4, 5, 5), {"input": D(), "weight": D(axis=1)}, "no integer kernel for QuantConvTranspose2d"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"weight": D(axis=0)}, "its input is not quantized"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D()}, "its weight is not quantized"),
         (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D(dynamic=True), "weight": D()}, "the range of its input is taken from each call"),
@@ -137,6 +136,14 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why(
     torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
     (row,) = torchq.summary(int8).layers
     assert (row.kernel, row.note) == ("simulated", reason)
+
+
+def test_a_class_without_a_kernel_says_so() -> None:
+    indices = torch.arange(4)
+    model, int8 = fallback(nn.Embedding(4, 3), indices, weight=D(axis=0))
+    assert torch.equal(int8(indices), model(indices))
+    (row,) = torchq.summary(int8).layers
+    assert (row.kernel, row.note) == ("simulated", "no integer kernel for QuantEmbedding")
 
 
 class OwnForward(torchq.nn.QuantLinear):

@@ -13,6 +13,7 @@ from torchq.deployment.fp8 import Fp8Linear
 from torchq.deployment.grid import Grid
 from torchq.deployment.layers import Int8Conv, Int8Linear
 from torchq.deployment.lowering import LOWERINGS
+from torchq.deployment.transposed import Int8ConvTranspose
 from torchq.deployment.weight_only import WeightOnlyLinear
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Fp8Linear",
     "Grid",
     "Int8Conv",
+    "Int8ConvTranspose",
     "Int8Layer",
     "Int8Linear",
     "LOWERINGS",

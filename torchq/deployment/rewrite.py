@@ -192,8 +192,7 @@ class Rewriter(Settler):
         layer = self._plain(source)
         if not isinstance(norm, NORMS) or not isinstance(layer, Int8Conv) or len(source.args) > 1 or norm.running_var is None:  # type: ignore[union-attr]
             return False
-        layer = self.own(source)  # type: ignore[arg-type]
-        fold_norm(layer, norm)
+        fold_norm(self.own(source), norm)  # type: ignore[arg-type]
         node.replace_all_uses_with(source)  # type: ignore[arg-type]
         self.graph.erase_node(node)
         return True
