@@ -1,0 +1,93 @@
+"""Memory of a network that has run: float32, ``torchq.deploy``, and the same read from its file with ``torch.load(mmap=True)``.
+
+Each candidate is loaded and run in a process of its own, on one image size and then on more. Reported is by how much the process has
+grown once freed memory is given back: ``anonymous`` memory is its own; ``file`` memory holds pages of mapped files, which processes share
+and the system takes back when it needs them. Linux with the GNU C library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchq
+from benchmarks.deploy_native import build, quantized
+from benchmarks.harness import Reporter, parse, parser
+
+MODELS = ("resnet50", "vit_b_16", "encoder")
+#: Candidate -> which file, and whether it is mapped.
+CANDIDATES = {"fp32": ("fp32", False), "int8": ("int8", False), "int8, mapped": ("int8", True)}
+_MIB = 2**20
+
+
+def resident() -> dict[str, int]:
+    """Bytes of anonymous and of file memory of this process."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    fields = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+    return {name: int(fields[field]) * 1024 for name, field in (("anonymous", "RssAnon"), ("file", "RssFile"))}
+
+
+def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
+    """In MiB, after loading, after running the first input, and after running all of them. ``warm`` is what loads the libraries."""
+    with suppress(ImportError):  # a float network's classes are there
+        import_module("torchvision")
+    for small, x in torch.load(warm, weights_only=False):
+        small(x)
+    before = resident()
+    model, inputs = torch.load(path, weights_only=False, mmap=mapped)
+    found = {}
+    for state, xs in (("loaded", []), ("one_size", inputs[:1] * 2), ("all_sizes", inputs)):
+        for x in xs:
+            model(x)
+        now = resident()
+        found |= {f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now}
+    return found
+
+
+def save(name: str, folder: Path) -> None:
+    """The files of the candidates, and one of small networks that load the libraries."""
+    model, x = build(name, 1)
+    inputs = [x] if name != "resnet50" else [torch.randn(1, 3, size, size) for size in (224, 192, 256, 288)]
+    torch.save((model, inputs), folder / "fp32")
+    torch.save((torchq.deploy(quantized(model, x)), inputs), folder / "int8")
+    small, image = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 16)).eval(), torch.randn(1, 3, 8, 8)
+    torch.save([(small, image), (torchq.deploy(quantized(small, image)), image)], folder / "warm")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run and report."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    arguments.add_argument("--measure", nargs=3, metavar=("FILE", "MAPPED", "WARM"), help="what the processes are started with")
+    options = parse(arguments, argv)
+    with torch.no_grad():
+        if options.measure:
+            path, mapped, warm = options.measure
+            print(json.dumps(measure(path, mapped == "True", warm)))
+            return
+        with Reporter("deploy_memory", options.out) as report:
+            for name in options.models:
+                with tempfile.TemporaryDirectory() as folder:
+                    save(name, Path(folder))
+                    for candidate, (file, mapped) in CANDIDATES.items():
+                        paths = [f"{folder}/{file}", str(mapped), f"{folder}/warm"]
+                        command = [sys.executable, "-m", "benchmarks.deploy_memory", "--threads", str(options.threads), "--measure", *paths]
+                        done = subprocess.run(command, check=True, capture_output=True, text=True)
+                        report.value(model=name, candidate=candidate, **json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    main()
