@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.deployment.common import calibrated, sqnr
-from torchq.deployment import Grid
+from torchq.deployment import Grid, nodes
 from torchq.deployment.nodes import Dequantize, Lookup
 
 SHAPES = [(2, 3, 5, 6), (4, 7), (11,), (0, 3), (2, 3, 4, 5, 6)]
@@ -19,7 +20,9 @@ SHAPES = [(2, 3, 5, 6), (4, 7), (11,), (0, 3), (2, 3, 4, 5, 6)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_table_is_the_function_on_codes(shape: tuple[int, ...], channels_last: bool) -> None:
+@pytest.mark.parametrize("many", [0, 2**16])  # pairs of codes, and single ones
+def test_a_table_is_the_function_on_codes(shape: tuple[int, ...], channels_last: bool, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_MANY", many)
     before, after = Grid(0.05, 128, 0, 255), Grid(0.011, 0, 0, 255)
     codes = torch.randint(0, 256, shape).to(torch.uint8)
     if channels_last and len(shape) == 4:
@@ -27,6 +30,20 @@ def test_a_table_is_the_function_on_codes(shape: tuple[int, ...], channels_last:
     got = Lookup(torch.sigmoid, before, after, torch.float32)(codes)
     assert torch.equal(got, after.quantize(torch.sigmoid(before.dequantize(codes))))
     assert got.stride() == codes.stride()
+
+
+def test_pairs_of_codes_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_MANY", 0)
+    grid, codes = Grid(0.05, 128, 0, 255), torch.arange(256).to(torch.uint8)
+    first, second = (Lookup(function, grid, grid, torch.float32) for function in (torch.tanh, torch.sigmoid))
+    expected = first(codes)
+    assert torch.equal(first(codes[1:]), expected[1:]) and torch.equal(first(codes[1:255]), expected[1:255])  # an odd number, an odd start
+    assert not torch.equal(second(codes), expected)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(codes), expected)
+    second.table = 255 - first.table
+    assert torch.equal(second(codes), 255 - expected)
+    assert len(pickle.dumps(second)) < 2**14  # without the pairs
 
 
 class Gates(nn.Module):

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.deployment.base import eager
 from torchq.deployment.grid import Grid
 from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["Dequantize", "GatedSiLU", "GridModule", "Lookup", "Quantize"]
+
+
+#: From how many codes on a table of pairs of codes is faster.
+_MANY = 2**16
 
 
 class GridModule(nn.Module):
@@ -81,19 +86,44 @@ class Lookup(nn.Module):
     """
 
     table: Tensor
+    _pairs: Tensor | None = None
 
     def __init__(self, function: Callable[[Tensor], Tensor], before: Grid, after: Grid, dtype: torch.dtype) -> None:
         super().__init__()
         values = before.dequantize(torch.arange(256, dtype=torch.int32).to(torch.uint8)).to(dtype)
         self.register_buffer("table", after.quantize(function(values)))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["_pairs"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pairs": None}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.__dict__["_pairs"] = None  # the table is copied into in place
+        super()._load_from_state_dict(*args)
+
     def forward(self, codes: Tensor) -> Tensor:
         """Same shape and memory format."""
         last = codes.dim() == 4 and codes.is_contiguous(memory_format=torch.channels_last)
         x = codes.permute(0, 2, 3, 1) if last else codes
-        # Four times faster than indexing.
-        y = torch.index_select(self.table, 0, x.reshape(-1).int()).view(x.shape)
+        flat = x.reshape(-1)
+        # Four times faster than indexing; another two by looking up pairs, in a table that is worth loading for many.
+        if eager(flat) and flat.numel() >= _MANY and not flat.numel() % 2 and not flat.storage_offset() % 2:
+            y = torch.index_select(self._of_pairs(), 0, flat.view(torch.uint16).int()).view(torch.uint8)
+        else:
+            y = torch.index_select(self.table, 0, flat.int())
+        y = y.view(x.shape)
         return y.permute(0, 3, 1, 2) if last else y
+
+    def _of_pairs(self) -> Tensor:
+        """The two results, as 16 bits, for each pair of codes."""
+        pairs = self._pairs
+        if pairs is None:
+            both = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
+            pairs = self.__dict__["_pairs"] = self.table[both].view(torch.int16)
+        return pairs
 
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""
