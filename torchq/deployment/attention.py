@@ -52,12 +52,12 @@ class DeployedMultiheadAttention(ProjectedAttention):
             for position, name in enumerate(names):
                 if wide is None or given[name] is not source:  # different tensors of the same range: rare, what is too much is dropped
                     source = given[name]
-                    wide = layer(source)
+                    wide = layer(_quantized(layer, source))
                 found[name] = wide.narrow(-1, position * self.embed_dim, self.embed_dim)
         return [found[name] for name in _NAMES]
 
     def _project_out(self, x: Tensor) -> Tensor:
-        result: Tensor = self.out_proj(x)
+        result: Tensor = self.out_proj(_quantized(self.out_proj, x))
         return result
 
     def summary_row(self) -> tuple[str, int, str]:
@@ -65,6 +65,11 @@ class DeployedMultiheadAttention(ProjectedAttention):
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))
         simulated = any(active(quantizer) for quantizer in self._chosen(self.products))
         return "float", size, "both products" + (", their quantized operands simulated" if simulated else "")
+
+
+def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
+    """Codes, where the layer takes them: given numbers, it would search them for negative ones, which there are in all likelihood."""
+    return layer.codes(x) if isinstance(layer, Int8Linear) else x
 
 
 @LOWERINGS.register(QuantMultiheadAttention)
