@@ -201,7 +201,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("target", [None, "openvino"])
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino"])
 def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
     """In eval mode torch's fused kernel would read the weights past every quantizer."""
     model, given = Seq2Seq().eval(), batch()
@@ -237,10 +237,11 @@ class Functional(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4).transpose(1, 2).flatten(2)
 
 
-def test_the_function_becomes_a_child_for_openvino(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_the_function_becomes_a_child(target: str, tmp_path: Path) -> None:
     model, x = Functional().eval(), torch.randn(2, 5, 8)
     expected = model(x)
-    torchq.quantize_(model, target="openvino")
+    torchq.quantize_(model, target=target)
     assert isinstance(model.quant_attention, QuantScaledDotProductAttention)
     with torchq.disabled(model):
         assert torch.equal(model(x), expected)
@@ -251,7 +252,7 @@ def test_the_function_becomes_a_child_for_openvino(tmp_path: Path) -> None:
     torchq.restore_(model)
     assert torch.equal(model(x), expected)
     plain = Functional()
-    assert {d.name for d in torchq.quantize_(plain, target="onnxruntime").replaced} == {"qkv"}
+    assert {d.name for d in torchq.quantize_(plain, target="tensorrt").replaced} == {"qkv"}
 
 
 CALLS: list[dict[str, Any]] = [

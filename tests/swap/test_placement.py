@@ -194,8 +194,25 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
     for target in TARGETS:
         model = nn.Sequential(Block(), nn.Linear(4, 4))
         names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
-    assert names["onnxruntime"] == names["tensorrt"] == {"0.up", "1"}
-    assert names["openvino"] == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+    assert names["tensorrt"] == {"0.up", "1"}
+    assert names["onnxruntime"] == names["openvino"] == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_products_are_left_out_by_name(target: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            return F.scaled_dot_product_attention(y, y, y) @ y.transpose(1, 2)
+
+    model = nn.Sequential(Block())
+    report = torchq.quantize_(model, target=target, exclude=["*.quant_attention", "*.quant_matmul"])
+    assert {d.name for d in report.replaced} == {"0.up"}
+    assert {d.name: d.reason for d in report.skipped} == {"0.quant_attention": "excluded", "0.quant_matmul": "excluded"}
 
 
 def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> None:

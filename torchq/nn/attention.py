@@ -106,7 +106,8 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     ``out_input_quantizer``; ``weight_quantizer`` (of the query), ``key_weight_quantizer``, ``value_weight_quantizer`` and
     ``out_weight_quantizer``, each on its part of ``in_proj_weight``. The operands of the two products have
     quantizers as well, ``query_heads_quantizer`` (of the scaled query), ``key_heads_quantizer``, ``value_heads_quantizer`` and
-    ``softmax_quantizer`` (unsigned); they are off until :meth:`quantize_products`, which ``quantize_(..., target="openvino")`` calls.
+    ``softmax_quantizer`` (unsigned); they are off until :meth:`quantize_products`, which ``quantize_`` calls with the targets
+    "onnxruntime" and "openvino".
 
     With every quantizer off this is torch's own forward, bit for bit. Otherwise a row whose keys are all masked attends to all of them
     alike, where torch gives NaN or zero.

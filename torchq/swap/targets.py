@@ -41,10 +41,14 @@ _ACTIVATIONS = tuple(
     f"type:torch.nn.modules.activation.{name}" for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
 )
 _BETWEEN = frozenset(["add", "mul", "cat", "pool"])
+_PRODUCTS = frozenset(["matmul", "attention"])
 
 TARGETS: Registry[str, Target] = Registry("target")
 # A convolution whose sum is its only reader adds in int32 there, before the result is rounded. Q moves through max pooling by itself.
 TARGETS.add("tensorrt", Target("tensorrt", frozenset(["add", "cat"]), (_AVERAGE,), one_branch=True))
-# Integer kernels exist between Q/DQ alone, so every tensor between layers needs one. Integer products of activations gain nothing there.
-TARGETS.add("onnxruntime", Target("onnxruntime", _BETWEEN | {"activation"}, (_MAX, _AVERAGE, *_ACTIVATIONS), float_inputs=(_TRANSPOSED,)))
-TARGETS.add("openvino", Target("openvino", _BETWEEN | {"matmul", "attention"}, (_MAX, _AVERAGE)))
+# Integer kernels exist between Q/DQ alone, so every tensor between layers needs one.
+TARGETS.add(
+    "onnxruntime",
+    Target("onnxruntime", _BETWEEN | _PRODUCTS | {"activation"}, (_MAX, _AVERAGE, *_ACTIVATIONS), float_inputs=(_TRANSPOSED,)),
+)
+TARGETS.add("openvino", Target("openvino", _BETWEEN | _PRODUCTS, (_MAX, _AVERAGE)))
