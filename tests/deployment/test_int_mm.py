@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchq.deployment import gpu, int_mm, ops, reference
+import torchq
+from tests.deployment.common import calibrated
+from torchq.deployment import gpu, int_mm, onednn, ops, reference
 
 POST = (1.0, 0, torch.float32, "none", [])
 
@@ -79,11 +81,17 @@ def test_kernels_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.missing.cache_clear()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert int_mm.obstacle(torch.device("cuda", 7)) == "torch._int_mm needs compute capability 8.0, this GPU has 7.5"
-    assert ops.kernel_name(torch.device("cuda", 7), "linear") == "reference"
+    reason = "torch._int_mm needs compute capability 8.0, this GPU has 7.5"
+    assert ops.kernel(torch.device("cuda", 7), "linear") == ("reference", reason)
     gpu.missing.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert int_mm.obstacle(torch.device("cuda", 7)) == ""
-    assert ops.kernel_name(torch.device("cuda", 7), "linear") == "int_mm"
-    assert ops.kernel_name(torch.device("cuda", 7), "conv") == "reference"
+    assert ops.kernel(torch.device("cuda", 7), "linear") == ("int_mm", "")
+    assert ops.kernel(torch.device("cuda", 7), "conv") == ("reference", "integer convolutions run on CPUs, not on cuda")
     gpu.missing.cache_clear()
+
+
+def test_the_summary_says_why_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    for layer, shape in ((nn.Linear(8, 4), (2, 8)), (nn.Conv1d(8, 4, 1), (2, 8, 3))):
+        (row,) = torchq.summary(torchq.deploy(calibrated(layer, torch.randn(shape)))).layers
+        assert (row.kernel, row.note) == ("reference uint8 x int8 -> float32", "this torch has no oneDNN operators")

@@ -88,15 +88,25 @@ def test_dynamic_ranges(descriptor: torchq.QuantDescriptor, shape: tuple[int, ..
     assert sqnr(int8(x), model(x)) > (90 if dtype is torch.float32 else 38)
 
 
-@pytest.mark.parametrize(
-    ("descriptors", "layer"),
-    [
-        ({"input": D(dynamic=True, axis=0), "weight": D(axis=0)}, DynamicInt8Linear),
-        ({"input": D((4, 3)), "weight": D((4, 3), axis=0)}, Fp8Linear),
-        ({"weight": D(axis=0)}, WeightOnlyLinear),
-    ],
-    ids=["dynamic", "fp8", "weight-only"],
-)
+KINDS = [
+    ({"input": D(dynamic=True, axis=0), "weight": D(axis=0)}, DynamicInt8Linear),
+    ({"input": D((4, 3)), "weight": D((4, 3), axis=0)}, Fp8Linear),
+    ({"weight": D(axis=0)}, WeightOnlyLinear),
+]
+
+
+@pytest.mark.parametrize("rows", [2, MAX_ROWS + 1])
+@pytest.mark.parametrize("descriptors", [kind[0] for kind in KINDS], ids=["dynamic", "fp8", "weight-only"])
+def test_autocast_changes_nothing(descriptors: dict[str, torchq.QuantDescriptor], rows: int) -> None:
+    x = torch.randn(rows, 64)
+    int8 = torchq.deploy(calibrated(nn.Linear(64, 16), x, config(**descriptors)))
+    expected = int8(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = int8(x)
+    assert got.dtype is torch.float32 and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("descriptors", "layer"), KINDS, ids=["dynamic", "fp8", "weight-only"])
 def test_chains_go_around_other_layers(descriptors: dict[str, torchq.QuantDescriptor], layer: type[nn.Module]) -> None:
     integer = {"input": D(), "weight": D(axis=0)}
     rules = torchq.QuantConfig((torchq.Rule(nn.Conv2d, **integer), torchq.Rule(nn.Linear, **descriptors)))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchq.deployment import onednn
 from torchq.deployment.grid import Grid
 from torchq.deployment.onednn import Run
-from torchq.deployment.ops import kernel_name
+from torchq.deployment.ops import kernel
 from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["Int8Layer", "dequantized", "eager"]
@@ -150,7 +150,7 @@ class Int8Layer(KeepsFloat32):
         self.activation, self.arguments = state["activation"], list(state["arguments"])
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        onednn.PACKED.forget(self.weight_codes)  # copied into in place
+        onednn.forget(self.weight_codes)  # copied into in place
         self._forget()
         super()._load_from_state_dict(*args)
 
@@ -159,12 +159,13 @@ class Int8Layer(KeepsFloat32):
         return super()._apply(fn, recurse)
 
     def summary_row(self) -> tuple[str, int, str]:
-        """Kernel, bytes of the parameters, and what is fused, for :func:`torchq.summary`."""
+        """Kernel, bytes of the parameters, what is fused, and why it is the reference, for :func:`torchq.summary`."""
         size = sum(b.numel() * b.element_size() for b in self.buffers())
         fused = [] if self.activation == "none" else [self.activation]
         fused += ["add"] if self.residual_grid is not None else []
         out = "uint8" if self.output_grid is not None else str(self.dtype).removeprefix("torch.")
-        return f"{kernel_name(self.weight_codes.device, self.kind)} uint8 x int8 -> {out}", size, " + ".join(fused)
+        name, problem = kernel(self.weight_codes.device, self.kind)
+        return f"{name} uint8 x int8 -> {out}", size, "; ".join(filter(None, (" + ".join(fused), problem)))
 
     def extra_repr(self) -> str:
         shape = "x".join(map(str, self.weight_codes.shape))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchq.deployment import onednn
 from torchq.deployment.base import dequantized
 from torchq.deployment.grid import SIGNED_ZERO
-from torchq.deployment.ops import kernel_name
+from torchq.deployment.ops import kernel
 from torchq.deployment.precision import KeepsFloat32
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
@@ -79,10 +79,11 @@ class DynamicInt8Linear(KeepsFloat32):
         return dequantized(self.weight_codes, self.weight_step).to(self.dtype)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        onednn.PACKED.forget(self.weight_codes)  # copied into in place
+        onednn.forget(self.weight_codes)  # copied into in place
         super()._load_from_state_dict(*args)
 
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""
         size = sum(b.numel() * b.element_size() for b in self.buffers())
-        return f"{kernel_name(self.weight_codes.device, 'linear')} uint8 x int8 -> float", size, "the input's range is that of each call"
+        name, problem = kernel(self.weight_codes.device, "linear")
+        return f"{name} uint8 x int8 -> float", size, "; ".join(filter(None, ("the input's range is that of each call", problem)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchq.deployment import int_mm, onednn, reference
 
-__all__ = ["conv_any", "conv_cpu", "kernel_name", "linear_any", "linear_cpu", "linear_cuda"]
+__all__ = ["conv_any", "conv_cpu", "kernel", "linear_any", "linear_cpu", "linear_cuda"]
 
 # A fragment: other parts of torchq may define operators in the same namespace.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
@@ -30,11 +30,15 @@ _LIBRARY.define(
 )
 
 
-def kernel_name(device: torch.device, kind: str = "conv") -> str:
-    """What an operator of ``kind`` (conv or linear) runs on ``device``: ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``."""
-    if device.type == "cpu" and onednn.available():
-        return "onednn"
-    return "int_mm" if kind == "linear" and not int_mm.obstacle(device) else "reference"
+def kernel(device: torch.device, kind: str = "conv") -> tuple[str, str]:
+    """What an operator of ``kind`` (conv or linear) runs on ``device``, and why nothing faster where that is the reference.
+
+    ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``.
+    """
+    if device.type == "cpu":
+        return ("onednn", "") if onednn.available() else ("reference", "this torch has no oneDNN operators")
+    problem = int_mm.obstacle(device) if kind == "linear" else f"integer convolutions run on CPUs, not on {device.type}"
+    return ("reference", problem) if problem else ("int_mm", "")
 
 
 def conv_any(

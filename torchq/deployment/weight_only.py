@@ -42,7 +42,8 @@ def _values(weight: Tensor, step: Tensor, bits: int, dtype: torch.dtype) -> Tens
 
 
 def _any(x: Tensor, weight: Tensor, step: Tensor, bias: Tensor | None, bits: int) -> Tensor:
-    return F.linear(x, _values(weight, step, bits, x.dtype), None if bias is None else bias.to(x.dtype))
+    with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x, for few rows and for many
+        return F.linear(x, _values(weight, step, bits, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _cpu(x: Tensor, weight: Tensor, step: Tensor, bias: Tensor | None, bits: int) -> Tensor:
