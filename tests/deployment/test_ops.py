@@ -128,3 +128,32 @@ def test_another_bias_with_the_same_weight_is_seen() -> None:
     for value in (1.0, 2.0):
         y = torch.ops.torchq.int8_linear(x, weight, step, torch.full((16,), value), 1.0, 0, 1.0, 0, torch.float32, "none", [])
         assert torch.equal(y, torch.full((1, 16), 32 + value))
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear"])
+def test_one_weight_serves_any_settings(kind: str) -> None:
+    """Bound kernels are kept for the operators: nothing that matters may be missing from what they are kept under."""
+    x, weight, step, bias = conv_case(2, 1, torch.Generator().manual_seed(0))
+    rows, square = torch.randint(0, 256, (3, 16)).to(torch.uint8), weight[:, :, 0, 0].contiguous()
+    static = (
+        {"stride": [[1, 1], [2, 1]], "padding": [[0, 0], [1, 1]], "dilation": [[1, 1], [1, 2]], "groups": [1]} if kind == "conv" else {}
+    )
+    table = {"x_step": [0.02, 0.01], "x_zero": [0, 128], **static, "out_step": [0.3, 0.1], "out_zero": [0, 3], "out_dtype": [torch.uint8]}
+    table |= {"activation": ["none", "relu", "clamp"], "arguments": [[0.0, 1.0], [-1.0, 1.0]]}
+    for name, values in table.items():
+        for value in values:
+            settings = {key: found[0] for key, found in table.items()} | {name: value}
+            settings["arguments"] = settings["arguments"] if settings["activation"] == "clamp" or name == "arguments" else []
+            settings["activation"] = "clamp" if name == "arguments" else settings["activation"]
+            got, expected = (
+                (ops.conv_cpu if kernel == "cpu" else ops.conv_any)(x, weight, step, bias, **settings)
+                if kind == "conv"
+                else (ops.linear_cpu if kernel == "cpu" else ops.linear_any)(rows, square, step, bias, **settings)
+                for kernel in DEVICE_KERNELS
+            )
+            assert (got.int() - expected.int()).abs().max() <= 1, (name, value)  # next to a tie
+    if kind == "conv":
+        for residual in (torch.zeros(2, 32, 5, 5), torch.ones(1, 32, 1, 1), torch.full((2, 32, 5, 5), 7, dtype=torch.uint8)):
+            for grid in ((1.0, 0), (0.5, 0), (0.5, 3)):
+                args = (x, weight, step, bias, 0.02, 0, [1, 1], [0, 0], [1, 1], 1, 0.3, 0, torch.uint8, "relu", [], residual, *grid)
+                assert (ops.conv_cpu(*args).int() - ops.conv_any(*args).int()).abs().max() <= 1

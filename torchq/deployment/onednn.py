@@ -15,9 +15,11 @@ from torchq.deployment.activations import ACTIVATIONS
 from torchq.deployment.packing import PackCache
 from torchq.deployment.reference import finish
 
-__all__ = ["PACKED", "Run", "available", "bind_conv", "bind_linear", "conv", "linear", "saturates"]
+__all__ = ["PACKED", "Run", "available", "bind_conv", "bind_linear", "conv", "forget", "linear", "saturates"]
 
 PACKED = PackCache()
+#: Bound kernels of the operators, which compiled and exported models call; layers keep their own.
+_RUNS = PackCache()
 
 _OPERATORS = ("qconv_prepack", "qconv2d_pointwise", "qconv3d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 #: What the 3-d kernel applies to its result, and what a kernel that adds does.
@@ -48,6 +50,12 @@ def _pack(packed: Tensor, weight: Tensor, step: Tensor, bias: Tensor | None, x_s
     return _Packed(packed, step, zero, None if bias is None else bias.float())
 
 
+def forget(weight: Tensor) -> None:
+    """Drop what was made of ``weight``: its values have changed."""
+    for cache in (PACKED, _RUNS):
+        cache.forget(weight)
+
+
 Run = Callable[..., Tensor]
 
 
@@ -58,9 +66,12 @@ def conv(
     residual: Tensor | None, residual_step: float, residual_zero: int,
 ) -> Tensor:  # fmt: skip
     """One convolution; see ``torchq::int8_conv``."""
-    run = bind_conv(
-        x.shape, residual, weight, weight_step, bias, x_step, x_zero, stride, padding, dilation, groups,
-        out_step, out_zero, out_dtype, name, arguments, residual_step, residual_zero,
+    static = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    out = (out_step, out_zero, out_dtype, name, tuple(arguments))
+    added = (None, None) if residual is None else (residual.shape, residual.dtype)
+    run: Run = _RUNS.get(
+        weight, (x.shape, x_step, x_zero, *static, *out, *added, residual_step, residual_zero), (weight_step, bias),
+        lambda: bind_conv(x.shape, residual, weight, weight_step, bias, x_step, x_zero, *static, *out, residual_step, residual_zero),
     )  # fmt: skip
     return run(x) if residual is None else run(x, residual)
 
@@ -157,7 +168,9 @@ def linear(
     out_step: float, out_zero: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
 ) -> Tensor:  # fmt: skip
     """One linear layer; see ``torchq::int8_linear``."""
-    return bind_linear(weight, weight_step, bias, x_step, x_zero, out_step, out_zero, out_dtype, name, arguments)(x)
+    settings = (x_step, x_zero, out_step, out_zero, out_dtype, name, tuple(arguments))
+    run: Run = _RUNS.get(weight, settings, (weight_step, bias), lambda: bind_linear(weight, weight_step, bias, *settings))
+    return run(x)
 
 
 def bind_linear(
