@@ -233,6 +233,27 @@ def test_the_path_of_gpus(
     assert len(fp8._PACKED) == before
 
 
+@pytest.fixture
+def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "aten", CudaRules())
+    monkeypatch.setattr(fp8, "obstacle", lambda device: "")
+    monkeypatch.setattr(torch.ops.torchq, "fp8_linear", fp8.linear_cuda)
+
+
+def test_a_loaded_weight_is_prepared_anew(gpu_path: None, generator: torch.Generator) -> None:
+    x = torch.randn(4, 20, generator=generator)
+    first, second = (torchq.deploy(calibrated(nn.Linear(20, 5), x, config())) for _ in range(2))
+    expected = first(x)
+    assert not torch.equal(second(x), expected)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(x), expected)
+
+
+def test_dead_ranges_give_the_bias_on_gpus_too(gpu_path: None) -> None:
+    model = calibrated(nn.Linear(8, 3), torch.zeros(2, 8), config())
+    assert torch.equal(torchq.deploy(model)(torch.randn(5, 8)), model.bias.expand(5, 3))  # type: ignore[operator, union-attr]
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
