@@ -95,3 +95,15 @@ def test_the_summary_says_why_the_reference_runs(monkeypatch: pytest.MonkeyPatch
     for layer, shape in ((nn.Linear(8, 4), (2, 8)), (nn.Conv1d(8, 4, 1), (2, 8, 3))):
         (row,) = torchq.summary(torchq.deploy(calibrated(layer, torch.randn(shape)))).layers
         assert (row.kernel, row.note) == ("reference uint8 x int8 -> float32", "this torch has no oneDNN operators")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (5, 3)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 100])
+def test_on_a_gpu(inner: int, outer: int, rows: int, generator: torch.Generator) -> None:
+    if problem := int_mm.obstacle(torch.device("cuda", 0)):
+        pytest.skip(problem)
+    weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8).cuda()
+    x = torch.randint(0, 256, (rows, inner), generator=generator).to(torch.uint8).cuda()
+    args = (x, weight, torch.full((outer,), 1e-3, device="cuda"), None, 0.02, 128, *POST)
+    assert torch.equal(torch.ops.torchq.int8_linear(*args), ops.linear_any(*args))
