@@ -12,6 +12,7 @@ from torch import nn
 
 from torchq.deployment.base import Int8Layer
 from torchq.deployment.chains import chain
+from torchq.deployment.joined import adopt
 from torchq.deployment.lowering import lower, uncalibrated
 from torchq.deployment.onednn import saturates
 from torchq.errors import ExportError
@@ -63,8 +64,7 @@ def deploy(model: nn.Module, example: Any = None, *, reduce_range: bool = False,
     result = _replace(copy.deepcopy(simulated), reduce_range)
     reference = None if example is None else _Reference(simulated, example)
     if chains:
-        root = result
-        result = chain(root, None if reference is None else lambda: reference.accepts(root))
+        result = chain(result, reference)
     _warn_of_saturation(result, reduce_range)
     if reference is not None and (problem := reference.problem(result)):
         raise ExportError(f"deploy: {problem}. Pass chains=False, and tell us")
@@ -90,20 +90,13 @@ def _replace(model: nn.Module, reduce_range: bool) -> nn.Module:
             _bake(module, new)
             continue
         new.eval()
-        _adopt(new, module)
+        adopt(new, module)
         for name in names:
             if name:
                 set_submodule(model, name, new)
             else:
                 model = new
     return model
-
-
-def _adopt(new: nn.Module, old: nn.Module) -> None:
-    """Take over the plain attributes that other code may read: ``in_features``, a detector's ``.f`` and ``.i``."""
-    for name, value in vars(old).items():
-        if not name.startswith("_") and not hasattr(new, name):
-            setattr(new, name, value)
 
 
 def _bake(module: QuantModule, reason: str) -> None:
@@ -155,12 +148,20 @@ class _Reference:
                 )
         return ""
 
+    def runs(self, model: nn.Module) -> bool:
+        """Whether ``model`` raises nothing."""
+        return self._attempt(model) is not None
+
     def accepts(self, model: nn.Module) -> bool:
         """Whether ``model`` runs and agrees."""
+        return self._attempt(model) == ""
+
+    def _attempt(self, model: nn.Module) -> str | None:
         try:
             problem = self.problem(model)
         except Exception as error:  # the model's own code, which may read anything of its parts
-            problem = f"{type(error).__name__}: {error}"
+            log.debug("deploy: %s: %s", type(error).__name__, error)
+            return None
         if problem:
             log.debug("deploy: %s", problem)
-        return not problem
+        return problem

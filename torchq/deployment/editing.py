@@ -50,9 +50,13 @@ class Editor:
         return new
 
     def prune(self) -> None:
-        """Erase what nothing reads: ``eliminate_dead_code`` without its checks of the whole graph, which take long in deep ones."""
+        """Erase what nothing reads: ``eliminate_dead_code`` without its checks of the whole graph, which take long in deep ones.
+
+        Checks that arguments have the values which the graph was traced for stay.
+        """
         for node in reversed(self.graph.nodes):
-            if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+            kept = node.users or node.op in ("placeholder", "output") or node.is_impure() or patterns.is_check(node)
+            if not kept:
                 self.graph.erase_node(node)
 
     def own(self, node: fx.Node) -> Int8Layer:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from torchq.deployment.nodes import GatedSiLU
+from torchq.graph.core import observed
 
 __all__ = [
     "activation_of",
@@ -18,6 +19,7 @@ __all__ = [
     "average_pool_of",
     "clamp_bounds",
     "concatenated",
+    "is_check",
     "keeps_sign",
     "measures",
     "module_of",
@@ -76,8 +78,11 @@ _AVERAGES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def module_of(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module that a node calls."""
-    return modules[str(node.target)] if isinstance(node, fx.Node) and node.op == "call_module" else None
+    """The module that a node calls, if it computes what its class says: no subclass with a forward of its own, no hooks."""
+    module = modules[str(node.target)] if isinstance(node, fx.Node) and node.op == "call_module" else None
+    if module is None or observed(module) or "forward" in vars(module):
+        return None
+    return module if str(type(module).forward.__module__).partition(".")[0] in ("torch", "torchq") else None
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -151,8 +156,10 @@ def concatenated(node: fx.Node) -> list[fx.Node] | None:
 
 
 def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
-    """The tensor whose elements a node rearranges."""
+    """The tensor whose elements a node rearranges or repeats."""
     module = module_of(node, modules)
+    if _repeats(node, module):
+        return source_of(node)
     moves = isinstance(module, _MOVES_MODULES) and not getattr(module, "inplace", False) if module is not None else False
     moves = moves or (node.op == "call_function" and (node.target is part or node.target in _MOVES_FUNCTIONS))
     moves = moves or (node.op == "call_method" and node.target in _MOVES_METHODS)
@@ -161,6 +168,14 @@ def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
     if node.target is operator.getitem and not (isinstance(source, fx.Node) and _makes_tensor(source, modules)):
         return None
     return source if isinstance(source, fx.Node) else None
+
+
+def _repeats(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a node enlarges an image without computing new values."""
+    mode: object = module.mode if isinstance(module, nn.Upsample) else None
+    if node.op == "call_function" and node.target is F.interpolate and len(node.args) < 4:
+        mode = node.kwargs.get("mode", "nearest")
+    return mode in ("nearest", "nearest-exact")
 
 
 def _makes_tensor(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -185,6 +200,11 @@ def split(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
 def measures(node: fx.Node) -> bool:
     """Whether a node reads the shape of its tensor alone."""
     return (node.op == "call_method" and node.target in ("size", "dim")) or (node.target is getattr and node.args[1] in ("shape", "ndim"))
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only raises where something is not as it should be. torch.fx does not know all of its own as impure."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("_assert")
 
 
 def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d | None:

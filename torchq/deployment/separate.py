@@ -58,7 +58,7 @@ class Separator(Editor):
         for node in self.graph.nodes:
             source = patterns.source_of(node)
             if patterns.measures(node) and source is not None and isinstance(self.module(source), Dequantize):
-                node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
+                node.replace_input_with(source, source.all_input_nodes[0])
 
     def _separate(self, node: fx.Node) -> None:
         """Quantizing becomes a node of its own: before integer layers, in place of quantizers and of layers that quantize their input."""

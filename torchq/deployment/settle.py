@@ -56,7 +56,7 @@ class Settler(Separator):
                 grids[node] = grids[parts[0]]
             elif self.codes_pass(node) and source in grids:
                 grids[node] = grids[source]
-        self.graph.eliminate_dead_code()
+        self.prune()
         self._reuse_residuals()
         self.graph.lint()
         self.root.recompile()
