@@ -1,6 +1,6 @@
 """INT8 files in ONNX Runtime and OpenVINO against the float model in the same runtime, and their agreement with the simulation.
 
-Speed: batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with ``target=``
+Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with ``target=``
 and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32. Peer: the
 quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images, timed in the same rounds.
 
@@ -82,7 +82,7 @@ def export_quantized(model: nn.Module, x: Tensor, path: Path, target: str) -> nn
     torchq.calibrate(quantized, [x, torch.randn_like(x)], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(quantized, x, path, target=target, dynamo=False, input_names=["x"])
+        torchq.export_onnx(quantized, x, path, target=target, dynamo=False, input_names=["x"], dynamic_batch=False)
     return quantized
 
 
