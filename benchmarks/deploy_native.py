@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 
-MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder")
+MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder", "vit_b_16", "unet")
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -53,16 +54,47 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(self.norm2(x))))
 
 
+class UNet(nn.Module):
+    """Four levels of two convolutions each, widths 32 to 256; transposed convolutions with a kernel of 4 and stride 2 lead up again."""
+
+    def __init__(self, widths: Sequence[int] = (32, 64, 128, 256)) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_level(i, o) for i, o in zip((3, *widths), widths, strict=False))
+        pairs = list(zip(widths[::-1], widths[-2::-1], strict=False))
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(i, o, 4, 2, 1) for i, o in pairs)
+        self.up = nn.ModuleList(_level(2 * o, o) for _, o in pairs)
+        self.last = nn.Conv2d(widths[0], 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for level in self.down:
+            x = level(nn.functional.max_pool2d(x, 2) if skips else x)
+            skips.append(x)
+        for rise, level, skip in zip(self.rise, self.up, skips[-2::-1], strict=True):
+            x = level(torch.cat([rise(x), skip], 1))
+        return self.last(x)
+
+
+def _level(inputs: int, outputs: int) -> nn.Sequential:
+    first, second = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(first, nn.BatchNorm2d(outputs), nn.ReLU(), second, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
 def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     """The network with plausible BatchNorm statistics, and an input."""
     torch.manual_seed(0)
     if name == "encoder":
         return Encoder().eval(), torch.randn(batch, 196, 384)
-    import torchvision
+    if name == "unet":
+        model: Any = UNet()
+    else:
+        import torchvision
 
-    model = getattr(torchvision.models, name)(weights=None)
+        model = getattr(torchvision.models, name)(weights=None)
     model.train()
     with torch.no_grad():
+        if name == "vit_b_16":
+            model.heads.head.weight.normal_(std=0.02)  # is zero
         for _ in range(3):
             model(torch.randn(4, 3, 224, 224))
     return model.eval(), torch.randn(batch, 3, 224, 224)

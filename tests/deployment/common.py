@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import torchq
 
-__all__ = ["calibrated", "Residual", "sqnr"]
+__all__ = ["calibrated", "Residual", "exported", "sqnr", "stored_state"]
 
 
 def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:
@@ -23,6 +26,23 @@ def sqnr(got: Tensor, expected: Tensor) -> float:
     """Signal to error in dB, infinite for equality."""
     error = (got.double() - expected.double()).square().sum().item()
     return math.inf if error == 0 else 10 * math.log10(expected.double().square().sum().item() / error)
+
+
+def stored_state(model: nn.Module) -> dict[str, Any]:
+    """The state of ``model`` through a file."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def exported(model: nn.Module, x: Tensor, **options: Any) -> Callable[..., Any]:
+    """``model`` as a program of torch.export, through a file."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,), **options), file)
+    file.seek(0)
+    return torch.export.load(file).module()
 
 
 class Residual(nn.Module):

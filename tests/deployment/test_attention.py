@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchq
-from tests.deployment.common import sqnr
+from tests.deployment.common import exported, sqnr, stored_state
 from tests.nn.test_attention import MASKS, OPTIONS, Seq2Seq, attention, batch, tokens
 from torchq.deployment import DeployedMultiheadAttention, DynamicInt8Linear, Int8Linear, WeightOnlyLinear
 
 D = torchq.QuantDescriptor
 
 
-def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descriptors: D) -> Any:
+def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descriptors: Any) -> Any:
     """``model`` with its attention quantized and calibrated on one call."""
     rule = torchq.Rule(nn.MultiheadAttention, **(descriptors or {"input": D(), "weight": D(axis=0)}))
     torchq.quantize_(model.eval(), torchq.QuantConfig((rule,)))
@@ -95,11 +94,11 @@ def test_the_operands_of_the_products_are_simulated() -> None:
     ],
     ids=str,
 )
-def test_projections_are_lowered_as_linear_layers_are(descriptors: dict[str, D], kind: type) -> None:
+def test_projections_are_lowered_as_linear_layers_are(descriptors: dict[str, Any], kind: type) -> None:
     x = torch.randn(2, 5, 12)
     model = calibrated(attention(batch_first=True), x, x, x, **descriptors)
     int8 = torchq.deploy(model)
-    assert {type(m) for m in [*int8.in_proj.values(), int8.out_proj]} == {kind}  # type: ignore[union-attr, operator]
+    assert {type(m) for m in [*int8.in_proj.values(), int8.out_proj]} == {kind}  # type: ignore[operator]
     assert sqnr(int8(x, x, x)[0], model(x, x, x)[0]) > 35
 
 
@@ -142,10 +141,10 @@ def test_transformers_of_torch(batch_first: bool) -> None:
             layer.weight_step = step
 
 
-def vision_transformer() -> nn.Module:
+def vision_transformer() -> Any:
     models = pytest.importorskip("torchvision.models.vision_transformer")
-    model: nn.Module = models.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=7)
-    nn.init.normal_(model.heads.head.weight)  # type: ignore[union-attr]
+    model: Any = models.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=7)
+    nn.init.normal_(model.heads.head.weight)
     return model
 
 
@@ -181,10 +180,7 @@ def test_copies_files_and_state() -> None:
     (_, int8), (_, other) = deployed(Block(), x), deployed(Block(), 2 * x)
     expected = int8(x)
     assert not torch.equal(other(x), expected)
-    file = io.BytesIO()
-    torch.save(int8.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(stored_state(int8))
     for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8)), other):
         assert torch.equal(twin(x), expected)
 
@@ -195,10 +191,7 @@ def test_compilers() -> None:
     expected = int8(x)
     compiled = torch.compile(int8, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(int8, (x,)), file)
-    file.seek(0)
-    torch.testing.assert_close(torch.export.load(file).module()(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exported(int8, x)(x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

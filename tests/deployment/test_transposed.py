@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.deployment.common import calibrated, sqnr
-from torchq.deployment import Int8Conv, Int8ConvTranspose, Int8Layer
+from tests.deployment.common import calibrated, exported, sqnr, stored_state
+from torchq.deployment import Int8Conv, Int8ConvTranspose, Int8Layer, onednn
 from torchq.deployment.nodes import Dequantize, Quantize
 
 LAYERS = [
@@ -52,6 +51,22 @@ def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], posit
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
     codes = int8.codes(x)
     torch.testing.assert_close(int8(codes), found, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [LAYERS[1][1], LAYERS[11][1]], ids=["2d", "groups"])
+def test_without_kernels_of_onednn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    x = torch.randn(2, 4, 5, 3)
+    model = calibrated(copy.deepcopy(layer), x)
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_reduced_range() -> None:
+    x = torch.randn(2, 4, 5, 3)
+    model = calibrated(nn.ConvTranspose2d(4, 6, 3, 2), x)
+    int8 = torchq.deploy(model, reduce_range=True)
+    assert int(int8.weight_codes.abs().max()) == 63  # type: ignore[operator]
+    assert 30 < sqnr(int8(x), model(x)) < 60  # weights of 7 bits
 
 
 def test_a_kernel_as_wide_as_the_stride_becomes_one_of_size_1() -> None:
@@ -178,21 +193,14 @@ def test_copies_files_and_state(images: Tensor) -> None:
     first, second = (torchq.deploy(calibrated(UNet(), scale * images)) for scale in (1.0, 2.0))
     expected = first(images)
     assert not torch.equal(second(images), expected)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second.load_state_dict(torch.load(file, weights_only=True))
+    second.load_state_dict(stored_state(first))
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), second):
         assert torch.equal(twin(images), expected)
 
 
 def test_compilers(images: Tensor) -> None:
     int8 = torchq.deploy(calibrated(UNet(), images), images)
-    file = io.BytesIO()
-    dynamic = {0: torch.export.Dim("batch", min=1, max=64)}
-    torch.export.save(torch.export.export(int8, (images,), dynamic_shapes=(dynamic,)), file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
+    loaded = exported(int8, images, dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
     compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
     for other in (loaded, compiled):
         for x in (images, torch.randn(5, 3, 16, 16)):
