@@ -106,6 +106,20 @@ def test_autocast_changes_nothing(descriptors: dict[str, torchq.QuantDescriptor]
     assert got.dtype is torch.float32 and torch.equal(got, expected)
 
 
+@pytest.mark.parametrize(
+    "descriptors",
+    [*(kind[0] for kind in KINDS), *({"input": D(bits, dynamic=True), "weight": D(bits, axis=0)} for bits in (8, (4, 3)))],
+    ids=["per token", "fp8", "weight-only", "per tensor", "fp8 per tensor"],
+)
+def test_exported_for_any_batch(descriptors: dict[str, torchq.QuantDescriptor]) -> None:
+    x = torch.randn(5, 64)
+    int8 = torchq.deploy(calibrated(nn.Linear(64, 16), x, config(**descriptors)))
+    program = torch.export.export(int8, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
+    for rows in (2, 5, MAX_ROWS + 1):
+        x = torch.randn(rows, 64)
+        assert torch.equal(program(x), int8(x))
+
+
 @pytest.mark.parametrize(("descriptors", "layer"), KINDS, ids=["dynamic", "fp8", "weight-only"])
 def test_chains_go_around_other_layers(descriptors: dict[str, torchq.QuantDescriptor], layer: type[nn.Module]) -> None:
     integer = {"input": D(), "weight": D(axis=0)}
