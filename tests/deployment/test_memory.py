@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
 from tests.deployment.common import Residual, calibrated
@@ -84,3 +85,20 @@ def test_the_oldest_of_many_sizes_goes() -> None:
 
     assert [get(key) for key in (1, 2, 3, 1, 4, 2, 3, 4, 1)] == [1, 2, 3, 1, 4, 2, 3, 4, 1]
     assert built == [1, 2, 3, 4, 1]
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("capturing", "built", "waits"), [(False, 1, 1), (True, 2, 0)])
+def test_streams_and_graphs_of_gpus(capturing: bool, built: int, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: calls.append("wait")))
+    cache, weight = PackCache(), torch.ones(4).as_subclass(OnGpu)
+    for _ in range(2):
+        cache.get(weight, 0, (), lambda: calls.append("build"))
+    assert (calls.count("build"), calls.count("wait")) == (built, waits)

@@ -40,6 +40,8 @@ class PackCache:
         entry = found.get(key) if found is not None else None
         if entry is not None and _same(entry[0], companions):
             return entry[1]
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return build()  # only a replay of the graph computes it
         with self._lock:
             if weight not in self._entries:
                 self._entries[weight] = {}
@@ -48,8 +50,10 @@ class PackCache:
                 if len(entries) >= self._most:
                     # A new dictionary: another thread may be reading the old one.
                     entries = self._entries[weight] = dict(list(entries.items())[1 - self._most :])
-                entries[key] = (companions, build())
-                _settle(weight)
+                built = build()
+                if weight.is_cuda:  # another thread may use it on another stream
+                    torch.cuda.current_stream(weight.device).synchronize()
+                entries[key] = (companions, built)
             return entries[key][1]
 
     def __len__(self) -> int:
@@ -59,12 +63,6 @@ class PackCache:
         """Drop what was built for ``weight``: its values have changed."""
         with self._lock:
             self._entries.pop(weight, None)
-
-
-def _settle(weight: Tensor) -> None:
-    """Wait for what was built on a GPU: another thread may use it on another stream."""
-    if weight.is_cuda and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(weight.device).synchronize()
 
 
 def _same(before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
