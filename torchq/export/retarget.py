@@ -15,6 +15,7 @@ from torchq.export.layout import keep_products, split_gemms
 from torchq.export.proto import Graph, load_graph
 from torchq.export.report import ExportReport
 from torchq.export.rules import findings
+from torchq.export.shapes import known_shapes
 from torchq.swap import TARGETS
 
 __all__ = ["nonnegative", "retarget", "retarget_onnx"]
@@ -81,6 +82,7 @@ def retarget(graph: Graph, target: str | None) -> None:
             _set(graph, [quantize, *dequantize], scale if int(zero) else scale * (255 / 127), torch.tensor(0, dtype=torch.int8))
     merge_duplicates(graph)
     if target == "onnxruntime":
+        _pool_means(graph)
         _close_pooling(graph)
         _close_concatenations(graph)
         split_gemms(graph)
@@ -102,6 +104,27 @@ def _close_concatenations(graph: Graph) -> None:
         if len(settings) != 1 or graph.is_output(node.output[0]) or all(reader.op_type == "QuantizeLinear" for reader in readers):
             continue
         _insert_pair(graph, node, settings.pop())
+    graph.sort()
+
+
+def _pool_means(graph: Graph) -> None:
+    """GlobalAveragePool instead of a mean of codes over both dimensions of images: ONNX Runtime has an integer kernel for that alone."""
+    shapes, gone = known_shapes(graph), []
+    for node in graph.of("ReduceMean"):
+        source, axes = graph.producer(node.input[0]), attribute(node, "axes")
+        if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:
+            axes = graph.value(node.input[1]).tolist()
+        quantized = source is not None and source.op_type == "DequantizeLinear"
+        if not quantized or axes is None or len(shapes.get(node.input[0], ())) != 4 or sorted(axis % 4 for axis in axes) != [2, 3]:
+            continue
+        result = str(node.output[0])
+        pooled = result if attribute(node, "keepdims", 1) else graph.fresh(f"{result}/pooled")
+        node.output[0] = ""
+        graph.add("GlobalAveragePool", [node.input[0]], pooled)
+        if pooled != result:
+            graph.add("Squeeze", [pooled, graph.add_initializer(f"{result}/axes", torch.tensor([2, 3]))], result)
+        gone.append(node)
+    graph.remove(gone)
     graph.sort()
 
 
