@@ -72,6 +72,19 @@ def test_inputs_on_one_grid_are_multiplied_at_once() -> None:
             torch.testing.assert_close(int8(*given)[0], model(*given)[0], rtol=0, atol=1e-5 + flip(model))
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": 7, "vdim": 9}], ids=str)
+def test_the_weight_can_be_read(options: dict[str, int]) -> None:
+    module = attention(batch_first=True, **options)
+    query, key, value = tokens(module)
+    model = calibrated(module, *((query, key, value) if options else (key, value, key)))
+    found = torchq.deploy(model).in_proj_weight
+    if options:
+        assert found is None
+    else:
+        expected = [quantizer(weight) for quantizer, weight in model.quantized_weights()][:3]
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-6, atol=0)
+
+
 def test_the_operands_of_the_products_are_simulated() -> None:
     x = torch.randn(3, 9, 12)
     model = calibrated(attention(batch_first=True), x, x, x, products=True)

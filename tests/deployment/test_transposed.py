@@ -188,6 +188,14 @@ def test_output_size_in_a_traced_model(images: Tensor, by_name: bool, fixed: boo
     assert sqnr(int8(images), model(images)) > 40
 
 
+def test_sizes_of_a_compiled_model(images: Tensor) -> None:
+    int8 = torchq.deploy(calibrated(Sized(by_name=True, fixed=False), images), images)
+    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (16, 17, 21):
+        x = torch.randn(2, 3, size, size)
+        assert sqnr(compiled(x), int8(x)) > 40
+
+
 def test_copies_files_and_state(images: Tensor) -> None:
     torch.manual_seed(1)
     first, second = (torchq.deploy(calibrated(UNet(), scale * images)) for scale in (1.0, 2.0))

@@ -60,6 +60,20 @@ class DeployedMultiheadAttention(ProjectedAttention):
         result: Tensor = self.out_proj(_quantized(self.out_proj, x))
         return result
 
+    @property
+    def in_proj_weight(self) -> Tensor | None:
+        """The weights of query, key and value as floating point, made anew: for code that reads them, or their dtype or device.
+
+        None where the widths of the inputs differ, as in torch's layer.
+        """
+        found: dict[str, Tensor] = {}
+        for names, layer in self.in_proj.items():
+            weight = layer.weight
+            assert isinstance(weight, Tensor)
+            found |= zip(names, weight.split(self.embed_dim), strict=True)
+        same = all(weight.shape[1] == self.embed_dim for weight in found.values())
+        return torch.cat([found[name] for name in _NAMES]) if same else None
+
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`; the projections have rows of their own."""
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))

@@ -60,7 +60,8 @@ class _Axis:
 
     def missing(self, output_padding: int) -> int:
         """How much longer the input must be at its end, so that results reach as far as they should."""
-        return max(0, math.ceil((self.start + self.width + output_padding) / self.stride) - 2 * self.padding + self.taps - 2)
+        blocks = (self.start + self.width + output_padding + self.stride - 1) // self.stride
+        return max(0, blocks - 2 * self.padding + self.taps - 2)
 
 
 class Int8ConvTranspose(Int8Conv):
