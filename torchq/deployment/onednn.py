@@ -66,8 +66,8 @@ def conv(
     residual: Tensor | None, residual_step: float, residual_zero: int,
 ) -> Tensor:  # fmt: skip
     """One convolution; see ``torchq::int8_conv``."""
-    static = (tuple(stride), tuple(padding), tuple(dilation), groups)
-    out = (out_step, out_zero, out_dtype, name, tuple(arguments))
+    static: tuple[Any, ...] = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    out: tuple[Any, ...] = (out_step, out_zero, out_dtype, name, tuple(arguments))
     added = (None, None) if residual is None else (residual.shape, residual.dtype)
     run: Run = _RUNS.get(
         weight, (x.shape, x_step, x_zero, *static, *out, *added, residual_step, residual_zero), (weight_step, bias),
