@@ -66,13 +66,17 @@ def conv(
     residual: Tensor | None, residual_step: float, residual_zero: int,
 ) -> Tensor:  # fmt: skip
     """One convolution; see ``torchq::int8_conv``."""
-    static: tuple[Any, ...] = (tuple(stride), tuple(padding), tuple(dilation), groups)
-    out: tuple[Any, ...] = (out_step, out_zero, out_dtype, name, tuple(arguments))
+    settings: tuple[Any, ...] = (
+        x_step, x_zero, tuple(stride), tuple(padding), tuple(dilation), groups,
+        out_step, out_zero, out_dtype, name, tuple(arguments), residual_step, residual_zero,
+    )  # fmt: skip
     added = (None, None) if residual is None else (residual.shape, residual.dtype)
     run: Run = _RUNS.get(
-        weight, (x.shape, x_step, x_zero, *static, *out, *added, residual_step, residual_zero), (weight_step, bias),
-        lambda: bind_conv(x.shape, residual, weight, weight_step, bias, x_step, x_zero, *static, *out, residual_step, residual_zero),
-    )  # fmt: skip
+        weight,
+        (x.shape, *added, *settings),
+        (weight_step, bias),
+        lambda: bind_conv(x.shape, residual, weight, weight_step, bias, *settings),
+    )
     return run(x) if residual is None else run(x, residual)
 
 
