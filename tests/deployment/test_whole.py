@@ -190,6 +190,28 @@ def test_parts_that_cannot_be_traced_are_called_from_the_graph_of_the_rest(image
     assert graphs(torchq.deploy(model)) == 2
 
 
+OUTSIDE = nn.Sequential(nn.Identity())
+
+
+class Borrowing(nn.Module):
+    """Calls a module that is none of its own, which torch.fx refuses."""
+
+    def __init__(self, borrowed: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.borrowed = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), [borrowed]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrowed[0](self.layers(x))
+
+
+@pytest.mark.parametrize("borrowed", [OUTSIDE, nn.ReLU()], ids=["block", "layer"])
+def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(images: Tensor, borrowed: nn.Module) -> None:
+    model = calibrated(Borrowing(borrowed), images)
+    int8 = torchq.deploy(model, images)
+    assert type(int8) is Borrowing and graphs(int8) == 1
+    assert sqnr(int8(images), model(images)) > 40
+
+
 class NormReLU(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()

@@ -94,10 +94,11 @@ def _traced(model: nn.Module, opaque: set[nn.Module] | None) -> fx.GraphModule |
         found = trace(model, _is_leaf)
         return found if isinstance(found, fx.GraphModule) else None
     while not isinstance(found := trace(model, lambda m: m in opaque or _is_layer(m), no_rest=True), fx.GraphModule):
-        if found is model:
-            return None
         # What stops at one block of a network stops at the others too.
-        opaque.update(m for m in model.modules() if type(m) is type(found) and m is not model)
+        alike = {m for m in model.modules() if type(m) is type(found) and m is not model}
+        if found is model or alike <= opaque:
+            return None
+        opaque.update(alike)
     return found
 
 

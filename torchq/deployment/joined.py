@@ -79,7 +79,8 @@ class _Tracer(ForwardTracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.culprit = m if self.culprit is None else self.culprit
+            if self.culprit is None and not self._leaf(m):
+                self.culprit = m
             raise
 
     def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "average_pool_of",
     "clamp_bounds",
     "concatenated",
+    "drops_nothing",
     "is_check",
     "keeps_sign",
     "measures",
@@ -60,6 +61,8 @@ _ADDS_IN_PLACE = {operator.iadd, "add_"}
 #: Rearrange elements, and nothing else; applied to codes they give the codes of what they give.
 _MOVES_FUNCTIONS = {torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, operator.getitem}
 _SPLITS = {torch.chunk: "chunk", torch.split: "split", torch.unbind: "unbind", "chunk": "chunk", "split": "split", "unbind": "unbind"}
+#: Functions that drop, and where their argument ``training`` is; the last one is torchvision's.
+_DROPS = {"dropout": 2, "dropout1d": 2, "dropout2d": 2, "dropout3d": 2, "alpha_dropout": 2, "stochastic_depth": 3}
 _MOVES_METHODS = {"flatten", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"}
 _MOVES_MODULES = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.ChannelShuffle, nn.PixelShuffle)
 
@@ -200,6 +203,12 @@ def split(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
 def measures(node: fx.Node) -> bool:
     """Whether a node reads the shape of its tensor alone."""
     return (node.op == "call_method" and node.target in ("size", "dim")) or (node.target is getattr and node.args[1] in ("shape", "ndim"))
+
+
+def drops_nothing(node: fx.Node) -> bool:
+    """Whether a node is a function that drops values or branches at random in training alone, and this is not training."""
+    place = _DROPS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
+    return place is not None and node.kwargs.get("training", node.args[place] if len(node.args) > place else None) is False
 
 
 def is_check(node: fx.Node) -> bool:

@@ -12,9 +12,12 @@ from torchq.deployment import patterns
 from torchq.deployment.base import Int8Layer
 from torchq.deployment.editing import Editor, base_name
 from torchq.deployment.folding import static_grid
+from torchq.deployment.layers import Int8Conv
 from torchq.deployment.lowering import active
 from torchq.deployment.nodes import Dequantize, GatedSiLU, Quantize
+from torchq.deployment.pixels import PixelConv, is_pixel
 from torchq.nn import QuantAdd, QuantCat, QuantMatMul, QuantModule, QuantMul, QuantSiLU, TensorQuantizer, revert_
+from torchq.utils import set_submodule
 
 __all__ = ["Separator"]
 
@@ -38,7 +41,7 @@ class Separator(Editor):
         if node.op == "call_method" and node.target == "view" and not any(isinstance(a, torch.dtype) for a in node.args):
             node.target = "reshape"  # results are channels last, which view may refuse
         source = patterns.source_of(node)
-        if type(self.module(node)) in _NOTHING and source is not None:
+        if (type(self.module(node)) in _NOTHING or patterns.drops_nothing(node)) and source is not None:
             node.replace_all_uses_with(source)
             self.graph.erase_node(node)
 
@@ -68,7 +71,10 @@ class Separator(Editor):
             self._open(node, module)
         if not isinstance(source, fx.Node) or node.kwargs:
             return
-        if isinstance(module, Int8Layer) and module.input_scale is None:
+        if isinstance(module, Int8Conv) and PixelConv.fits(module) and is_pixel(source, self.modules):
+            self.modules[str(node.target)] = pixel = PixelConv(module)
+            set_submodule(self.root, str(node.target), pixel)
+        elif isinstance(module, Int8Layer) and module.input_scale is None:
             with self.graph.inserting_before(node):
                 node.replace_input_with(source, self.call(f"{node.target}_input", Quantize(module.input_grid), source))
         elif isinstance(module, TensorQuantizer) and (grid := static_grid(module)):
