@@ -81,6 +81,26 @@ class Result(OrderedDict[str, Any]):
         self["logits"] = self.logits
 
 
+def as_dict(y: Tensor) -> dict[str, Tensor]:
+    return {"logits": y}
+
+
+def as_ordered(y: Tensor) -> OrderedDict[str, Any]:
+    return OrderedDict(logits=y, inner=OrderedDict(logits=y))
+
+
+def as_result(y: Tensor) -> Result:
+    return Result(logits=y)
+
+
+def as_tuple(y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return y, [y]
+
+
+def as_unknown(y: Tensor) -> Unknown:
+    return Unknown(logits=y)
+
+
 class Unknown(dict[str, Any]):
     pass
 
@@ -97,25 +117,20 @@ class Answering(nn.Module):
 
 @pytest.mark.parametrize(
     ("answer", "whole"),
-    [
-        (lambda y: {"logits": y}, True),
-        (lambda y: OrderedDict(logits=y, inner=OrderedDict(logits=y)), True),
-        (lambda y: Result(logits=y), True),
-        (lambda y: (y, [y]), True),
-        (lambda y: Unknown(logits=y), False),
-    ],
+    [(as_dict, True), (as_ordered, True), (as_result, True), (as_tuple, True), (as_unknown, False)],
 )
 @pytest.mark.parametrize("compare", [False, True])
 def test_results_are_of_the_same_kind(images: Tensor, answer: Callable[[Tensor], Any], whole: bool, compare: bool) -> None:
     model = calibrated(Answering(answer), images)
     int8 = torchq.deploy(model, images if compare else None)
     assert isinstance(int8, fx.GraphModule) == whole and graphs(int8) == 1
-    got, expected = int8(images), model(images)
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected) and type(got.get("inner")) is type(expected.get("inner"))
-        got, expected = [got["logits"]], [expected["logits"]]
-    assert sqnr(got[0], expected[0]) > 40
+    for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        got, expected = copied(images), model(images)
+        assert type(got) is type(expected)
+        if isinstance(expected, dict):
+            assert list(got) == list(expected) and type(got.get("inner")) is type(expected.get("inner"))
+            got, expected = [got["logits"]], [expected["logits"]]
+        assert sqnr(got[0], expected[0]) > 40
 
 
 class Optional(nn.Module):
@@ -133,8 +148,11 @@ def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> Non
     model = Optional().eval()
     torchq.quantize_(model)
     torchq.calibrate(model, [example], progress=False)
-    with pytest.raises(AssertionError, match="scale has been specialized to have value None"):
-        torchq.deploy(model)(**example)
+    fixed = torchq.deploy(model)
+    for copied in (fixed, copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):
+        assert sqnr(copied(images), model(images)) > 40
+        with pytest.raises(AssertionError, match="scale has been specialized to have value None"):
+            copied(**example)
     int8 = torchq.deploy(model, example)
     assert sqnr(int8(**example), model(**example)) > 40
 

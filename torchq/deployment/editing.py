@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from torchq.deployment import patterns
 from torchq.deployment.base import Int8Layer
+from torchq.deployment.joined import Absent
 
 __all__ = ["Editor", "base_name"]
 
@@ -55,7 +56,7 @@ class Editor:
         Checks that arguments have the values which the graph was traced for stay.
         """
         for node in reversed(self.graph.nodes):
-            kept = node.users or node.op in ("placeholder", "output") or node.is_impure() or patterns.is_check(node)
+            kept = node.users or node.op in ("placeholder", "output") or node.is_impure() or isinstance(self.module(node), Absent)
             if not kept:
                 self.graph.erase_node(node)
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torchq.graph.core import ForwardTracer, trace_call
 from torchq.utils import evaluating
 
-__all__ = ["Joined", "adopt", "trace"]
+__all__ = ["Absent", "Joined", "Made", "adopt", "trace"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,34 @@ def _plain_attributes(old: nn.Module, new: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(old).items() if not name.startswith("_") and not hasattr(new, name)}
 
 
+class Absent(nn.Module):
+    """Checks that an argument has the value None which a graph was traced for.
+
+    A module, because unpickling traces once more: it keeps calls of modules, but neither torch.fx's own check nor :class:`Made`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self.message = message
+
+    def forward(self, value: object) -> None:
+        """Raise AssertionError unless ``value`` is None."""
+        if value is not None:
+            raise AssertionError(self.message)
+
+
+class Made(nn.Module):
+    """Makes a dictionary of the kind that a model returns."""
+
+    def __init__(self, kind: type[dict[str, Any]]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, items: dict[str, Any]) -> dict[str, Any]:
+        """``items`` as one of that kind."""
+        return self.kind(**items) if dataclasses.is_dataclass(self.kind) else self.kind(items)
+
+
 class _Tracer(ForwardTracer):
     """Keeps the kinds of dictionaries, where torch.fx itself makes a plain one of each; may take what is left over (``*args``) as empty.
 
@@ -100,10 +128,8 @@ class _Tracer(ForwardTracer):
         if not isinstance(a, dict) or type(a) is dict or isinstance(a, fx.immutable_collections.immutable_dict):
             return super().create_arg(a)
         items = {name: self.create_arg(value) for name, value in a.items()}
-        if type(a) is OrderedDict:
-            return self.create_node("call_function", OrderedDict, (items,), {})
-        if dataclasses.is_dataclass(a):  # a result of transformers
-            return self.create_node("call_function", type(a), (), items)
+        if type(a) is OrderedDict or dataclasses.is_dataclass(a):  # a result of torchvision or of transformers
+            return self.create_node("call_function", type(a), (items,), {})
         raise TypeError(f"{type(a).__name__} cannot be part of a traced model")
 
 

@@ -212,8 +212,8 @@ def drops_nothing(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only raises where something is not as it should be. torch.fx does not know all of its own as impure."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("_assert")
+    """Whether a node raises where an argument is not None; torch.fx does not know its own check as one."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_assert_is_none"
 
 
 def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d | None:

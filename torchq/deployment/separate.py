@@ -12,6 +12,7 @@ from torchq.deployment import patterns
 from torchq.deployment.base import Int8Layer
 from torchq.deployment.editing import Editor, base_name
 from torchq.deployment.folding import static_grid
+from torchq.deployment.joined import Absent, Made
 from torchq.deployment.layers import Int8Conv
 from torchq.deployment.lowering import active
 from torchq.deployment.nodes import Dequantize, GatedSiLU, Quantize
@@ -33,6 +34,7 @@ class Separator(Editor):
         for node in list(self.graph.nodes):
             self._skip(node)
             self._take(node)
+            self._make(node)
         for node in list(self.graph.nodes):
             self._separate(node)
 
@@ -55,6 +57,15 @@ class Separator(Editor):
             new = self.graph.call_function(patterns.part, (tensor, method, index, *rest), dict(parts.kwargs))  # type: ignore[union-attr]
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
+
+    def _make(self, node: fx.Node) -> None:
+        """What tracing once more, as unpickling does, would lose becomes a module."""
+        if node.op != "call_function":
+            return
+        if isinstance(node.target, type) and issubclass(node.target, dict):
+            self.replace(node, Made(node.target), "made", *node.args)  # type: ignore[arg-type]
+        elif patterns.is_check(node):
+            self.replace(node, Absent(str(node.args[1])), "absent", node.all_input_nodes[0])
 
     def measure_codes(self) -> None:
         """Codes have the shape of the values made from them, which often nothing else reads."""
