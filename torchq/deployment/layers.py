@@ -44,6 +44,11 @@ class Int8Conv(Int8Layer):
         """A value for each output channel as one for each row of the weight."""
         return channels
 
+    def codes(self, x: Tensor) -> Tensor:
+        """``x`` as codes of the input grid; many images a few at a time."""
+        many = eager(x) and x.dim() == 4 and len(x) > 1 and x.dtype is not torch.uint8 and self.input_scale is None
+        return self.input_grid.quantize_images(x) if many else super().codes(x)
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_grid`."""
         if x.dtype is not torch.uint8:
