@@ -208,6 +208,25 @@ def test_parts_that_cannot_be_traced_are_called_from_the_graph_of_the_rest(image
     assert graphs(torchq.deploy(model)) == 2
 
 
+class Constants(nn.Module):
+    """Makes a tensor in its forward, which tracing notes as one of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x * torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1))
+
+
+def test_tensors_made_in_the_forward_are_constants_of_the_graph(images: Tensor) -> None:
+    model = calibrated(Constants(), images)
+    int8 = torchq.deploy(model, images)
+    assert isinstance(int8, fx.GraphModule)
+    for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        assert sqnr(copied(images), model(images)) > 40
+
+
 OUTSIDE = nn.Sequential(nn.Identity())
 
 

@@ -153,4 +153,11 @@ def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, no_rest: bo
         culprit = model if tracer.culprit is None else tracer.culprit
         log.debug("deploy: %s cannot be traced (%s: %s)", type(culprit).__name__, type(error).__name__, error)
         return culprit
-    return fx.GraphModule(tracer.root, graph)
+    # Tensors that the code makes are attributes of the model while it is traced, and copied from there.
+    constants = {name: tensor for tensor, name in tracer.tensor_attrs.items() if not hasattr(model, name.partition(".")[0])}
+    try:
+        vars(model).update(constants)
+        return fx.GraphModule(tracer.root, graph)
+    finally:
+        for name in constants:
+            del vars(model)[name]
