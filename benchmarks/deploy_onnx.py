@@ -1,8 +1,8 @@
 """INT8 files in ONNX Runtime and OpenVINO against the float model in the same runtime, and their agreement with the simulation.
 
-Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with ``target=``
-and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32. Peer: the
-quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images, timed in the same rounds.
+Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with
+``target=`` and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32.
+Peer: the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images, timed in the same rounds.
 
 Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both
 calibrated on training images and run on test images: simulation against the file, unoptimised and optimised, and every quantizer's codes.

@@ -81,30 +81,6 @@ def test_the_modern_exporter_reaches_the_same_kernels(model: nn.Module, tmp_path
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(4, 3, 16, 16)]).ok
 
 
-class Gated(nn.Module):
-    """Squeeze and excitation, with both ways of writing the mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.squeeze, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).relu()
-        x = x * self.squeeze(x.mean((2, 3), keepdim=True)).relu()
-        return self.head(x.mean((-2, -1)))
-
-
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ"))])
-def test_means_of_images_run_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
-    x = torch.randn(2, 3, 9, 9)
-    net = calibrated(Gated(), x, target="onnxruntime", example=x)
-    torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
-    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
-    assert [node.kind for node in nodes.integer].count("QLinearGlobalAveragePool") == 2
-    assert nodes.fallbacks == ()
-    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 9, 9)]).ok
-
-
 def test_positive_tensors_get_the_finer_grid(model: nn.Module, tmp_path: Path) -> None:
     write(model, tmp_path / "plain.onnx", None)
     write(model, tmp_path / "ort.onnx", "onnxruntime")

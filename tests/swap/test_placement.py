@@ -95,7 +95,7 @@ def test_readers_of_one_tensor_share_their_range() -> None:
     assert model.pool.input_quantizer is first.first.input_quantizer is first.quant_add.other_quantizer
     assert second.first.input_quantizer is second.down.input_quantizer
     assert first.first.input_quantizer is not second.first.input_quantizer
-    assert model.quant_cat.input_quantizer is not model.side.input_quantizer
+    assert model.quant_cat.input_quantizer is model.side.input_quantizer
     plain = Residual()
     torchq.quantize_(plain, target="onnxruntime")
     assert plain.pool.input_quantizer is not plain.blocks[0].first.input_quantizer
@@ -196,6 +196,25 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
         names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
     assert names["tensorrt"] == {"0.up", "1"}
     assert names["onnxruntime"] == names["openvino"] == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+
+
+class Ghost(nn.Module):
+    """A convolution reads what the concatenation behind it takes in as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(torch.cat([x, self.second(x).relu()], 1))
+
+
+def test_a_concatenated_tensor_has_one_range_for_all_its_readers() -> None:
+    model, x = Ghost(), torch.randn(2, 3, 4, 4)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    assert model.second.input_quantizer is model.quant_cat.input_quantizer
+    assert len({id(layer.input_quantizer) for layer in (model.first, model.quant_cat, model.last)}) == 3
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])

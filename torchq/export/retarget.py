@@ -28,6 +28,7 @@ _KEEPING: dict[str, int | None] = {
     **dict.fromkeys(["MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "ReduceSum"], 1),
     **dict.fromkeys(["Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Gather", "Split", "Expand", "Tile"], 1),
     **dict.fromkeys(["Identity", "Dropout", "Cast", "DepthToSpace", "SpaceToDepth", "DequantizeLinear", "QuantizeLinear", "Sqrt"], 1),
+    "Resize": 1,
     **dict.fromkeys(["Concat", "Add", "Mul", "Max"], None),
 }
 
@@ -41,7 +42,7 @@ def nonnegative(graph: Graph, value: str) -> bool:
             return False
         if node.op_type in _POSITIVE or (node.op_type == "Clip" and _clips_at_zero(graph, node)):
             continue
-        if node.op_type not in _KEEPING:
+        if node.op_type not in _KEEPING or (node.op_type == "Resize" and attribute(node, "mode", b"nearest") == b"cubic"):
             return False
         operands = [name for name in node.input if name][: _KEEPING[node.op_type]]
         pending += [name for name in operands if name not in seen]

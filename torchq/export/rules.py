@@ -165,7 +165,10 @@ def _outputs(graph: Graph) -> Iterator[str]:
         while len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
             value, readers = readers[0].output[0], graph.readers(readers[0].output[0])
         if graph.is_output(value) or not all(reader.op_type == "QuantizeLinear" for reader in readers):
-            yield f"{layer_name(graph, node)}: its output is not quantized, so it runs in float; use quantize_ with target='onnxruntime'"
+            yield (
+                f"{layer_name(graph, node)}: its output is not quantized, so it runs in float; use quantize_ with target='onnxruntime', or "
+                "put torchq.nn.QuantIdentity() behind it, or exclude it"
+            )
 
 
 def _useless(graph: Graph) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
 from torchq.graph.core import call_model
-from torchq.nn import QuantCat, QuantModule, TensorQuantizer, share_quantizers_
+from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.decisions import Decision, by_rules
 from torchq.swap.operators import MODULES, Operator, find_operators
 from torchq.swap.targets import Target
@@ -96,7 +96,8 @@ def keep_inputs_float(decisions: Sequence[Decision], target: Target) -> tuple[De
 def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
     """Let quantizers of one tensor be one, also across operators that only move values (max pooling, reshapes).
 
-    A concatenation keeps a range of its own: it is shared by what it joins already.
+    What a concatenation joins has one range, so whatever else reads these tensors takes that range: a layer whose result is quantized
+    with two scales would stay float.
 
     Args:
         model: quantized; run once on ``example`` with all quantizers off, in eval mode.
@@ -110,8 +111,6 @@ def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
     for path, module in model.named_modules():
         if isinstance(module, QuantModule):
             apart |= {id(q) for q, _ in module.quantized_weights()}
-        if isinstance(module, QuantCat):
-            apart.add(id(module.input_quantizer))
         if isinstance(module, TensorQuantizer):
             paths[id(module)] = path
     chosen = {key: path for key, path in paths.items() if key not in apart}
