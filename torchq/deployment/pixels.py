@@ -54,7 +54,8 @@ class PixelConv(Int8Conv):
 
         def run(x: Tensor) -> Tensor:
             rounded = torch.fake_quantize_per_tensor_affine(x.flatten(1).to(torch.float32), grid.step, 0, *bounds)
-            return activation(F.linear(rounded, weight, bias), name, arguments).to(dtype)[..., None, None]
+            y = activation(F.linear(rounded, weight, bias), name, arguments)
+            return y.to(dtype).view(x.shape[0], weight.shape[0], 1, 1)
 
         return run
 
