@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.export.exported import MODERN, calibrated, run_file
+from torchq.export.proto import Graph
+from torchq.export.shapes import fold_shapes
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -167,3 +169,46 @@ def test_open_lengths_stay_open(dynamo: bool, tmp_path: Path) -> None:
     for shape in ((1, 9, 16), (3, 2, 16)):
         report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(shape)])
         assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, tmp_path: Path) -> None:
+    """The TorchScript exporter notes the example's batch as that of the results."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.first(x)
+            return y, y.reshape(y.shape[0], -1) * y.shape[1]
+
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Both(), x)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
+    batch = torch.randn(7, 5, 16)
+    for found, expected in zip(run_file(tmp_path / "m.onnx", batch), model(batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> None:
+    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16."""
+    helper, numbers = onnx.helper, onnx.numpy_helper
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "i"], ["n"]),
+        helper.make_node("Concat", ["n", "m"], ["t"], axis=0),
+        helper.make_node("Reshape", ["x", "t"], ["y"], allowzero=1),
+        helper.make_node("Cast", ["m"], ["half"], to=onnx.TensorProto.BFLOAT16),
+        helper.make_node("Cast", ["half"], ["z"], to=onnx.TensorProto.FLOAT),
+    ]
+    inputs = [helper.make_tensor_value_info("x", 1, ("batch", 2, 3))]
+    outputs = [helper.make_tensor_value_info("y", 1, None), helper.make_tensor_value_info("z", 1, (1,))]
+    stored = [numbers.from_array(torch.tensor([value]).numpy(), name) for name, value in (("i", 0), ("m", 6))]
+    model = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs, stored), opset_imports=[helper.make_opsetid("", 20)])
+    graph = Graph(model)
+    fold_shapes(graph)
+    (reshape,) = graph.of("Reshape")
+    assert graph.value(reshape.input[1]).tolist() == [-1, 6]
+    assert [node.op_type for node in graph.nodes] == ["Reshape", "Cast", "Cast"]

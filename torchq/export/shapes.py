@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.export.cleanup import evaluate
+from torchq.export.cleanup import attribute, evaluate
 from torchq.export.extras import need
 from torchq.export.proto import Graph
 
@@ -29,7 +29,8 @@ def known_shapes(graph: Graph) -> dict[str, Shape]:
     slim = onnx.ModelProto(ir_version=graph.model.ir_version, opset_import=graph.model.opset_import, functions=graph.model.functions)
     slim.graph.name = "shapes"
     slim.graph.node.extend(graph.proto.node)
-    slim.graph.output.extend(graph.proto.output)
+    for output in graph.proto.output:  # without the shape that is noted there: the TorchScript exporter takes the example's
+        slim.graph.output.append(onnx.helper.make_tensor_value_info(output.name, output.type.tensor_type.elem_type, None))
     slim.graph.input.extend(graph.proto.input)
     for name, tensor in graph.initializers.items():
         if math.prod(tensor.dims) <= _SMALL:
@@ -63,14 +64,14 @@ def _fold_once(graph: Graph, shapes: dict[str, Shape]) -> bool:
     """Whether anything was known."""
     before = len(graph.initializers)
     for node in graph.nodes:
+        if node.op_type == "Reshape" and node.input[1] not in graph.initializers:
+            _reshape_to_known(graph, node, shapes)
         if len(node.output) != 1 or graph.is_output(node.output[0]):
             continue
         if (value := _from_shape(graph, node, shapes)) is None and _is_small_arithmetic(graph, node):
             value = evaluate(graph, node.output[0], [node], {*node.input})
         if value is not None:
             graph.replace_uses(node.output[0], graph.add_initializer(node.output[0], value))
-        elif node.op_type == "Reshape" and node.input[1] not in graph.initializers:
-            _reshape_to_known(graph, node, shapes)
     found = len(graph.initializers) > before
     graph.reindex()
     graph.prune()
@@ -79,7 +80,8 @@ def _fold_once(graph: Graph, shapes: dict[str, Shape]) -> bool:
 
 def _is_small_arithmetic(graph: Graph, node: Any) -> bool:
     tensors = [graph.initializers.get(name) for name in node.input if name]
-    return node.op_type in _ARITHMETIC and all(
+    stays_numeric = node.op_type in _ARITHMETIC and (node.op_type != "Cast" or attribute(node, "to") in _NUMERIC)
+    return stays_numeric and all(
         tensor is not None and tensor.data_type in _NUMERIC and math.prod(tensor.dims) <= _SMALL for tensor in tensors
     )
 
@@ -106,7 +108,8 @@ def _reshape_to_known(graph: Graph, node: Any, shapes: dict[str, Shape]) -> None
     if sum(not isinstance(length, int) for length in after) > 1:
         return
     # 0 takes the length over, which keeps its name for those who infer shapes; -1 takes what is left.
-    kept = [isinstance(length, str) and before[i : i + 1] == (length,) for i, length in enumerate(after)]
+    takes_over = not attribute(node, "allowzero", 0)
+    kept = [takes_over and isinstance(length, str) and before[i : i + 1] == (length,) for i, length in enumerate(after)]
     lengths = [length if isinstance(length, int) else 0 if same else -1 for length, same in zip(after, kept, strict=True)]
     node.input[1] = graph.add_initializer(f"{node.output[0]}/shape", torch.tensor(lengths, dtype=torch.int64))
 
