@@ -193,7 +193,7 @@ def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, tmp_pat
 
 
 def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> None:
-    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16."""
+    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16; a batch that is noted of a result is the example's."""
     helper, numbers = onnx.helper, onnx.numpy_helper
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),
@@ -204,7 +204,7 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
         helper.make_node("Cast", ["half"], ["z"], to=onnx.TensorProto.FLOAT),
     ]
     inputs = [helper.make_tensor_value_info("x", 1, ("batch", 2, 3))]
-    outputs = [helper.make_tensor_value_info("y", 1, None), helper.make_tensor_value_info("z", 1, (1,))]
+    outputs = [helper.make_tensor_value_info("y", 1, (2, 6)), helper.make_tensor_value_info("z", 1, (1,))]
     stored = [numbers.from_array(torch.tensor([value]).numpy(), name) for name, value in (("i", 0), ("m", 6))]
     model = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs, stored), opset_imports=[helper.make_opsetid("", 20)])
     graph = Graph(model)
