@@ -277,3 +277,12 @@ def test_products_of_quantized_operands(images: Tensor) -> None:
     int8 = torchq.deploy(model, images)
     assert sqnr(int8(images), model(images)) > 40
     assert kinds(int8, torchq.TensorQuantizer) == 0
+
+
+def test_compiled_models_see_a_loaded_state(images: Tensor) -> None:
+    first, second = (deployed(Residual(), images) for _ in range(2))
+    compiled = torch.compile(first, backend="eager")  # calls the operators, which keep bound kernels
+    assert not torch.allclose(compiled(images), second(images))
+    first.load_state_dict(second.state_dict())
+    torch.compiler.reset()  # grids are constants of the compiled code
+    torch.testing.assert_close(torch.compile(first, backend="eager")(images), second(images))

@@ -24,13 +24,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = torch.relu(self.stem(x))
+        turned = x.transpose(2, 3)  # before the sum, read after it
         y = torch.relu(self.conv2(torch.relu(self.conv1(x))) + x)
         if self.use == "later":
             return self.head(y) + self.conv1(x)
         if self.use == "returned":  # in floating point: the codes are another tensor
             return self.head(y), x
         if self.use == "view":
-            return self.head(y) + self.conv2(x.transpose(2, 3))
+            return self.head(y) + self.conv2(turned)
         return self.head(y)
 
 
