@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from torchq.deployment import onednn
+from torchq.deployment.bound import KeepsBound
 from torchq.deployment.grid import Grid
-from torchq.deployment.onednn import Run
 from torchq.deployment.ops import kernel
 from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["Int8Layer", "dequantized", "eager"]
 
 
-class Int8Layer(KeepsFloat32):
+class Int8Layer(KeepsBound, KeepsFloat32):
     """Base of layers with int8 weights and uint8 activations.
 
     Takes a floating-point tensor, which it quantizes, or the uint8 codes of its :attr:`input_grid`. Returns a floating-point
@@ -45,7 +45,6 @@ class Int8Layer(KeepsFloat32):
     weight_step: Tensor
     bias: Tensor | None
     input_scale: Tensor | None
-    _runs: dict[Any, Any]
 
     def __init__(
         self, weight: Tensor, weight_step: Tensor, bias: Tensor | None, input_grid: Grid, dtype: torch.dtype, input_scale: Tensor | None
@@ -61,35 +60,19 @@ class Int8Layer(KeepsFloat32):
         self.activation, self.arguments = "none", list[float]()
         self.dtype = dtype
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        self._forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}  # packed tensors can be neither copied nor saved
-
-    def _forget(self) -> None:
-        """Drop the bound kernels, as something in them has changed."""
-        self.__dict__["_runs"] = dict[Any, Any]()
-
-    def _bound(self, key: Any, bind: Callable[[], Run]) -> Run:
-        """The kernel that ``bind`` gives, made once for each ``key``."""
-        runs = self._runs
-        if len(runs) >= _MOST_RUNS:
-            runs.clear()
-        run = runs[key] = bind()
-        return run
-
     def _sees_no_negative(self, x: Tensor) -> bool:
         """Whether a signed grid meets data without negative numbers: then :meth:`_unsigned` is faster, and keeps bits of the bias."""
         return self.input_grid.zero != 0 and eager(x) and x.numel() > 0 and bool(x.amin() >= 0) and self.input_scale is None
 
     def _unsigned(self) -> Int8Layer:
         """This layer with codes that start at 0."""
-        if (twin := self._runs.get(_UNSIGNED)) is None:
+
+        def make() -> Int8Layer:
             twin = self.variant()
             twin.input_grid = self.input_grid.clamped(0.0, math.inf)
-            self._runs[_UNSIGNED] = twin
+            return twin
+
+        twin: Int8Layer = self._bound(_UNSIGNED, make)
         return twin
 
     @property
@@ -151,12 +134,7 @@ class Int8Layer(KeepsFloat32):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         onednn.forget(self.weight_codes)  # copied into in place
-        self._forget()
         super()._load_from_state_dict(*args)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._forget()
-        return super()._apply(fn, recurse)
 
     def summary_row(self) -> tuple[str, int, str]:
         """Kernel, bytes of the parameters, what is fused, and why it is the reference, for :func:`torchq.summary`."""
@@ -181,8 +159,6 @@ def dequantized(codes: Tensor, step: Tensor) -> Tensor:
 _GRIDS = ("input_grid", "output_grid", "residual_grid")
 #: Where a layer keeps its twin with codes from 0.
 _UNSIGNED = "unsigned"
-#: How many input shapes a layer keeps bound kernels for; each size of image has packed weights of its own.
-_MOST_RUNS = 8
 
 
 def eager(x: Tensor) -> bool:

@@ -57,7 +57,7 @@ class Int8Conv(Int8Layer):
             x = self.codes(x)
         if eager(x):
             key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
-            run = self._runs.get(key) or self._bound(key, lambda: self._bind(x, residual))
+            run: Run = self._runs.get(key) or self._bound(key, lambda: self._bind(x, residual))
             return run(x) if residual is None else run(x, residual)
         return self._dispatched(x, residual)
 
@@ -123,7 +123,7 @@ class Int8Linear(Int8Layer):
             x = self.codes(x)
         if eager(x):
             empty = not x.numel()
-            run = self._runs.get(empty) or self._bound(empty, lambda: self._bind(empty))
+            run: Run = self._runs.get(empty) or self._bound(empty, lambda: self._bind(empty))
             return run(x)
         return self._dispatched(x)
 

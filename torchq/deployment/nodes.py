@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from torchq.deployment.base import eager
+from torchq.deployment.bound import KeepsBound
 from torchq.deployment.grid import Grid
 from torchq.deployment.precision import KeepsFloat32
 
 __all__ = ["Dequantize", "GatedSiLU", "GridModule", "Lookup", "Quantize"]
-
 
 #: From how many codes on a table of pairs of codes is faster.
 _MANY = 2**16
@@ -73,7 +73,7 @@ class GatedSiLU(GridModule):
         return x * self.grid.dequantize(self.grid.quantize(torch.sigmoid(x))).to(x.dtype)
 
 
-class Lookup(nn.Module):
+class Lookup(KeepsBound):
     """Uint8 codes -> uint8 codes through a table: any function of single values between two grids, exactly.
 
     Args:
@@ -86,23 +86,11 @@ class Lookup(nn.Module):
     """
 
     table: Tensor
-    _pairs: Tensor | None = None
 
     def __init__(self, function: Callable[[Tensor], Tensor], before: Grid, after: Grid, dtype: torch.dtype) -> None:
         super().__init__()
         values = before.dequantize(torch.arange(256, dtype=torch.int32).to(torch.uint8)).to(dtype)
         self.register_buffer("table", after.quantize(function(values)))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        self.__dict__["_pairs"] = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pairs": None}
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.__dict__["_pairs"] = None  # the table is copied into in place
-        super()._load_from_state_dict(*args)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Same shape and memory format."""
@@ -111,19 +99,16 @@ class Lookup(nn.Module):
         flat = x.reshape(-1)
         # Four times faster than indexing; another two by looking up pairs, in a table that is worth loading for many.
         if eager(flat) and flat.numel() >= _MANY and not flat.numel() % 2 and not flat.storage_offset() % 2:
-            y = torch.index_select(self._of_pairs(), 0, flat.view(torch.uint16).int()).view(torch.uint8)
+            y = torch.index_select(self._bound("pairs", self._pairs), 0, flat.view(torch.uint16).int()).view(torch.uint8)
         else:
             y = torch.index_select(self.table, 0, flat.int())
         y = y.view(x.shape)
         return y.permute(0, 3, 1, 2) if last else y
 
-    def _of_pairs(self) -> Tensor:
+    def _pairs(self) -> Tensor:
         """The two results, as 16 bits, for each pair of codes."""
-        pairs = self._pairs
-        if pairs is None:
-            both = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
-            pairs = self.__dict__["_pairs"] = self.table[both].view(torch.int16)
-        return pairs
+        both = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
+        return self.table[both].view(torch.int16)
 
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`."""

@@ -44,7 +44,7 @@ class PixelConv(Int8Conv):
         other = x.dtype is torch.uint8 or x.shape[2:] != (1, 1) or residual is not None or self.output_grid is not None
         if other or torch.compiler.is_compiling():
             return super().forward(x, residual)
-        run = self._runs.get("pixels") or self._bound("pixels", self._bind_pixels)
+        run: Run = self._bound("pixels", self._bind_pixels)
         return run(x)
 
     def _bind_pixels(self) -> Run:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchq.deployment import onednn
 from torchq.deployment.base import eager
+from torchq.deployment.bound import KeepsBound
 from torchq.deployment.grid import Grid
 from torchq.deployment.nodes import GridModule
 from torchq.deployment.onednn import Run
@@ -18,8 +19,6 @@ from torchq.deployment.onednn import Run
 __all__ = ["AveragePooling", "CodesAvgPool2d", "CodesMaxPool2d"]
 
 AveragePooling = nn.AvgPool2d | nn.AdaptiveAvgPool2d
-#: How many input shapes a layer keeps bound kernels for.
-_MOST_RUNS = 8
 
 
 class CodesMaxPool2d(nn.MaxPool2d):
@@ -31,7 +30,7 @@ class CodesMaxPool2d(nn.MaxPool2d):
         return torch.ops.torchq.max_pool2d(input, *pairs, self.ceil_mode)
 
 
-class CodesAvgPool2d(GridModule):
+class CodesAvgPool2d(KeepsBound, GridModule):
     """Average pooling of uint8 codes, onto another grid.
 
     As a depthwise convolution with weights of one: one kernel sums integers and rounds once, where floating point takes three passes.
@@ -42,18 +41,9 @@ class CodesAvgPool2d(GridModule):
         before, after: the grids of what it reads and returns.
     """
 
-    _runs: dict[Any, Run]
-
     def __init__(self, pool: AveragePooling, before: Grid, after: Grid) -> None:
         super().__init__(before)
         self.pool, self.after = pool, after
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        self.__dict__["_runs"] = {}  # something in them has changed
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}  # packed tensors can be neither copied nor saved
 
     def get_extra_state(self) -> dict[str, Any]:
         """Both grids as plain numbers."""
@@ -68,11 +58,7 @@ class CodesAvgPool2d(GridModule):
         """Codes (N, C, H, W) or (C, H, W) -> codes, each image pooled."""
         if not eager(codes):
             return self._float(codes)
-        run = self._runs.get(codes.shape)
-        if run is None:
-            if len(self._runs) >= _MOST_RUNS:
-                self._runs.clear()
-            run = self._runs[codes.shape] = self._bind(codes.shape)
+        run: Run = self._bound(codes.shape, lambda: self._bind(codes.shape))
         return run(codes)
 
     def _float(self, codes: Tensor) -> Tensor:

@@ -73,4 +73,5 @@ class Settler(Separator):
                     self.layer(node).overwrites_residual = True  # type: ignore[union-attr]
 
     def codes_pass(self, node: fx.Node) -> bool:
+        """Whether the result of a node for codes is the codes of its result for values."""
         return patterns.moved(node, self.modules) is not None or isinstance(self.module(node), CodesMaxPool2d)
