@@ -22,7 +22,17 @@ EXTRAS = {
     "openvino": ["openvino"],
     "demo": ["scikit-learn"],
     "report": ["matplotlib"],
-    "dev": ["pytest", "pytest-xdist", "ruff", "mypy", "ml_dtypes", "hypothesis", "PyYAML", "types-PyYAML", "types-tqdm"],
+    "dev": [
+        "pytest",
+        "pytest-xdist",
+        "ruff",
+        "mypy",
+        "ml_dtypes",
+        "hypothesis",
+        "PyYAML",
+        "types-PyYAML",
+        "types-tqdm",
+    ],
 }
 # openvino is 59 MB, small beside torch; inside "all" its export target is tested wherever the project is.
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
@@ -31,7 +41,9 @@ setup(
     name="torchq",
     version=read_version(),
     description="Quantization of PyTorch models by swapping modules: calibrate, train, export, deploy.",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8")
+    if (ROOT / "README.md").exists()
+    else "",
     long_description_content_type="text/markdown",
     author="The torchq authors",
     license="Apache-2.0",

@@ -25,9 +25,18 @@ _PLACEMENTS = (None, "tensorrt", "openvino")
 
 def _arguments() -> argparse.ArgumentParser:
     options = parser(__doc__)
-    options.add_argument("--data", type=Path, required=True, help="folder with resnet20.pt and the tars of images")
-    options.add_argument("--images", type=int, default=10_000, help="test images (default: %(default)s)")
-    options.add_argument("--calibration", type=int, default=512, help="training images to calibrate on (default: %(default)s)")
+    options.add_argument(
+        "--data", type=Path, required=True, help="folder with resnet20.pt and the tars of images"
+    )
+    options.add_argument(
+        "--images", type=int, default=10_000, help="test images (default: %(default)s)"
+    )
+    options.add_argument(
+        "--calibration",
+        type=int,
+        default=512,
+        help="training images to calibrate on (default: %(default)s)",
+    )
     return options
 
 
@@ -35,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a configuration."""
     options = parse(_arguments(), argv)
     test = read_split(options.data, "test", 50 if options.quick else options.images)
-    batches = read_split(options.data, "train", 64 if options.quick else options.calibration).batches(64)
+    batches = read_split(
+        options.data, "train", 64 if options.quick else options.calibration
+    ).batches(64)
     model = resnet20(options.data)
     torchq.fuse_(model, test.images[:4])
     with Reporter("accuracy_deploy", options.out) as report:

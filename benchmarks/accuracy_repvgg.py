@@ -18,7 +18,7 @@ import torchq
 from benchmarks.cifar import Images, accuracy, arguments, logits, read_both, train
 from benchmarks.harness import Reporter, parse
 from benchmarks.repvgg import repvgg_cifar
-from torchq.fuse import diagnose_ranges
+from torchq.fusion import diagnose_ranges
 from torchq.workflow import calibrate_weights
 
 __all__ = ["main"]
@@ -29,7 +29,9 @@ _LEARNED = "w4a8 per channel, learned"
 
 def _recipes() -> dict[str, torchq.QuantConfig]:
     def with_weights(weight: torchq.QuantDescriptor) -> torchq.QuantConfig:
-        rule = torchq.Rule("type:torch.nn.modules.conv.Conv2d", input=torchq.QuantDescriptor(), weight=weight)
+        rule = torchq.Rule(
+            "type:torch.nn.modules.conv.Conv2d", input=torchq.QuantDescriptor(), weight=weight
+        )
         return torchq.recipes.int8().with_rules(rule)
 
     four = torchq.QuantDescriptor(4)
@@ -38,17 +40,33 @@ def _recipes() -> dict[str, torchq.QuantConfig]:
         "int8 per tensor": torchq.recipes.int8_per_tensor(),
         "w4a8 per channel": with_weights(four.replace(axis=0)),
         "w4a8 per tensor": with_weights(four),
-        _LEARNED: with_weights(four.replace(axis=0, learn_amax=True, scale_range_grad=True, calib_method="mse")),
+        _LEARNED: with_weights(
+            four.replace(axis=0, learn_amax=True, scale_range_grad=True, calib_method="mse")
+        ),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a configuration."""
     options = arguments(__doc__, "repvgg.pt", train=10000)
-    options.add_argument("--qat", nargs="*", default=["int8 per tensor", _LEARNED], choices=list(_recipes()), help="recipes")
-    options.add_argument("--lr", type=float, default=0.003, help="learning rate of QAT with branches, cosine to 0 (default: %(default)s)")
     options.add_argument(
-        "--lr-fused", type=float, default=0.001, help="and of the fused network, where 0.01 diverges (default: %(default)s)"
+        "--qat",
+        nargs="*",
+        default=["int8 per tensor", _LEARNED],
+        choices=list(_recipes()),
+        help="recipes",
+    )
+    options.add_argument(
+        "--lr",
+        type=float,
+        default=0.003,
+        help="learning rate of QAT with branches, cosine to 0 (default: %(default)s)",
+    )
+    options.add_argument(
+        "--lr-fused",
+        type=float,
+        default=0.001,
+        help="and of the fused network, where 0.01 diverges (default: %(default)s)",
     )
     chosen = parse(options, argv)
     test, data, calibration = read_both(chosen)
@@ -56,30 +74,56 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run(report, repvgg_cifar(chosen.data), test, data, calibration, chosen)
 
 
-def _run(report: Reporter, model: nn.Module, test: Images, data: Images, calibration: list[Tensor], options: argparse.Namespace) -> None:
+def _run(
+    report: Reporter,
+    model: nn.Module,
+    test: Images,
+    data: Images,
+    calibration: list[Tensor],
+    options: argparse.Namespace,
+) -> None:
     fused = copy.deepcopy(model)
     done = torchq.fuse_(fused, test.images[:4])
     text = diagnose_ranges(model, calibration[0]).compare(diagnose_ranges(fused, calibration[0]))
     report.value(case="fp32", accuracy=_score(model, test))
     report.value(case="fp32 fused", accuracy=_score(fused, test), error=done.error, ranges=text)
     for name, config in _recipes().items():
-        cases = {"PTQ before fusing": _ptq(model, config, calibration), "PTQ after fusing": _ptq(fused, config, calibration)}
+        cases = {
+            "PTQ before fusing": _ptq(model, config, calibration),
+            "PTQ after fusing": _ptq(fused, config, calibration),
+        }
         for case, quantized in cases.items():
             report.value(case=case, recipe=name, accuracy=_score(quantized, test))
         if options.steps and name in options.qat:
             trained = train(cases["PTQ after fusing"], data, options.steps, options.lr_fused)
-            report.value(case="QAT after fusing", recipe=name, steps=options.steps, accuracy=_score(trained, test))
+            report.value(
+                case="QAT after fusing",
+                recipe=name,
+                steps=options.steps,
+                accuracy=_score(trained, test),
+            )
             _equivalent(report, name, _branches(model, config, calibration), test, data, options)
 
 
-def _equivalent(report: Reporter, name: str, model: nn.Module, test: Images, data: Images, options: argparse.Namespace) -> None:
+def _equivalent(
+    report: Reporter,
+    name: str,
+    model: nn.Module,
+    test: Images,
+    data: Images,
+    options: argparse.Namespace,
+) -> None:
     """Train the branches, the last fifth with frozen BatchNorm, then fuse."""
 
     def freeze(step: int) -> None:
-        if step == options.steps * 4 // 5:  # the learning rate is small by now: without batch statistics a larger one diverges
+        if (
+            step == options.steps * 4 // 5
+        ):  # the learning rate is small by now: without batch statistics a larger one diverges
             torchq.qat.freeze_bn_(model)
             if name != _LEARNED:
-                calibrate_weights(model)  # the kernels have moved with the statistics; learned ranges have followed
+                calibrate_weights(
+                    model
+                )  # the kernels have moved with the statistics; learned ranges have followed
 
     trained = train(model, data, options.steps, options.lr, before=freeze)
     before = logits(trained, test)
@@ -107,7 +151,12 @@ def _branches(model: nn.Module, config: torchq.QuantConfig, calibration: list[Te
     return _calibrated(model, config, calibration, torchq.qat.quantize_branches_)
 
 
-def _calibrated(model: nn.Module, config: torchq.QuantConfig, calibration: list[Tensor], quantize: Callable[..., object]) -> nn.Module:
+def _calibrated(
+    model: nn.Module,
+    config: torchq.QuantConfig,
+    calibration: list[Tensor],
+    quantize: Callable[..., object],
+) -> nn.Module:
     quantized = copy.deepcopy(model)
     quantize(quantized, config)
     torchq.calibrate(quantized, calibration, method="entropy", progress=False)

@@ -19,7 +19,13 @@ __all__ = ["main"]
 
 _METHODS = ("max", "percentile", "mse", "entropy")
 # Recipe -> the calibration methods to try; formats with ranges from each call have none.
-_CASES = {"int8": _METHODS, "int8_per_tensor": _METHODS, "fp8": ("max",), "int4_weight": ("max",), "w4a4": ("mse",)}
+_CASES = {
+    "int8": _METHODS,
+    "int8_per_tensor": _METHODS,
+    "fp8": ("max",),
+    "int4_weight": ("max",),
+    "w4a4": ("mse",),
+}
 _DYNAMIC = ("mxfp8", "nvfp4")
 
 
@@ -44,11 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             row(recipe, _quantized(model, recipe, None, None), calibration="each call")
         if options.steps:
             # The network is fused, so the learning rate is small: in float, ten times as much diverges as well.
-            trained = train(_quantized(model, "w4a4", calibration, "mse"), data, options.steps, lr=5e-4)
+            trained = train(
+                _quantized(model, "w4a4", calibration, "mse"), data, options.steps, lr=5e-4
+            )
             row("w4a4 after QAT", trained, calibration="mse", steps=options.steps)
 
 
-def _quantized(model: nn.Module, recipe: str, calibration: list[Tensor] | None, method: str | None) -> nn.Module:
+def _quantized(
+    model: nn.Module, recipe: str, calibration: list[Tensor] | None, method: str | None
+) -> nn.Module:
     quantized = copy.deepcopy(model)
     torchq.quantize_(quantized, torchq.recipes.by_name(recipe))
     if calibration is not None:
@@ -60,7 +70,11 @@ def _compare(found: Tensor, expected: Tensor, data: Images) -> dict[str, float]:
     noise = (found - expected).square().sum()
     sqnr = float("inf") if not noise else (10 * torch.log10(expected.square().sum() / noise)).item()
     same = (found.argmax(1) == expected.argmax(1)).float().mean().item()
-    return {"accuracy": round(accuracy(found, data), 4), "same_class": round(same, 4), "sqnr_db": round(sqnr, 1)}
+    return {
+        "accuracy": round(accuracy(found, data), 4),
+        "same_class": round(same, 4),
+        "sqnr_db": round(sqnr, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def loop_entropy(counts: Tensor) -> int:
         reference[-1] += counts[edge:].sum()
         run = torch.arange(edge) * LEVELS // edge
         total = torch.zeros(LEVELS, dtype=torch.float64).index_add_(0, run, inside)
-        occupied = torch.zeros(LEVELS, dtype=torch.float64).index_add_(0, run, (inside > 0).double())
+        occupied = torch.zeros(LEVELS, dtype=torch.float64).index_add_(
+            0, run, (inside > 0).double()
+        )
         quantized = (total / occupied.clamp(min=1))[run] * (inside > 0)
         p, q = reference / reference.sum(), quantized / quantized.sum()
         divergence = torch.where(p > 0, p * torch.log(p / q), 0.0).sum().item()
@@ -90,8 +92,14 @@ def modelopt() -> Any | None:
         return None
 
 
-def collecting(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any], **case: object) -> None:
-    ours, channels, largest = HistogramCalibrator(num_bins=BINS), HistogramCalibrator(axis=1, num_bins=BINS), MaxCalibrator()
+def collecting(
+    report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any], **case: object
+) -> None:
+    ours, channels, largest = (
+        HistogramCalibrator(num_bins=BINS),
+        HistogramCalibrator(axis=1, num_bins=BINS),
+        MaxCalibrator(),
+    )
     plain = histc_collect()
     destination = torch.empty_like(x)
     candidates: dict[str, Callable[[], object]] = {
@@ -107,24 +115,45 @@ def collecting(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
         candidates["ModelOpt histogram"] = lambda: theirs.collect(x)
     for row in compare(candidates, baseline="clone", **times):
-        report.timing(row, what="collect", elements=x.numel(), dtype=str(x.dtype).removeprefix("torch."), **case)
+        report.timing(
+            row,
+            what="collect",
+            elements=x.numel(),
+            dtype=str(x.dtype).removeprefix("torch."),
+            **case,
+        )
     collected = ours.batches * x.numel()
-    if int(ours.histogram().counts.sum()) != collected or int(channels.histogram().counts.sum()) != channels.batches * x.numel():
+    if (
+        int(ours.histogram().counts.sum()) != collected
+        or int(channels.histogram().counts.sum()) != channels.batches * x.numel()
+    ):
         raise RuntimeError(f"collect: lost counts; expected {collected}")
 
 
 def ranging(report: Reporter, x: Tensor, times: dict[str, Any]) -> None:
     """The range of a tensor at hand, which weights take in every training step and activations with dynamic ranges in every call."""
     rows = x.flatten()[: x.numel() // 3200 * 3200].view(-1, 3200)
-    cases = {"per tensor": PerTensor(), "rows": PerAxis((0,)), "columns": PerAxis((1,)), "blocks of 32": PerBlock(32)}
+    cases = {
+        "per tensor": PerTensor(),
+        "rows": PerAxis((0,)),
+        "columns": PerAxis((1,)),
+        "blocks of 32": PerBlock(32),
+    }
     candidates: dict[str, Callable[[], object]] = {"read (aminmax)": lambda: torch.aminmax(rows)}
     for name, granularity in cases.items():
-        candidates[f"torchq {name}"] = lambda granularity=granularity: reduce_amax(rows, granularity)
+        candidates[f"torchq {name}"] = lambda granularity=granularity: reduce_amax(
+            rows, granularity
+        )
         candidates[f"vector_norm {name}"] = lambda granularity=granularity: granularity.amax(rows)
         if not torch.equal(reduce_amax(rows, granularity), granularity.amax(rows).float()):
             raise RuntimeError(f"range {name}: differs from the definition")
     for row in compare(candidates, baseline="read (aminmax)", **times):
-        report.timing(row, what="range of a tensor", elements=rows.numel(), dtype=str(x.dtype).removeprefix("torch."))
+        report.timing(
+            row,
+            what="range of a tensor",
+            elements=rows.numel(),
+            dtype=str(x.dtype).removeprefix("torch."),
+        )
 
 
 def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]) -> None:
@@ -139,17 +168,36 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         theirs.collect(x)
     for method in ("percentile", "mse", "entropy"):
         found = ours.compute_amax(method).item()
-        candidates: dict[str, Callable[[], object]] = {"torchq": lambda method=method: ours.compute_amax(method)}
+        candidates: dict[str, Callable[[], object]] = {
+            "torchq": lambda method=method: ours.compute_amax(method)
+        }
         if method in loops:
             loop = loops[method]
             candidates["loop over edges"] = lambda loop=loop: loop(counts)
             if abs(loop(counts) * width - found) > width:
-                raise RuntimeError(f"{method}: got {found}; expected {loop(counts) * width} within one bin")
-            report.value(what="range", method=method, torchq=found, loop=loop(counts) * width, bin_width=width)
-        if theirs is not None and not (method == "mse" and not torch.cuda.is_available()):  # ModelOpt's mse needs CUDA
+                raise RuntimeError(
+                    f"{method}: got {found}; expected {loop(counts) * width} within one bin"
+                )
+            report.value(
+                what="range",
+                method=method,
+                torchq=found,
+                loop=loop(counts) * width,
+                bin_width=width,
+            )
+        if theirs is not None and not (
+            method == "mse" and not torch.cuda.is_available()
+        ):  # ModelOpt's mse needs CUDA
             options = {"percentile": 99.99} if method == "percentile" else {}
-            candidates["ModelOpt"] = lambda method=method, options=options: theirs.compute_amax(method, **options)
-            report.value(what="range", method=method, torchq=found, modelopt=float(theirs.compute_amax(method, **options)))
+            candidates["ModelOpt"] = lambda method=method, options=options: theirs.compute_amax(
+                method, **options
+            )
+            report.value(
+                what="range",
+                method=method,
+                torchq=found,
+                modelopt=float(theirs.compute_amax(method, **options)),
+            )
         for row in compare(candidates, baseline="torchq", **times):
             report.timing(row, what="estimate", method=method, bins=BINS)
 
@@ -157,28 +205,52 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
 def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) -> None:
     ours = HistogramCalibrator(axis=1, num_bins=BINS)
     ours.collect(torch.randn(200, channels, generator=torch.Generator().manual_seed(0)))
-    candidates = {method: lambda method=method: ours.compute_amax(method) for method in ("max", "percentile", "mse", "entropy")}
+    candidates = {
+        method: lambda method=method: ours.compute_amax(method)
+        for method in ("max", "percentile", "mse", "entropy")
+    }
     for row in compare(candidates, baseline="max", **times):
         report.timing(row, what="estimate", channels=channels, bins=BINS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--elements", type=int, default=6_400_000, help="size of the tensor (default: %(default)s)")
-    options.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="its dtype (default: %(default)s)")
-    options.add_argument("--relu", action="store_true", help="clip negative values to zero, as after a ReLU")
-    options.add_argument("--channels", type=int, default=64, help="channels of the per-channel case (default: %(default)s)")
+    options.add_argument(
+        "--elements", type=int, default=6_400_000, help="size of the tensor (default: %(default)s)"
+    )
+    options.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "float16", "bfloat16"],
+        help="its dtype (default: %(default)s)",
+    )
+    options.add_argument(
+        "--relu", action="store_true", help="clip negative values to zero, as after a ReLU"
+    )
+    options.add_argument(
+        "--channels",
+        type=int,
+        default=64,
+        help="channels of the per-channel case (default: %(default)s)",
+    )
     given = parse(options, argv)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(given.elements // given.channels // 100, given.channels, 100, generator=generator)
+    x = torch.randn(
+        given.elements // given.channels // 100, given.channels, 100, generator=generator
+    )
     x = (x.relu() if given.relu else x).to(getattr(torch, given.dtype))
     peer = modelopt()
     with Reporter("calibration", given.out, packages=("nvidia-modelopt",)) as report:
         if peer is None:
             report.value(what="left out", candidate="ModelOpt", reason="not installed")
         fresh = "MALLOC_MMAP_THRESHOLD_" in os.environ
-        times = {**timing(given), "clock": time.thread_time if given.threads == 1 else time.perf_counter}
-        collecting(report, x, peer, times, data="relu" if given.relu else "normal", fresh_memory=fresh)
+        times = {
+            **timing(given),
+            "clock": time.thread_time if given.threads == 1 else time.perf_counter,
+        }
+        collecting(
+            report, x, peer, times, data="relu" if given.relu else "normal", fresh_memory=fresh
+        )
         ranging(report, x, times)
         estimating(report, x.float(), peer, times)
         estimating_channels(report, 512, times)

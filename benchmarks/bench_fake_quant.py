@@ -72,9 +72,17 @@ def plain_chain(case: Case, amax: Tensor) -> Quantize:
 
     def run(x: Tensor) -> Tensor:
         if not x.requires_grad:
-            return (x / step).round_().clamp_(case.format.lo, case.format.hi).mul_(step)
+            return (
+                (x / step).round_().clamp_(case.format.quant_min, case.format.quant_max).mul_(step)
+            )
         inside = torch.clamp(x, -amax, amax)  # for the gradient
-        return inside + ((x / step).round_().clamp_(case.format.lo, case.format.hi).mul_(step) - inside).detach()
+        return (
+            inside
+            + (
+                (x / step).round_().clamp_(case.format.quant_min, case.format.quant_max).mul_(step)
+                - inside
+            ).detach()
+        )
 
     return run
 
@@ -99,7 +107,10 @@ def modelopt(case: Case, amax: Tensor) -> Quantize:
 
 
 def brevitas(case: Case, amax: Tensor) -> Quantize:
-    wrapper, quant = import_module("brevitas.core.function_wrapper"), import_module("brevitas.core.quant")
+    wrapper, quant = (
+        import_module("brevitas.core.function_wrapper"),
+        import_module("brevitas.core.quant"),
+    )
     function = quant.IntQuant(narrow_range=False, signed=True, input_view_impl=wrapper.Identity())
     step, zero, width = amax / 127, torch.tensor(0.0), torch.tensor(8.0)
     return lambda x: function(step, zero, width, x)
@@ -111,7 +122,10 @@ def torchao(case: Case, amax: Tensor) -> Quantize:
     zero = torch.zeros_like(step, dtype=torch.int32)
 
     def run(x: Tensor) -> Tensor:
-        block = [1 if n != 1 else size for n, size in zip(amax.shape or [1] * x.dim(), x.shape, strict=True)]
+        block = [
+            1 if n != 1 else size
+            for n, size in zip(amax.shape or [1] * x.dim(), x.shape, strict=True)
+        ]
         return function(x, tuple(block), step, zero, torch.int8, -128, 127)
 
     return run
@@ -139,7 +153,9 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
     found = {} if case.learned else rivals(case, amax)
-    function = torchq.functional.learned_fake_quantize if case.learned else torchq.functional.fake_quantize
+    function = (
+        torchq.functional.learned_fake_quantize if case.learned else torchq.functional.fake_quantize
+    )
     amax.requires_grad_(case.learned)
 
     def ours(v: Tensor) -> Tensor:
@@ -148,17 +164,25 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     found["torchq"] = ours
     if compiled:
         torch.compiler.reset()  # each case is a program of its own, not a recompilation of the last
-        torch._functorch.config.donated_buffer = False  # the backward is timed again and again on one graph
+        torch._functorch.config.donated_buffer = (
+            False  # the backward is timed again and again on one graph
+        )
         found["torchq compiled"] = torch.compile(ours, fullgraph=True)
     usable = {}
     for name, run in found.items():
         try:
             difference = ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
         except (RuntimeError, TypeError, ValueError) as error:
-            print(f"left out of {case.name}: {name} ({str(error).splitlines()[0]})", file=sys.stderr)
+            print(
+                f"left out of {case.name}: {name} ({str(error).splitlines()[0]})", file=sys.stderr
+            )
             continue
-        if difference > 0.07:  # one step of E4M3 at its maximum; int8 rivals that multiply by 1 / step flip single ties
-            raise SystemExit(f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; not the same work")
+        if (
+            difference > 0.07
+        ):  # one step of E4M3 at its maximum; int8 rivals that multiply by 1 / step flip single ties
+            raise SystemExit(
+                f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; not the same work"
+            )
         usable[name] = run
     return usable
 
@@ -166,7 +190,10 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
 def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable[[], object]]:
     leaf = x.clone().requires_grad_(mode != "forward")
     if mode != "backward":
-        return {"clone": lambda: x.clone(), **{name: (lambda run=run: run(leaf)) for name, run in runs.items()}}
+        return {
+            "clone": lambda: x.clone(),
+            **{name: (lambda run=run: run(leaf)) for name, run in runs.items()},
+        }
     grad = torch.randn_like(x)
     found: dict[str, Callable[[], object]] = {"clone": lambda: grad.clone()}
     for name, run in runs.items():
@@ -189,23 +216,40 @@ def memory(case: Case, x: Tensor, runs: dict[str, Quantize], report: Reporter) -
         kept.pop(x.untyped_storage().data_ptr(), None)
         kept.pop(y.untyped_storage().data_ptr(), None)
         del y
-        report.value(case=case.name, mode="memory", candidate=name, kept_bytes_per_element=sum(kept.values()) / x.numel())
+        report.value(
+            case=case.name,
+            mode="memory",
+            candidate=name,
+            kept_bytes_per_element=sum(kept.values()) / x.numel(),
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--python", help="interpreter of the environment that has the rivals")
     options.add_argument("--cases", default="", help="only cases whose name contains this")
-    options.add_argument("--modes", default="forward,training,backward,memory", help="default: %(default)s")
-    options.add_argument("--compile", action="store_true", help="also torch.compile of torchq's function (needs a C++ compiler)")
+    options.add_argument(
+        "--modes", default="forward,training,backward,memory", help="default: %(default)s"
+    )
+    options.add_argument(
+        "--compile",
+        action="store_true",
+        help="also torch.compile of torchq's function (needs a C++ compiler)",
+    )
     options.add_argument("--wall", action="store_true", help="wall clock, not CPU time")
     chosen = parse(options, argv)
     if chosen.python:
         rest = list(sys.argv[1:] if argv is None else argv)
         at = rest.index("--python")
-        raise SystemExit(subprocess.run([chosen.python, "-m", "benchmarks.bench_fake_quant", *rest[:at], *rest[at + 2 :]]).returncode)
+        raise SystemExit(
+            subprocess.run(
+                [chosen.python, "-m", "benchmarks.bench_fake_quant", *rest[:at], *rest[at + 2 :]]
+            ).returncode
+        )
     clock = time.perf_counter if chosen.wall or chosen.threads > 1 else time.thread_time
-    with Reporter("fake_quant", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")) as report:
+    with Reporter(
+        "fake_quant", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
+    ) as report:
         for case in (c for c in CASES if chosen.cases in c.name):
             x = case.tensor()
             runs = candidates(case, x, chosen.compile)
@@ -213,7 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if mode == "memory":
                     memory(case, x, runs, report)
                     continue
-                for row in compare(calls(mode, runs, x), baseline="clone", clock=clock, **timing(chosen)):
+                for row in compare(
+                    calls(mode, runs, x), baseline="clone", clock=clock, **timing(chosen)
+                ):
                     limit = LIMITS.get("compiled" if "compiled" in row.candidate else mode)
                     mine = {"limit": limit} if row.candidate.startswith("torchq") and limit else {}
                     report.timing(row, case=case.name, mode=mode, clock=clock.__name__, **mine)

@@ -60,9 +60,21 @@ _LATENCY = ("resnet50", "mobilenet_v2", "repvgg_a0")
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a network, layer or candidate."""
     options = parser(__doc__)
-    options.add_argument("--parts", nargs="+", default=["exact", "layer", "latency"], choices=["exact", "layer", "latency"])
-    options.add_argument("--networks", nargs="+", default=[*_NETWORKS, *_VIDEO_NETWORKS], help="for exact (default: all)")
-    options.add_argument("--size", type=int, default=96, help="side of the images for exact (default: %(default)s)")
+    options.add_argument(
+        "--parts",
+        nargs="+",
+        default=["exact", "layer", "latency"],
+        choices=["exact", "layer", "latency"],
+    )
+    options.add_argument(
+        "--networks",
+        nargs="+",
+        default=[*_NETWORKS, *_VIDEO_NETWORKS],
+        help="for exact (default: all)",
+    )
+    options.add_argument(
+        "--size", type=int, default=96, help="side of the images for exact (default: %(default)s)"
+    )
     chosen = parse(options, argv)
     parts = {"exact": _exact, "layer": _layers, "latency": _latency}
     with Reporter("fuse", chosen.out) as report:
@@ -106,7 +118,11 @@ def _error(model: nn.Module, x: Tensor, want: Tensor) -> float:
 def _exact(report: Reporter, options: argparse.Namespace) -> None:
     for name in options.networks[:2] if options.quick else options.networks:
         model, size = _build(name), max(options.size, 128 if name == "inception_v3" else 0)
-        x = torch.randn(1, 3, 4, 64, 65) if name in _VIDEO_NETWORKS else torch.randn(1, 3, size, size + 1)
+        x = (
+            torch.randn(1, 3, 4, 64, 65)
+            if name in _VIDEO_NETWORKS
+            else torch.randn(1, 3, size, size + 1)
+        )
         exact = copy.deepcopy(model).double()
         with torch.no_grad():
             want = _first(exact(x.double()))
@@ -126,7 +142,10 @@ _PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, ..
     "conv2d": (lambda: (nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
     "depthwise": (lambda: (nn.Conv2d(64, 64, 3, groups=64), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
     "transposed": (lambda: (nn.ConvTranspose2d(64, 64, 3), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
-    "transposed, 4 groups": (lambda: (nn.ConvTranspose2d(64, 64, 3, groups=4), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
+    "transposed, 4 groups": (
+        lambda: (nn.ConvTranspose2d(64, 64, 3, groups=4), nn.BatchNorm2d(64)),
+        (2, 64, 8, 8),
+    ),
     "linear on rows": (lambda: (nn.Linear(64, 64), nn.BatchNorm1d(64)), (8, 64)),
     "linear on 64 tokens": (lambda: (nn.Linear(64, 64), nn.BatchNorm1d(64)), (8, 64, 64)),
 }
@@ -140,14 +159,23 @@ def _layers(report: Reporter, options: argparse.Namespace) -> None:
         x = torch.randn(shape)
         with torch.no_grad():
             want = copy.deepcopy(pair).double()(x.double())
-        candidates = {"torch": lambda pair=pair: _torch_pair(pair), "torchq": lambda pair=pair, x=x: _torchq_pair(pair, x)}
+        candidates = {
+            "torch": lambda pair=pair: _torch_pair(pair),
+            "torchq": lambda pair=pair, x=x: _torchq_pair(pair, x),
+        }
         for candidate, call in candidates.items():
             try:
                 outcome = f"{_error(call(), x, want):.1e}"
             except RuntimeError as error:
                 outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-            refused = candidate == "torchq" and len(call()) == 2 and isinstance(call()[1], nn.modules.batchnorm._BatchNorm)
-            report.value(part="layer", layer=name, candidate=candidate, error=outcome, left_alone=refused)
+            refused = (
+                candidate == "torchq"
+                and len(call()) == 2
+                and isinstance(call()[1], nn.modules.batchnorm._BatchNorm)
+            )
+            report.value(
+                part="layer", layer=name, candidate=candidate, error=outcome, left_alone=refused
+            )
 
 
 def _torch_pair(pair: nn.Module) -> nn.Module:
@@ -184,12 +212,18 @@ def _latency(report: Reporter, options: argparse.Namespace) -> None:
             seconds["torchq"] = time.perf_counter() - start
         models = {"unfused": unfused, "torch": by_torch, "torchq": by_torchq}
         with torch.inference_mode():
-            rows = compare({key: lambda m=m, x=x: m(x) for key, m in models.items()}, baseline="unfused", **timing(options))
+            rows = compare(
+                {key: lambda m=m, x=x: m(x) for key, m in models.items()},
+                baseline="unfused",
+                **timing(options),
+            )
         for row in rows:
             layers = sum(1 for _ in models[row.candidate].parameters())
             fuse_s = round(seconds.get(row.candidate, 0.0), 3)
             error = _error(models[row.candidate], x, want)
-            report.timing(row, part="latency", network=name, error=error, parameters=layers, fuse_s=fuse_s)
+            report.timing(
+                row, part="latency", network=name, error=error, parameters=layers, fuse_s=fuse_s
+            )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if number:
                     samples.append(value)
         bare, full = (statistics.median(samples) for samples in seconds.values())
-        report.value(what="import torchq over torch", median_s=full - bare, torch_s=bare, limit_s=IMPORT_LIMIT_S, rounds=options.rounds)
+        report.value(
+            what="import torchq over torch",
+            median_s=full - bare,
+            torch_s=bare,
+            limit_s=IMPORT_LIMIT_S,
+            rounds=options.rounds,
+        )
 
         times = []
         for number in range(options.rounds + 1):
@@ -54,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             if number:
                 times.append(value)
         quantizers = sum(isinstance(m, torchq.TensorQuantizer) for m in model.modules())
-        report.value(what="quantize_ of ResNet-50", median_s=statistics.median(times), limit_s=SWAP_LIMIT_S, quantizers=quantizers)
+        report.value(
+            what="quantize_ of ResNet-50",
+            median_s=statistics.median(times),
+            limit_s=SWAP_LIMIT_S,
+            quantizers=quantizers,
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ Step = Callable[[], object]
 
 
 def vit_tiny() -> nn.Module:
-    return torchvision.models.VisionTransformer(image_size=224, patch_size=16, num_layers=12, num_heads=3, hidden_dim=192, mlp_dim=768)
+    return torchvision.models.VisionTransformer(
+        image_size=224, patch_size=16, num_layers=12, num_heads=3, hidden_dim=192, mlp_dim=768
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -67,7 +69,9 @@ class Aten(nn.Module):
         super().__init__()
         self.axis = axis
         magnitude = x.detach().abs()
-        self.register_buffer("step", (magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)) / 127)
+        self.register_buffer(
+            "step", (magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)) / 127
+        )
         self.register_buffer("zero", torch.zeros_like(self.step, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +83,9 @@ class Aten(nn.Module):
 def aten(model: nn.Module, x: Tensor) -> nn.Module:
     inputs: dict[nn.Module, Tensor] = {}
     layers = [m for m in model.modules() if type(m) in (nn.Conv2d, nn.Linear)]
-    hooks = [m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers
+    ]
     with torch.no_grad():
         model(x)
     for hook, layer in zip(hooks, layers, strict=True):
@@ -94,9 +100,13 @@ def torchao(model: nn.Module, x: Tensor) -> nn.Module:
     if any(isinstance(m, nn.Conv2d) and m.kernel_size[0] == 3 for m in model.modules()):
         raise NotImplementedError("torchao quantizes Linear layers alone")
     qat = import_module("torchao.quantization.qat")
-    inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)  # it has no symmetric one
+    inputs = qat.IntxFakeQuantizeConfig(
+        torch.int8, "per_token", is_symmetric=False
+    )  # it has no symmetric one
     weights = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
-    import_module("torchao.quantization").quantize_(model, qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare"))
+    import_module("torchao.quantization").quantize_(
+        model, qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
+    )
     return model
 
 
@@ -141,7 +151,10 @@ def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
         except Exception as error:  # a rival that cannot do a model is no reason to stop
             if tool in ("fp32", "torchq"):
                 raise
-            print(f"left out of {name}{' compiled' * compiled}: {tool} ({type(error).__name__})", file=sys.stderr)
+            print(
+                f"left out of {name}{' compiled' * compiled}: {tool} ({type(error).__name__})",
+                file=sys.stderr,
+            )
     return found
 
 
@@ -161,7 +174,9 @@ def measure(options: argparse.Namespace, name: str, report: Reporter) -> None:
             memory(name, tools, report)
             continue
         baseline = "fp32" + " compiled" * compiled
-        for row in compare(steps(name, tools, compiled), baseline=baseline, clock=clock, **timing(options)):
+        for row in compare(
+            steps(name, tools, compiled), baseline=baseline, clock=clock, **timing(options)
+        ):
             report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 
@@ -170,7 +185,13 @@ def memory(name: str, tools: Sequence[str], report: Reporter) -> None:
     for tool in tools:
         peak = peak_in_child(name, tool)
         if peak is not None and float_peak:
-            report.value(model=name, mode="memory", candidate=tool, peak_mib=peak / 2**20, ratio=peak / float_peak)
+            report.value(
+                model=name,
+                mode="memory",
+                candidate=tool,
+                peak_mib=peak / 2**20,
+                ratio=peak / float_peak,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,19 +199,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--python", help="interpreter of the environment that has the rivals")
     options.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     options.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
-    options.add_argument("--modes", default="eager,memory", help="of eager, compiled (needs a C++ compiler), memory; default: %(default)s")
-    options.add_argument("--peak-of", nargs=2, metavar=("MODEL", "TOOL"), help="print the peak memory of one candidate and stop")
+    options.add_argument(
+        "--modes",
+        default="eager,memory",
+        help="of eager, compiled (needs a C++ compiler), memory; default: %(default)s",
+    )
+    options.add_argument(
+        "--peak-of",
+        nargs=2,
+        metavar=("MODEL", "TOOL"),
+        help="print the peak memory of one candidate and stop",
+    )
     chosen = parse(options, argv)
     if chosen.python:
         rest = list(sys.argv[1:] if argv is None else argv)
         at = rest.index("--python")
-        raise SystemExit(subprocess.run([chosen.python, "-m", "benchmarks.bench_qat_step", *rest[:at], *rest[at + 2 :]]).returncode)
+        raise SystemExit(
+            subprocess.run(
+                [chosen.python, "-m", "benchmarks.bench_qat_step", *rest[:at], *rest[at + 2 :]]
+            ).returncode
+        )
     if chosen.peak_of:
         step = make_step(*chosen.peak_of)
         step()
         print(json.dumps(peak_bytes(step)))
         return
-    with Reporter("qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")) as report:
+    with Reporter(
+        "qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
+    ) as report:
         for name in chosen.models.split(","):
             measure(chosen, name, report)
 

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.harness import parser
 
-__all__ = ["Images", "accuracy", "arguments", "logits", "read_both", "read_split", "resnet20", "train"]
+__all__ = [
+    "Images",
+    "accuracy",
+    "arguments",
+    "logits",
+    "read_both",
+    "read_split",
+    "resnet20",
+    "train",
+]
 
 _MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
 _STD = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
@@ -68,11 +77,27 @@ def read_split(folder: Path, split: str, count: int) -> Images:
 def arguments(description: str | None, weights: str, train: int) -> argparse.ArgumentParser:
     """The parser of an accuracy benchmark: where the data is, and how much of it to use (``train`` is a default)."""
     options = parser(description)
-    options.add_argument("--data", type=Path, required=True, help=f"folder with {weights} and the tars of images")
-    options.add_argument("--images", type=int, default=2000, help="test images (default: %(default)s)")
-    options.add_argument("--calibration", type=int, default=512, help="training images to calibrate on (default: %(default)s)")
-    options.add_argument("--train", type=int, default=train, help="training images for QAT (default: %(default)s)")
-    options.add_argument("--steps", type=int, default=200, help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)")
+    options.add_argument(
+        "--data", type=Path, required=True, help=f"folder with {weights} and the tars of images"
+    )
+    options.add_argument(
+        "--images", type=int, default=2000, help="test images (default: %(default)s)"
+    )
+    options.add_argument(
+        "--calibration",
+        type=int,
+        default=512,
+        help="training images to calibrate on (default: %(default)s)",
+    )
+    options.add_argument(
+        "--train", type=int, default=train, help="training images for QAT (default: %(default)s)"
+    )
+    options.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)",
+    )
     return options
 
 
@@ -80,11 +105,19 @@ def read_both(options: argparse.Namespace) -> tuple[Images, Images, list[Tensor]
     """Test images, training images, and those of them to calibrate on; with ``--quick`` a few, and one step at most."""
     options.steps = min(options.steps, 1) if options.quick else options.steps
     test = read_split(options.data, "test", 50 if options.quick else options.images)
-    data = read_split(options.data, "train", 64 if options.quick else max(options.calibration, options.train))
+    data = read_split(
+        options.data, "train", 64 if options.quick else max(options.calibration, options.train)
+    )
     return test, data, data.batches(64)[: max(1, options.calibration // 64)]
 
 
-def train(model: nn.Module, data: Images, steps: int, lr: float, before: Callable[[int], None] | None = None) -> nn.Module:
+def train(
+    model: nn.Module,
+    data: Images,
+    steps: int,
+    lr: float,
+    before: Callable[[int], None] | None = None,
+) -> nn.Module:
     """A short QAT on the same batches of 64 each time: SGD with momentum, learning rate by a cosine to 0.
 
     Args:
@@ -95,13 +128,17 @@ def train(model: nn.Module, data: Images, steps: int, lr: float, before: Callabl
         before: called with the number of each step before it.
     """
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=lr, weight_decay=1e-4), momentum=0.9)
+    optimizer = torch.optim.SGD(
+        torchq.qat.param_groups(model, lr=lr, weight_decay=1e-4), momentum=0.9
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     model.train()
     for step in range(steps):
         if before is not None:
             before(step)
-        images, labels = data.augmented(torch.randint(len(data.labels), (64,), generator=generator), generator)
+        images, labels = data.augmented(
+            torch.randint(len(data.labels), (64,), generator=generator), generator
+        )
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -136,7 +173,11 @@ class _ResNet20(nn.Module):
         widths = (16, 16, 32, 64)
         for stage in (1, 2, 3):
             first = _Block(widths[stage - 1], widths[stage], 1 if stage == 1 else 2)
-            setattr(self, f"layer{stage}", nn.Sequential(first, *(_Block(widths[stage], widths[stage], 1) for _ in range(2))))
+            setattr(
+                self,
+                f"layer{stage}",
+                nn.Sequential(first, *(_Block(widths[stage], widths[stage], 1) for _ in range(2))),
+            )
         self.linear = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +190,9 @@ def resnet20(folder: Path | None = None) -> nn.Module:
     """The CIFAR ResNet-20 (He et al. 2015, section 4.2), trained where ``folder`` holds ``resnet20.pt``; eval mode."""
     model = _ResNet20()
     if folder is not None:
-        model.load_state_dict(torch.load(folder / "resnet20.pt", map_location="cpu", weights_only=True))
+        model.load_state_dict(
+            torch.load(folder / "resnet20.pt", map_location="cpu", weights_only=True)
+        )
     return model.eval()
 
 

@@ -37,7 +37,10 @@ def resident() -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
-    return {name: int(fields[field]) * 1024 for name, field in (("anonymous", "RssAnon"), ("file", "RssFile"))}
+    return {
+        name: int(fields[field]) * 1024
+        for name, field in (("anonymous", "RssAnon"), ("file", "RssFile"))
+    }
 
 
 def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
@@ -53,17 +56,26 @@ def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
         for x in xs:
             model(x)
         now = resident()
-        found |= {f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now}
+        found |= {
+            f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now
+        }
     return found
 
 
 def save(name: str, folder: Path) -> None:
     """The files of the candidates, and one of small networks that load the libraries."""
     model, x = build(name, 1)
-    inputs = [x] if name != "resnet50" else [torch.randn(1, 3, size, size) for size in (224, 192, 256, 288)]
+    inputs = (
+        [x]
+        if name != "resnet50"
+        else [torch.randn(1, 3, size, size) for size in (224, 192, 256, 288)]
+    )
     torch.save((model, inputs), folder / "fp32")
     torch.save((torchq.deploy(quantized(model, x)), inputs), folder / "int8")
-    small, image = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 16)).eval(), torch.randn(1, 3, 8, 8)
+    small, image = (
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 16)).eval(),
+        torch.randn(1, 3, 8, 8),
+    )
     torch.save([(small, image), (torchq.deploy(quantized(small, image)), image)], folder / "warm")
 
 
@@ -71,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run and report."""
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    arguments.add_argument("--measure", nargs=3, metavar=("FILE", "MAPPED", "WARM"), help="what the processes are started with")
+    arguments.add_argument(
+        "--measure",
+        nargs=3,
+        metavar=("FILE", "MAPPED", "WARM"),
+        help="what the processes are started with",
+    )
     options = parse(arguments, argv)
     with torch.no_grad():
         if options.measure:
@@ -84,7 +101,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                     save(name, Path(folder))
                     for candidate, (file, mapped) in CANDIDATES.items():
                         paths = [f"{folder}/{file}", str(mapped), f"{folder}/warm"]
-                        command = [sys.executable, "-m", "benchmarks.deploy_memory", "--threads", str(options.threads), "--measure", *paths]
+                        command = [
+                            sys.executable,
+                            "-m",
+                            "benchmarks.deploy_memory",
+                            "--threads",
+                            str(options.threads),
+                            "--measure",
+                            *paths,
+                        ]
                         done = subprocess.run(command, check=True, capture_output=True, text=True)
                         report.value(model=name, candidate=candidate, **json.loads(done.stdout))
 

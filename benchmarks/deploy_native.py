@@ -44,11 +44,19 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.act, self.fc2 = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.fc1, self.act, self.fc2 = (
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(self.norm1(x))
+            .reshape(batch, tokens, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = torch.nn.functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
         x = x + self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
         return x + self.fc2(self.act(self.fc1(self.norm2(x))))
@@ -76,8 +84,13 @@ class UNet(nn.Module):
 
 
 def _level(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-    return nn.Sequential(first, nn.BatchNorm2d(outputs), nn.ReLU(), second, nn.BatchNorm2d(outputs), nn.ReLU())
+    first, second = (
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+    )
+    return nn.Sequential(
+        first, nn.BatchNorm2d(outputs), nn.ReLU(), second, nn.BatchNorm2d(outputs), nn.ReLU()
+    )
 
 
 def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
@@ -131,12 +144,17 @@ def openvino_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
     return lambda: request.infer([data])
 
 
-def torch_candidates(model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace) -> Candidates:
+def torch_candidates(
+    model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace
+) -> Candidates:
     """What runs in torch: the float model several ways, and the deployed one."""
     folded = torchq.restore_(copy.deepcopy(simulated))
     half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
     if x.dim() == 4:
-        half, half_x = half.to(memory_format=torch.channels_last), half_x.contiguous(memory_format=torch.channels_last)
+        half, half_x = (
+            half.to(memory_format=torch.channels_last),
+            half_x.contiguous(memory_format=torch.channels_last),
+        )
     layers, int8 = torchq.deploy(simulated, chains=False), torchq.deploy(simulated)
     found: Candidates = {
         "fp32 eager": lambda: model(x),
@@ -155,7 +173,9 @@ def torch_candidates(model: nn.Module, simulated: nn.Module, x: Tensor, options:
     return found
 
 
-def peer_candidates(model: nn.Module, x: Tensor, options: argparse.Namespace, folder: Path) -> Candidates:
+def peer_candidates(
+    model: nn.Module, x: Tensor, options: argparse.Namespace, folder: Path
+) -> Candidates:
     """INT8 in other runtimes, with the quantizers where each wants them."""
     found: Candidates = {}
     for peer, call in (("onnxruntime", onnxruntime_call), ("openvino", openvino_call)):
@@ -173,20 +193,31 @@ def agreement(simulated: nn.Module, x: Tensor) -> dict[str, float]:
     """
     exact = copy.deepcopy(simulated).double()(x.double())
     plain, int8 = simulated(x), torchq.deploy(simulated)(x)
-    return {"agreement_db": db(int8, plain), "int8_to_float64_db": db(int8, exact), "simulation_to_float64_db": db(plain, exact)}
+    return {
+        "agreement_db": db(int8, plain),
+        "int8_to_float64_db": db(int8, exact),
+        "simulation_to_float64_db": db(plain, exact),
+    }
 
 
 def db(got: Tensor, expected: Tensor) -> float:
     """Signal to error ratio."""
     error = (got.double() - expected.double()).square().sum()
-    return float(10 * torch.log10(expected.double().square().sum() / error)) if error else float("inf")
+    return (
+        float(10 * torch.log10(expected.double().square().sum() / error)) if error else float("inf")
+    )
 
 
 def memory(simulated: nn.Module) -> dict[str, int]:
     """Bytes of the float parameters and of the deployed model's tensors; kernels keep a copy of the integer weights in their own layout."""
     int8 = torchq.deploy(simulated)
-    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*int8.parameters(), *int8.buffers())}
-    return {"float_bytes": sum(t.numel() * t.element_size() for t in simulated.parameters()), "int8_bytes": sum(tensors.values())}
+    tensors = {
+        t.data_ptr(): t.numel() * t.element_size() for t in (*int8.parameters(), *int8.buffers())
+    }
+    return {
+        "float_bytes": sum(t.numel() * t.element_size() for t in simulated.parameters()),
+        "int8_bytes": sum(tensors.values()),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -194,10 +225,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
-    arguments.add_argument("--compiled", action="store_true", help="torch.compile as well (needs a C++ compiler, takes minutes)")
-    arguments.add_argument("--peers", action="store_true", help="ONNX Runtime and OpenVINO as well, where installed")
+    arguments.add_argument(
+        "--compiled",
+        action="store_true",
+        help="torch.compile as well (needs a C++ compiler, takes minutes)",
+    )
+    arguments.add_argument(
+        "--peers", action="store_true", help="ONNX Runtime and OpenVINO as well, where installed"
+    )
     options = parse(arguments, argv)
-    with Reporter("deploy_native", options.out, packages=("onnxruntime", "openvino")) as report, torch.no_grad():
+    with (
+        Reporter("deploy_native", options.out, packages=("onnxruntime", "openvino")) as report,
+        torch.no_grad(),
+    ):
         for name in options.models:
             for batch in options.batch:
                 model, x = build(name, batch)

@@ -46,7 +46,12 @@ class EncoderBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         x = x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -55,7 +60,9 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     """A fused float model in eval mode, and one input."""
     torch.manual_seed(0)
     if name == "encoder":
-        return nn.Sequential(*(EncoderBlock(384, 6) for _ in range(4))).eval(), torch.randn(1, 196, 384)
+        return nn.Sequential(*(EncoderBlock(384, 6) for _ in range(4))).eval(), torch.randn(
+            1, 196, 384
+        )
     import torchvision
 
     model = getattr(torchvision.models, name)()
@@ -82,7 +89,9 @@ def export_quantized(model: nn.Module, x: Tensor, path: Path, target: str) -> nn
     torchq.calibrate(quantized, [x, torch.randn_like(x)], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(quantized, x, path, target=target, dynamo=False, input_names=["x"], dynamic_batch=False)
+        torchq.export_onnx(
+            quantized, x, path, target=target, dynamo=False, input_names=["x"], dynamic_batch=False
+        )
     return quantized
 
 
@@ -101,7 +110,11 @@ def openvino_call(path: Path, x: Tensor, threads: int) -> Call:
     """One inference in OpenVINO; float32 stays float32."""
     import openvino
 
-    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+    }
     core = openvino.Core()
     model = core.read_model(str(path))
     model.reshape(list(x.shape))
@@ -110,7 +123,10 @@ def openvino_call(path: Path, x: Tensor, threads: int) -> Call:
     return lambda: request.infer([array])
 
 
-RUNTIMES: dict[str, Callable[[Path, Tensor, int], Call]] = {"onnxruntime": onnxruntime_call, "openvino": openvino_call}
+RUNTIMES: dict[str, Callable[[Path, Tensor, int], Call]] = {
+    "onnxruntime": onnxruntime_call,
+    "openvino": openvino_call,
+}
 
 
 def speed(report: Reporter, name: str, target: str, options: argparse.Namespace) -> None:
@@ -122,7 +138,10 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
         export_quantized(model, x, integer, target)
         run = RUNTIMES[target]
         try:
-            calls = {"float32": run(plain, x, options.threads), "int8": run(integer, x, options.threads)}
+            calls = {
+                "float32": run(plain, x, options.threads),
+                "int8": run(integer, x, options.threads),
+            }
         except ImportError as error:
             report.value(model=name, runtime=target, skipped=str(error))
             return
@@ -139,7 +158,13 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
         nodes = torchq.inspect_onnx(integer)
         kinds = Counter(node.kind for node in nodes.integer)
         left = Counter(node.kind for node in nodes.fallbacks)
-        report.value(model=name, runtime=target, **size, onnxruntime_integer=dict(kinds), onnxruntime_float=dict(left))
+        report.value(
+            model=name,
+            runtime=target,
+            **size,
+            onnxruntime_integer=dict(kinds),
+            onnxruntime_float=dict(left),
+        )
 
 
 def digits_case() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
@@ -148,12 +173,20 @@ def digits_case() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     model = DemoNet()
     train(model, data, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3), epochs=12)
-    return model, [images for images, _ in data.batches(200)], [images for images, _ in test.batches(200)]
+    return (
+        model,
+        [images for images, _ in data.batches(200)],
+        [images for images, _ in test.batches(200)],
+    )
 
 
 def cifar_case(folder: Path, count: int) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     """The trained ResNet-20, some training images and ``count`` test images in batches."""
-    return resnet20(folder), read_split(folder, "train", 512).batches(128), read_split(folder, "test", count).batches(250)
+    return (
+        resnet20(folder),
+        read_split(folder, "train", 512).batches(128),
+        read_split(folder, "test", count).batches(250),
+    )
 
 
 def rounding_alone(model: nn.Module, batches: list[Tensor]) -> dict[str, float]:
@@ -167,7 +200,12 @@ def rounding_alone(model: nn.Module, batches: list[Tensor]) -> dict[str, float]:
     return {"top1": float(same), "sqnr_db": float(-10 * error.log10())}
 
 
-def agreement(report: Reporter, name: str, target: str | None, data: tuple[nn.Module, list[Tensor], list[Tensor]]) -> None:
+def agreement(
+    report: Reporter,
+    name: str,
+    target: str | None,
+    data: tuple[nn.Module, list[Tensor], list[Tensor]],
+) -> None:
     """The simulation of a trained network against its file, on test images."""
     model, seen, test = copy.deepcopy(data[0]), data[1], data[2]
     torchq.fuse_(model)
@@ -182,12 +220,24 @@ def agreement(report: Reporter, name: str, target: str | None, data: tuple[nn.Mo
     case: dict[str, Any] = {"model": name, "target": target, "images": sum(map(len, test))}
     for how, outputs in (("unoptimised", found.outputs), ("optimised", found.optimized)):
         figures = outputs[0]
-        report.value(**case, runs=how, top1=figures.top1, sqnr_db=figures.sqnr_db, max_diff=figures.max_diff)
+        report.value(
+            **case, runs=how, top1=figures.top1, sqnr_db=figures.sqnr_db, max_diff=figures.max_diff
+        )
     control = rounding_alone(model, test)
     report.value(**case, runs="simulation in float64", **control)
     codes = sum(layer.elements for layer in found.layers)
-    ties, wrong = sum(layer.ties for layer in found.layers), sum(layer.mismatches for layer in found.layers)
-    report.value(**case, runs="layer by layer", quantizers=len(found.layers), codes=codes, ties=ties, wrong=wrong)
+    ties, wrong = (
+        sum(layer.ties for layer in found.layers),
+        sum(layer.mismatches for layer in found.layers),
+    )
+    report.value(
+        **case,
+        runs="layer by layer",
+        quantizers=len(found.layers),
+        codes=codes,
+        ties=ties,
+        wrong=wrong,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,17 +245,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     arguments.add_argument("--runtimes", nargs="*", default=list(TARGETS), choices=TARGETS)
-    arguments.add_argument("--data", type=Path, help="folder with CIFAR-10 and resnet20.pt: measures agreement on them too")
-    arguments.add_argument("--images", type=int, default=10000, help="test images (default: %(default)s)")
     arguments.add_argument(
-        "--agreement", nargs="*", default=["digits", "resnet20"], choices=("digits", "resnet20"), help="data to compare on"
+        "--data",
+        type=Path,
+        help="folder with CIFAR-10 and resnet20.pt: measures agreement on them too",
+    )
+    arguments.add_argument(
+        "--images", type=int, default=10000, help="test images (default: %(default)s)"
+    )
+    arguments.add_argument(
+        "--agreement",
+        nargs="*",
+        default=["digits", "resnet20"],
+        choices=("digits", "resnet20"),
+        help="data to compare on",
     )
     options = parse(arguments, argv)
-    with Reporter("deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino", "nncf"]) as report:
+    with Reporter(
+        "deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino", "nncf"]
+    ) as report:
         for name in options.models:
             for target in options.runtimes:
                 speed(report, name, target, options)
-        cases = {"digits": digits_case} | ({} if options.data is None else {"resnet20": lambda: cifar_case(options.data, options.images)})
+        cases = {"digits": digits_case} | (
+            {}
+            if options.data is None
+            else {"resnet20": lambda: cifar_case(options.data, options.images)}
+        )
         for name in options.agreement:
             if name not in cases:
                 continue

@@ -120,11 +120,17 @@ def compare(
     return [_summarize(name, seconds, baseline, calls[name]) for name in names]
 
 
-def _summarize(name: str, seconds: Mapping[str, Sequence[float]], baseline: str, calls: int) -> Timing:
+def _summarize(
+    name: str, seconds: Mapping[str, Sequence[float]], baseline: str, calls: int
+) -> Timing:
     own = seconds[name]
     low, middle, high = _quartiles(own)
-    ratio_low, ratio, ratio_high = _quartiles([a / b for a, b in zip(own, seconds[baseline], strict=True)])
-    return Timing(name, middle, (high - low) / middle, ratio, ratio_low, ratio_high, baseline, len(own), calls)
+    ratio_low, ratio, ratio_high = _quartiles(
+        [a / b for a, b in zip(own, seconds[baseline], strict=True)]
+    )
+    return Timing(
+        name, middle, (high - low) / middle, ratio, ratio_low, ratio_high, baseline, len(own), calls
+    )
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -144,7 +150,9 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
@@ -166,8 +174,19 @@ def _commit() -> str | None:
     """Short hash of the checked-out commit, with ``+`` where tracked files differ from it; None outside a repository."""
     here = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=here, capture_output=True).returncode != 0
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        dirty = (
+            subprocess.run(
+                ["git", "diff", "--quiet", "HEAD"], cwd=here, capture_output=True
+            ).returncode
+            != 0
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip() + "+" * dirty
@@ -195,14 +214,29 @@ class Reporter:
         self._write("environment", environment(self._packages))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._file is not None:
             self._file.close()
 
     def timing(self, row: Timing, **case: object) -> None:
         """Report one timing; ``case`` says what was timed (sizes, dtype, ...)."""
-        figures: dict[str, object] = {"median_s": row.median_s, "spread": row.spread, "ratio": row.ratio, "ratio_low": row.ratio_low}
-        figures |= {"ratio_high": row.ratio_high, "baseline": row.baseline, "rounds": row.rounds, "calls": row.calls}
+        figures: dict[str, object] = {
+            "median_s": row.median_s,
+            "spread": row.spread,
+            "ratio": row.ratio,
+            "ratio_low": row.ratio_low,
+        }
+        figures |= {
+            "ratio_high": row.ratio_high,
+            "baseline": row.baseline,
+            "rounds": row.rounds,
+            "calls": row.calls,
+        }
         self._write("result", {**case, "candidate": row.candidate, **figures})
 
     def value(self, **fields: object) -> None:
@@ -219,12 +253,32 @@ class Reporter:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has; add the benchmark's own."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--rounds", type=int, default=15, help="samples of each candidate (default: %(default)s)")
-    result.add_argument("--warmup", type=int, default=3, help="untimed calls of each candidate (default: %(default)s)")
-    result.add_argument("--min-time", type=float, default=0.02, help="seconds that a sample lasts at least (default: %(default)s)")
-    result.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
-    result.add_argument("--quick", action="store_true", help="one round without repeats: shows that the program runs, measures nothing")
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--rounds", type=int, default=15, help="samples of each candidate (default: %(default)s)"
+    )
+    result.add_argument(
+        "--warmup",
+        type=int,
+        default=3,
+        help="untimed calls of each candidate (default: %(default)s)",
+    )
+    result.add_argument(
+        "--min-time",
+        type=float,
+        default=0.02,
+        help="seconds that a sample lasts at least (default: %(default)s)",
+    )
+    result.add_argument(
+        "--threads", type=int, default=1, help="torch threads (default: %(default)s)"
+    )
+    result.add_argument(
+        "--quick",
+        action="store_true",
+        help="one round without repeats: shows that the program runs, measures nothing",
+    )
     result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
     return result
 

@@ -16,7 +16,9 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
     """
     try:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the high-water mark to the present level
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # sets the high-water mark to the present level
         before = _status("VmRSS")
         call()
         return _status("VmHWM") - before

@@ -49,7 +49,9 @@ class RepVGG(nn.Module):
     def __init__(self, widths: Sequence[int], strides: Sequence[int], classes: int) -> None:
         super().__init__()
         inputs = (3, *widths)
-        self.stages = nn.Sequential(*(RepVGGBlock(i, o, s) for i, o, s in zip(inputs, widths, strides, strict=False)))
+        self.stages = nn.Sequential(
+            *(RepVGGBlock(i, o, s) for i, o, s in zip(inputs, widths, strides, strict=False))
+        )
         self.linear = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:

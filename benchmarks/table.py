@@ -38,7 +38,9 @@ def runs(lines: Iterable[str]) -> Iterator[tuple[Record, list[Record]]]:
                 yield current
             current = (record, [])
         elif current is None:
-            raise ValueError(f"line {number}: a result before any environment; expected the output of benchmarks.harness.Reporter")
+            raise ValueError(
+                f"line {number}: a result before any environment; expected the output of benchmarks.harness.Reporter"
+            )
         else:
             current[1].append(record)
     if current is not None:
@@ -49,13 +51,19 @@ def _read(line: str, number: int) -> Record:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {number}: not JSON ({error}); expected the output of benchmarks.harness.Reporter") from None
+        raise ValueError(
+            f"line {number}: not JSON ({error}); expected the output of benchmarks.harness.Reporter"
+        ) from None
     if not isinstance(record, dict) or record.get("kind") not in ("environment", "result"):
-        raise ValueError(f"line {number}: got {line.strip()[:60]!r}; expected an object with kind environment or result")
+        raise ValueError(
+            f"line {number}: got {line.strip()[:60]!r}; expected an object with kind environment or result"
+        )
     return record
 
 
-def markdown(environment: Record, results: Sequence[Record], columns: Sequence[str] | None = None) -> str:
+def markdown(
+    environment: Record, results: Sequence[Record], columns: Sequence[str] | None = None
+) -> str:
     """A heading, a line on the environment and a table.
 
     Args:
@@ -72,10 +80,20 @@ def markdown(environment: Record, results: Sequence[Record], columns: Sequence[s
 
 
 def _describe(environment: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in environment.get("versions", {}).items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in environment.get("versions", {}).items()
+    )
     threads = environment.get("threads")
-    parts = [environment.get("gpu"), environment.get("cpu"), f"{threads} thread{'s' * (threads != 1)}", versions]
-    return ", ".join(part for part in parts if part) + f", commit {environment.get('commit') or 'unknown'}"
+    parts = [
+        environment.get("gpu"),
+        environment.get("cpu"),
+        f"{threads} thread{'s' * (threads != 1)}",
+        versions,
+    ]
+    return (
+        ", ".join(part for part in parts if part)
+        + f", commit {environment.get('commit') or 'unknown'}"
+    )
 
 
 def _cell(column: str, value: object) -> str:
@@ -94,9 +112,17 @@ def _cell(column: str, value: object) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of the files named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="JSON lines written by a benchmark with --out")
-    parser.add_argument("--columns", type=lambda text: text.split(","), help="fields to show, separated by commas (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="JSON lines written by a benchmark with --out"
+    )
+    parser.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        help="fields to show, separated by commas (default: all)",
+    )
     options = parser.parse_args(argv)
     for path in options.files:
         try:

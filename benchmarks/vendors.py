@@ -12,7 +12,9 @@ from torch import Tensor
 __all__ = ["VENDORS"]
 
 
-def onnxruntime_static(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) -> str:
+def onnxruntime_static(
+    source: Path, path: Path, images: Sequence[Tensor], transformer: bool
+) -> str:
     """``onnxruntime.quantization``: Q/DQ, uint8 activations, int8 weights per channel, after its own preprocessing.
 
     For transformers only matrix products with weights, as its guide advises; everything else as by default.
@@ -31,9 +33,17 @@ def onnxruntime_static(source: Path, path: Path, images: Sequence[Tensor], trans
     quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
     options: dict[str, Any] = {}
     if transformer:
-        options = {"op_types_to_quantize": ["MatMul", "Gemm"], "extra_options": {"MatMulConstBOnly": True}}
-    types = {"activation_type": quantization.QuantType.QUInt8, "weight_type": quantization.QuantType.QInt8}
-    quantization.quantize_static(str(prepared), str(path), Reader(), per_channel=True, **types, **options)
+        options = {
+            "op_types_to_quantize": ["MatMul", "Gemm"],
+            "extra_options": {"MatMulConstBOnly": True},
+        }
+    types = {
+        "activation_type": quantization.QuantType.QUInt8,
+        "weight_type": quantization.QuantType.QInt8,
+    }
+    quantization.quantize_static(
+        str(prepared), str(path), Reader(), per_channel=True, **types, **options
+    )
     return "onnxruntime.quantization"
 
 
@@ -46,7 +56,11 @@ def nncf(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) 
     model = openvino.Core().read_model(str(source))
     kind = tool.ModelType.TRANSFORMER if transformer else None
     data = tool.Dataset([image.numpy() for image in images])
-    openvino.save_model(tool.quantize(model, data, model_type=kind, subset_size=len(images)), str(path), compress_to_fp16=False)
+    openvino.save_model(
+        tool.quantize(model, data, model_type=kind, subset_size=len(images)),
+        str(path),
+        compress_to_fp16=False,
+    )
     return "nncf"
 
 

@@ -77,21 +77,35 @@ def read_package(folder: Path) -> dict[str, Source]:
 def _imports(source: Source, node: ast.AST, in_function: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
-            yield from (Import(alias.name, None, child.lineno, in_function) for alias in child.names)
+            yield from (
+                Import(alias.name, None, child.lineno, in_function) for alias in child.names
+            )
         elif isinstance(child, ast.ImportFrom):
             target = child.module or ""
             if child.level:
                 base = source.name.split(".")
                 base = base[: len(base) - child.level + source.is_package]
                 target = ".".join([*base, *([target] if target else [])])
-            yield from (Import(target, alias.name, child.lineno, in_function) for alias in child.names)
-        elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
+            yield from (
+                Import(target, alias.name, child.lineno, in_function) for alias in child.names
+            )
+        elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(
+            ("import_module", "__import__")
+        ):
             if child.args and isinstance(child.args[0], ast.Constant):
                 yield Import(str(child.args[0].value), None, child.lineno, in_function)
-        elif isinstance(child, ast.Attribute) and ast.unparse(child).startswith(("torch.ao.", "torch.onnx.")):
-            yield Import(ast.unparse(child), None, child.lineno, in_function)  # reached through ``import torch``, but used all the same
+        elif isinstance(child, ast.Attribute) and ast.unparse(child).startswith(
+            ("torch.ao.", "torch.onnx.")
+        ):
+            yield Import(
+                ast.unparse(child), None, child.lineno, in_function
+            )  # reached through ``import torch``, but used all the same
             continue
-        yield from _imports(source, child, in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+        yield from _imports(
+            source,
+            child,
+            in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
+        )
 
 
 def _within(name: str, prefix: str) -> bool:
@@ -107,7 +121,12 @@ def _torchq_target(entry: Import, modules: dict[str, Source]) -> str | None:
 
 def unit_of(module: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
     """Row and unit of a module: the unit with the longest matching name; None where the table has none."""
-    found = [(row, unit) for row, units in enumerate(layers) for unit in units if _within(module, unit) and unit != "torchq"]
+    found = [
+        (row, unit)
+        for row, units in enumerate(layers)
+        for unit in units
+        if _within(module, unit) and unit != "torchq"
+    ]
     if module == "torchq":
         return next((row, "torchq") for row, units in enumerate(layers) if "torchq" in units)
     return max(found, key=lambda entry: len(entry[1]), default=None)
@@ -125,15 +144,22 @@ def upward_imports(modules: dict[str, Source], layers: Sequence[Sequence[str]]) 
             target = _torchq_target(entry, modules)
             other = unit_of(target, layers) if target else None
             if target and other is None:
-                problems.append(f"{source.name}:{entry.line}: imports {target}, which is in no layer")
+                problems.append(
+                    f"{source.name}:{entry.line}: imports {target}, which is in no layer"
+                )
             elif other and other != own and other[0] >= own[0]:
-                problems.append(f"{source.name}:{entry.line}: imports {target}, which is not in a lower layer")
+                problems.append(
+                    f"{source.name}:{entry.line}: imports {target}, which is not in a lower layer"
+                )
     return problems
 
 
 def find_cycle(modules: dict[str, Source]) -> list[str]:
     """Module names along an import cycle, or nothing."""
-    graph = {name: {_torchq_target(entry, modules) for entry in source.imports} & modules.keys() for name, source in modules.items()}
+    graph = {
+        name: {_torchq_target(entry, modules) for entry in source.imports} & modules.keys()
+        for name, source in modules.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -151,7 +177,12 @@ def find_cycle(modules: dict[str, Source]) -> list[str]:
 
 def star_imports(modules: dict[str, Source]) -> list[str]:
     """``from x import *``."""
-    return [f"{source.name}:{entry.line}" for source in modules.values() for entry in source.imports if entry.name == "*"]
+    return [
+        f"{source.name}:{entry.line}"
+        for source in modules.values()
+        for entry in source.imports
+        if entry.name == "*"
+    ]
 
 
 def local_imports(modules: dict[str, Source]) -> list[str]:
@@ -164,7 +195,13 @@ def local_imports(modules: dict[str, Source]) -> list[str]:
     ]
 
 
-def third_party_imports(modules: dict[str, Source], package: str, allowed: Sequence[str], *, in_function: bool | None = None) -> list[str]:
+def third_party_imports(
+    modules: dict[str, Source],
+    package: str,
+    allowed: Sequence[str],
+    *,
+    in_function: bool | None = None,
+) -> list[str]:
     """Uses of ``package`` outside the units ``allowed``; with ``in_function=False`` only those that run at import."""
     return [
         f"{source.name}:{entry.line}: {entry.full}"
@@ -186,7 +223,14 @@ def printing(modules: dict[str, Source], allowed: Sequence[str]) -> list[str]:
         place
         for source in modules.values()
         if not any(_within(source.name, unit) for unit in allowed)
-        for place in _printable(source, [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "print"])
+        for place in _printable(
+            source,
+            [
+                n
+                for n in ast.walk(source.tree)
+                if isinstance(n, ast.Call) and ast.unparse(n.func) == "print"
+            ],
+        )
     ]
 
 
@@ -196,14 +240,26 @@ def assigning_class(modules: dict[str, Source]) -> list[str]:
     def assigns(node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
             return node.attr == "__class__" and isinstance(node.ctx, ast.Store)
-        return isinstance(node, ast.Call) and "setattr" in ast.unparse(node.func) and "'__class__'" in map(ast.unparse, node.args)
+        return (
+            isinstance(node, ast.Call)
+            and "setattr" in ast.unparse(node.func)
+            and "'__class__'" in map(ast.unparse, node.args)
+        )
 
-    return [source.name for source in modules.values() if any(assigns(node) for node in ast.walk(source.tree))]
+    return [
+        source.name
+        for source in modules.values()
+        if any(assigns(node) for node in ast.walk(source.tree))
+    ]
 
 
 def long_files(modules: dict[str, Source], limit: int) -> list[str]:
     """Files of more than ``limit`` lines."""
-    return [f"{s.name}: {count} lines" for s in modules.values() if (count := len(s.text.splitlines())) > limit]
+    return [
+        f"{s.name}: {count} lines"
+        for s in modules.values()
+        if (count := len(s.text.splitlines())) > limit
+    ]
 
 
 def long_functions(modules: dict[str, Source], limit: int) -> list[str]:
@@ -212,8 +268,14 @@ def long_functions(modules: dict[str, Source], limit: int) -> list[str]:
     for source in modules.values():
         for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                documentation = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-                hidden = (documentation.end_lineno or 0) - documentation.lineno + 1 if documentation else 0
+                documentation = (
+                    node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+                )
+                hidden = (
+                    (documentation.end_lineno or 0) - documentation.lineno + 1
+                    if documentation
+                    else 0
+                )
                 if (count := (node.end_lineno or 0) - node.lineno + 1 - hidden) > limit:
                     problems.append(f"{source.name}.{node.name}: {count} lines")
     return problems
@@ -221,7 +283,9 @@ def long_functions(modules: dict[str, Source], limit: int) -> list[str]:
 
 def _exports(source: Source) -> list[str] | None:
     for node in source.tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
             return list(ast.literal_eval(node.value))
     return None
 
@@ -250,16 +314,26 @@ def missing_exports(modules: dict[str, Source]) -> list[str]:
         if exports is None:
             problems.append(f"{source.name}: no __all__")
             continue
-        submodules = {name.rpartition(".")[2] for name in modules if name.rpartition(".")[0] == source.name}
-        unknown = sorted(set(exports) - _defined(source) - (submodules if source.is_package else set()))
-        problems += [f"{source.name}: __all__ names {name}, which it does not define" for name in unknown]
+        submodules = {
+            name.rpartition(".")[2] for name in modules if name.rpartition(".")[0] == source.name
+        }
+        unknown = sorted(
+            set(exports) - _defined(source) - (submodules if source.is_package else set())
+        )
+        problems += [
+            f"{source.name}: __all__ names {name}, which it does not define" for name in unknown
+        ]
         problems += [f"{source.name}: __all__ repeats a name"] * (len(set(exports)) != len(exports))
     return problems
 
 
 def missing_docstrings(modules: dict[str, Source]) -> list[str]:
     """Modules with code, and exported functions and classes, that say nothing about themselves."""
-    problems = [f"{s.name}: no module docstring" for s in modules.values() if s.tree.body and ast.get_docstring(s.tree) is None]
+    problems = [
+        f"{s.name}: no module docstring"
+        for s in modules.values()
+        if s.tree.body and ast.get_docstring(s.tree) is None
+    ]
     for source in modules.values():
         exports = _exports(source) or []
         for node in source.tree.body:

@@ -132,7 +132,9 @@ def _round_magnitude(value: Fraction, spec: FloatSpec) -> Fraction:
 def nearest_value(value: float, spec: FloatSpec) -> float:
     """The same as saturating :func:`round_to`, by searching all codes: the definition itself, to check the arithmetic against."""
     codes = [code for code in range(spec.num_codes // 2) if math.isfinite(spec.decode(code))]
-    best = min(codes, key=lambda code: (abs(Fraction(spec.decode(code)) - abs(Fraction(value))), code % 2))
+    best = min(
+        codes, key=lambda code: (abs(Fraction(spec.decode(code)) - abs(Fraction(value))), code % 2)
+    )
     return math.copysign(spec.decode(best), value)
 
 
@@ -144,7 +146,12 @@ def integer_bounds(bits: int, unsigned: bool = False, narrow: bool = False) -> t
 
 
 def fake_quantize(
-    x: float, amax: float, bits: int = 8, unsigned: bool = False, narrow: bool = False, working: FloatSpec = FLOAT32
+    x: float,
+    amax: float,
+    bits: int = 8,
+    unsigned: bool = False,
+    narrow: bool = False,
+    working: FloatSpec = FLOAT32,
 ) -> tuple[int, float]:
     """Step form: ``step = amax / qmax``, ``q = clamp(round(x / step))``, value ``q * step``; each operation rounded to ``working``.
 
@@ -162,7 +169,12 @@ def fake_quantize(
 
 
 def tensor_quant(
-    x: float, amax: float, bits: int = 8, unsigned: bool = False, narrow: bool = True, working: FloatSpec = FLOAT32
+    x: float,
+    amax: float,
+    bits: int = 8,
+    unsigned: bool = False,
+    narrow: bool = True,
+    working: FloatSpec = FLOAT32,
 ) -> tuple[int, float, float]:
     """The ancestor's form: multiplier ``scale = qmax / amax``, ``q = clamp(round(x * scale))``, value ``q / scale``.
 
@@ -176,7 +188,9 @@ def tensor_quant(
     return code, scale, round_to(code / Fraction(scale), working)
 
 
-def float_fake_quantize(x: float, amax: float, spec: FloatSpec, working: FloatSpec = FLOAT32) -> float:
+def float_fake_quantize(
+    x: float, amax: float, spec: FloatSpec, working: FloatSpec = FLOAT32
+) -> float:
     """Scale so that ``amax`` lands on the largest number of ``spec``, round there with saturation, scale back.
 
     ``step = amax / spec.max``, ``value = round(x / step) * step``, each operation rounded to ``working``.

@@ -33,7 +33,13 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_round_trip(rule: Rule) -> None:
     back = Rule.from_dict(json.loads(json.dumps(rule.to_dict())))
-    assert (back.input, back.weight, back.skip, back.optional, str(back)) == (rule.input, rule.weight, rule.skip, rule.optional, str(rule))
+    assert (back.input, back.weight, back.skip, back.optional, str(back)) == (
+        rule.input,
+        rule.weight,
+        rule.skip,
+        rule.optional,
+        str(rule),
+    )
     if isinstance(rule.pattern, str):
         assert back == rule
 
@@ -42,14 +48,23 @@ def test_a_saved_class_selects_that_class() -> None:
     """A class also selects subclasses; a saved one is text and selects by qualified name."""
     back = Rule.from_dict(Rule(nn.Linear, weight=INT8).to_dict())
     assert back.pattern == "type:torch.nn.modules.linear.Linear"
-    assert [d.name for d in torchq.plan(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(1, 1, 1)), QuantConfig((back,))).replaced] == ["0"]
+    assert [
+        d.name
+        for d in torchq.plan(
+            nn.Sequential(nn.Linear(2, 2), nn.Conv1d(1, 1, 1)), QuantConfig((back,))
+        ).replaced
+    ] == ["0"]
 
 
 def test_config_round_trip() -> None:
-    config = QuantConfig(tuple(rule for rule in RULES if isinstance(rule.pattern, str)), name="mine")
+    config = QuantConfig(
+        tuple(rule for rule in RULES if isinstance(rule.pattern, str)), name="mine"
+    )
     assert QuantConfig.from_json(config.to_json()) == config
     assert QuantConfig.from_json(config.to_json(indent=None)) == config
-    assert QuantConfig.from_dict(config.to_dict()) == config and hash(QuantConfig.from_dict(config.to_dict())) == hash(config)
+    assert QuantConfig.from_dict(config.to_dict()) == config and hash(
+        QuantConfig.from_dict(config.to_dict())
+    ) == hash(config)
     assert json.loads(config.to_json())["version"] == 1
 
 
@@ -62,7 +77,10 @@ def test_config_yaml_round_trip() -> None:
 def test_with_rules_adds_at_the_end() -> None:
     config = torchq.recipes.int8()
     longer = config.with_rules(Rule("head", skip=True), Rule("0", input=INT8))
-    assert longer.rules[:-2] == config.rules and [str(r) for r in longer.rules[-2:]] == ["head", "0"]
+    assert longer.rules[:-2] == config.rules and [str(r) for r in longer.rules[-2:]] == [
+        "head",
+        "0",
+    ]
     assert longer.name == config.name and len(config.rules) == len(longer.rules) - 2
 
 
@@ -71,7 +89,14 @@ def test_a_list_of_rules_will_do() -> None:
 
 
 def test_text() -> None:
-    config = QuantConfig((Rule("a", input=INT8), Rule(nn.Linear, weight=QuantDescriptor(4)), Rule(is_first, skip=True)), name="mine")
+    config = QuantConfig(
+        (
+            Rule("a", input=INT8),
+            Rule(nn.Linear, weight=QuantDescriptor(4)),
+            Rule(is_first, skip=True),
+        ),
+        name="mine",
+    )
     assert str(config).splitlines() == [
         "QuantConfig mine",
         "  a: input: int8 per-tensor max; weight: float",
@@ -83,22 +108,46 @@ def test_text() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: Rule(""), "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or a callable"),
+        (
+            lambda: Rule(""),
+            "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or a callable",
+        ),
         (lambda: Rule(3), r"pattern: got 3 \(int\); expected a glob"),  # type: ignore[arg-type]
         (lambda: Rule("re:("), r"pattern 're:\(': not a regular expression \("),
         (lambda: Rule("a", input=8), "rule a: got input=8; expected a QuantDescriptor or None"),  # type: ignore[arg-type]
         (lambda: Rule("a", weight="int8"), "rule a: got weight='int8'; expected a QuantDescriptor"),  # type: ignore[arg-type]
-        (lambda: Rule("a", skip=True, input=INT8), "rule a: skip=True with a descriptor; expected one or the other"),
-        (lambda: Rule(is_first).to_dict(), "rule is_first: a callable cannot be saved; expected a string or a class as pattern"),
-        (lambda: Rule.from_dict({"pattern": "a", "wieght": {}}), r"rule: got unknown keys \['wieght'\]; expected some of \['input'"),
+        (
+            lambda: Rule("a", skip=True, input=INT8),
+            "rule a: skip=True with a descriptor; expected one or the other",
+        ),
+        (
+            lambda: Rule(is_first).to_dict(),
+            "rule is_first: a callable cannot be saved; expected a string or a class as pattern",
+        ),
+        (
+            lambda: Rule.from_dict({"pattern": "a", "wieght": {}}),
+            r"rule: got unknown keys \['wieght'\]; expected some of \['input'",
+        ),
         (lambda: Rule.from_dict({"skip": True}), "rule: got {'skip': True}; expected a 'pattern'"),
-        (lambda: Rule.from_dict({"pattern": "a", "input": {"bits": 8}}), r"QuantDescriptor: got unknown keys \['bits'\]"),
-        (lambda: QuantConfig(("a",)), "config custom: got 'a' among the rules; expected Rule objects"),  # type: ignore[arg-type]
+        (
+            lambda: Rule.from_dict({"pattern": "a", "input": {"bits": 8}}),
+            r"QuantDescriptor: got unknown keys \['bits'\]",
+        ),
+        (
+            lambda: QuantConfig(("a",)),
+            "config custom: got 'a' among the rules; expected Rule objects",
+        ),  # type: ignore[arg-type]
         (lambda: QuantConfig.from_json("{"), r"config: not JSON \("),
         (lambda: QuantConfig.from_json("[]"), "config: got a list; expected a mapping"),
-        (lambda: QuantConfig.from_dict({"rules": []}), r"config: got version None and keys \['rules'\]; expected version 1 with a list"),
+        (
+            lambda: QuantConfig.from_dict({"rules": []}),
+            r"config: got version None and keys \['rules'\]; expected version 1 with a list",
+        ),
         (lambda: QuantConfig.from_dict({"version": 2, "rules": []}), "config: got version 2"),
-        (lambda: QuantConfig.from_dict({"version": 1, "rules": {}}), "config: got version 1 and keys .*; expected version 1 with a list"),
+        (
+            lambda: QuantConfig.from_dict({"version": 1, "rules": {}}),
+            "config: got version 1 and keys .*; expected version 1 with a list",
+        ),
     ],
 )
 def test_errors(call: Any, text: str) -> None:

@@ -39,7 +39,15 @@ FIELDS: list[dict[str, Any]] = [
     {"block_size": 32, "block_axis": 0},
     {"block_size": 16, "scale_format": "e4m3", "num_bits": (2, 1)},
     {"dynamic": True},
-    {"num_bits": 4, "axis": 1, "learn_amax": True, "scale_amax": 2, "narrow_range": True, "name": "w", "calib_method": "mse"},
+    {
+        "num_bits": 4,
+        "axis": 1,
+        "learn_amax": True,
+        "scale_amax": 2,
+        "narrow_range": True,
+        "name": "w",
+        "calib_method": "mse",
+    },
 ]
 
 
@@ -70,7 +78,7 @@ def test_yaml_round_trip(given: dict[str, Any]) -> None:
 def test_defaults() -> None:
     d = QuantDescriptor()
     assert d.to_dict() == {} and repr(d) == "QuantDescriptor()"
-    assert (d.format, d.granularity, d.step_format) == (INT8, PerTensor(), None)
+    assert (d.format, d.granularity, d.block_scale_format) == (INT8, PerTensor(), None)
     assert QuantDescriptor(8, "x").name == "x"
 
 
@@ -80,21 +88,38 @@ def test_derived_properties() -> None:
     assert QuantDescriptor((4, 3)).format == E4M3
     assert QuantDescriptor(axis=1).granularity == PerAxis((1,))
     assert QuantDescriptor(block_size=32, block_axis=1).granularity == PerBlock(32, 1)
-    assert QuantDescriptor(block_size=32, scale_format="e8m0").step_format == E8M0
+    assert QuantDescriptor(block_size=32, scale_format="e8m0").block_scale_format == E8M0
 
 
 def test_text() -> None:
     assert str(QuantDescriptor()) == "int8 per-tensor max"
-    assert str(QuantDescriptor(4, axis=(0, 1), calib_method="mse", learn_amax=True)) == "int4 axis=0,1 learned mse"
-    assert str(QuantDescriptor((2, 1), block_size=16, scale_format="e4m3", dynamic=True)) == "e2m1 block=16 scales=e4m3 dynamic"
-    assert str(QuantDescriptor(block_size=8, fake_quant=False, scale_amax=0.5)) == "int8 block=8 codes max scale_amax=0.5"
+    assert (
+        str(QuantDescriptor(4, axis=(0, 1), calib_method="mse", learn_amax=True))
+        == "int4 axis=0,1 learned mse"
+    )
+    assert (
+        str(QuantDescriptor((2, 1), block_size=16, scale_format="e4m3", dynamic=True))
+        == "e2m1 block=16 scales=e4m3 dynamic"
+    )
+    assert (
+        str(QuantDescriptor(block_size=8, fake_quant=False, scale_amax=0.5))
+        == "int8 block=8 codes max scale_amax=0.5"
+    )
 
 
 def test_vector_amax_compares_and_hashes() -> None:
     """From a list, a tuple, a tensor or an array: the same value."""
     numpy = pytest.importorskip("numpy")
     values = [[1.0], [2.5]]
-    same = [QuantDescriptor(axis=0, amax=v) for v in (values, ((1.0,), (2.5,)), torch.tensor(values), numpy.array(values, dtype="float32"))]
+    same = [
+        QuantDescriptor(axis=0, amax=v)
+        for v in (
+            values,
+            ((1.0,), (2.5,)),
+            torch.tensor(values),
+            numpy.array(values, dtype="float32"),
+        )
+    ]
     assert len(set(same)) == 1 and same[0].amax == ((1.0,), (2.5,))
     assert same[0] != QuantDescriptor(axis=0, amax=[[1.0], [2.0]])
     assert QuantDescriptor(amax=torch.tensor(3.0)).amax == 3.0
@@ -114,7 +139,10 @@ def test_is_frozen_and_replaceable() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"num_bits": 8.0}, r"num_bits: got 8.0 \(float\); expected an integer or \(exponent, mantissa\) bits"),
+        (
+            {"num_bits": 8.0},
+            r"num_bits: got 8.0 \(float\); expected an integer or \(exponent, mantissa\) bits",
+        ),
         ({"num_bits": True}, r"num_bits: got True \(bool\)"),
         ({"num_bits": "8"}, r"num_bits: got '8' \(str\)"),
         ({"num_bits": (3, 4)}, r"num_bits: got \(3, 4\); expected \(4, 3\), \(5, 2\)"),
@@ -123,7 +151,10 @@ def test_is_frozen_and_replaceable() -> None:
         ({"num_bits": -1}, "got -1 bits"),
         ({"num_bits": 1}, "got 1 bits; expected 2 to 16"),
         ({"num_bits": 17}, "got 17 bits"),
-        ({"num_bits": (4, 3), "unsigned": True}, "got unsigned=True, narrow_range=False; expected neither for a floating-point format"),
+        (
+            {"num_bits": (4, 3), "unsigned": True},
+            "got unsigned=True, narrow_range=False; expected neither for a floating-point format",
+        ),
         ({"name": 3}, "name: got 3; expected str or NoneType"),
         ({"fake_quant": 1}, "fake_quant: got 1; expected bool"),
         ({"learn_amax": None}, "learn_amax: got None; expected bool"),
@@ -136,7 +167,10 @@ def test_is_frozen_and_replaceable() -> None:
         ({"axis": (0, 0)}, r"axis: got \(0, 0\); expected"),
         ({"axis": 0.5}, "axis: got 0.5"),
         ({"axis": True}, "axis: got True"),
-        ({"amax": "1"}, r"amax: got '1' \(str\); expected a number, a sequence, an array or a tensor"),
+        (
+            {"amax": "1"},
+            r"amax: got '1' \(str\); expected a number, a sequence, an array or a tensor",
+        ),
         ({"amax": True}, r"amax: got True \(bool\)"),
         ({"amax": -1.0}, "amax: got -1.0; expected a finite number >= 0"),
         ({"amax": [1.0, float("inf")]}, "amax: got inf; expected a finite number"),
@@ -149,12 +183,21 @@ def test_is_frozen_and_replaceable() -> None:
         ({"block_axis": None}, "block_axis: got None; expected an integer"),
         ({"block_size": 32, "axis": 0}, r"block_size=32 with axis=\(0,\): expected one of them"),
         ({"scale_format": "e8m0"}, "scale_format='e8m0' without block_size: expected a block_size"),
-        ({"scale_format": "e9m9", "block_size": 32}, "unknown format 'e9m9'; expected one of: .*'e8m0'"),
+        (
+            {"scale_format": "e9m9", "block_size": 32},
+            "unknown format 'e9m9'; expected one of: .*'e8m0'",
+        ),
         ({"dynamic": True, "amax": 1.0}, "dynamic: got amax or learn_amax too; expected neither"),
         ({"dynamic": True, "learn_amax": True}, "dynamic: got amax or learn_amax too"),
-        ({"scale_range_grad": True}, "scale_range_grad: got learn_amax=False; expected learn_amax=True"),
+        (
+            {"scale_range_grad": True},
+            "scale_range_grad: got learn_amax=False; expected learn_amax=True",
+        ),
         ({"calib_options": 3}, "calib_options: got 3; expected a mapping of keyword arguments"),
-        ({"calib_options": {"percentile": [1]}}, "calib_options: got .*; expected a mapping of keyword arguments"),
+        (
+            {"calib_options": {"percentile": [1]}},
+            "calib_options: got .*; expected a mapping of keyword arguments",
+        ),
     ],
     ids=str,
 )
@@ -164,7 +207,10 @@ def test_errors(given: dict[str, Any], text: str) -> None:
 
 
 def test_unknown_keys_and_bad_json() -> None:
-    with pytest.raises(ConfigError, match=r"QuantDescriptor: got unknown keys \['bits'\]; expected some of \['amax', 'axis'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"QuantDescriptor: got unknown keys \['bits'\]; expected some of \['amax', 'axis'",
+    ):
         QuantDescriptor.from_dict({"bits": 8})
     with pytest.raises(ConfigError, match="QuantDescriptor: got unknown keys"):
         QuantDescriptor.from_dict({"_": 1})

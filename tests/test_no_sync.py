@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.no_sync import NoSync
-from torchq.calib import counting, histogram, make_calibrator, methods
+from torchq.calib import binning, histogram, make_calibrator, methods
 from torchq.formats import INT8, UINT8, Granularity, PerAxis, PerBlock, PerTensor
 
 OFFENDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -34,12 +34,16 @@ def test_the_detector_catches_it(name: str) -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way that statistics take off the CPU, where values may not be looked at."""
-    for module in (counting, histogram):
+    for module in (binning, histogram):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 
 
 COLLECTORS: list[tuple[str, Granularity]] = [
-    *((method, granularity) for method in methods() for granularity in (PerTensor(), PerAxis((1,)))),
+    *(
+        (method, granularity)
+        for method in methods()
+        for granularity in (PerTensor(), PerAxis((1,)))
+    ),
     *((method, PerBlock(4)) for method in ("max", "moving_average")),
 ]
 
@@ -61,7 +65,9 @@ RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "int4_weight", "mxfp8", "nv
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_training_step(recipe: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4)
+    )
     x, target = torch.randn(2, 3, 6, 6), torch.tensor([0, 3])
     torchq.quantize_(model, torchq.recipes.by_name(recipe))
     torchq.calibrate(model, [x], progress=False)

@@ -49,7 +49,9 @@ def test_recipes_run(name: str, generator: torch.Generator) -> None:
             torchq.calibrate(net, [x], progress=False)
         y = net(x)
         assert bool(y.isfinite().all()) and not torch.equal(y, expected)
-    assert (y - expected).norm() < (0.6 if "4" in name else 0.1) * expected.norm()  # 4 bits are coarse; INT8 and FP8 are not
+    assert (y - expected).norm() < (
+        0.6 if "4" in name else 0.1
+    ) * expected.norm()  # 4 bits are coarse; INT8 and FP8 are not
     y.sum().backward()
     assert all(p.grad is not None for n, p in net.named_parameters() if n.endswith("weight"))
 
@@ -67,14 +69,24 @@ def test_what_each_recipe_does() -> None:
     assert axes(recipes.int8, "weight") == per_channel
     assert axes(recipes.int8_per_tensor, "weight") == [QuantDescriptor()] * 3
     assert axes(recipes.int4_weight, "input") == [None] * 3
-    assert axes(recipes.int4_weight, "weight") == [*(d.replace(num_bits=4) for d in per_channel[:2]), QuantDescriptor(4, block_size=128)]
+    assert axes(recipes.int4_weight, "weight") == [
+        *(d.replace(num_bits=4) for d in per_channel[:2]),
+        QuantDescriptor(4, block_size=128),
+    ]
     assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
     w4 = QuantDescriptor(4, learn_amax=True, scale_range_grad=True, calib_method="mse")
-    assert axes(recipes.w4a4, "input") == [w4] * 3 and axes(recipes.w4a4, "weight") == [w4.replace(axis=d.axis) for d in per_channel]
+    assert axes(recipes.w4a4, "input") == [w4] * 3 and axes(recipes.w4a4, "weight") == [
+        w4.replace(axis=d.axis) for d in per_channel
+    ]
 
 
-@pytest.mark.parametrize(("recipe", "bits", "size", "scales"), [("mxfp8", (4, 3), 32, "e8m0"), ("nvfp4", (2, 1), 16, "e4m3")])
-def test_blocks_lie_along_the_summed_axis(recipe: str, bits: tuple[int, int], size: int, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "bits", "size", "scales"),
+    [("mxfp8", (4, 3), 32, "e8m0"), ("nvfp4", (2, 1), 16, "e4m3")],
+)
+def test_blocks_lie_along_the_summed_axis(
+    recipe: str, bits: tuple[int, int], size: int, scales: str
+) -> None:
     block = QuantDescriptor(bits, block_size=size, scale_format=scales, dynamic=True)
     config = getattr(recipes, recipe)
     assert axes(config, "input") == [block.replace(block_axis=axis) for axis in (1, 1, -1)]

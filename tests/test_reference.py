@@ -31,7 +31,13 @@ from tests.reference import (
 
 SMALL = {"e4m3": E4M3, "e5m2": E5M2, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
 TORCH_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-MAXIMA = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e2m3": 7.5, "e2m1": 6.0}  # OCP OFP8 and MX v1.0
+MAXIMA = {
+    "e4m3": 448.0,
+    "e5m2": 57344.0,
+    "e3m2": 28.0,
+    "e2m3": 7.5,
+    "e2m1": 6.0,
+}  # OCP OFP8 and MX v1.0
 
 
 def float32(value: float) -> float:
@@ -41,7 +47,9 @@ def float32(value: float) -> float:
 
 def same(a: float, b: float) -> bool:
     """Equal, with NaN equal to NaN and -0.0 different from 0.0."""
-    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1.0, a) == math.copysign(1.0, b))
+    return (math.isnan(a) and math.isnan(b)) or (
+        a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+    )
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -64,7 +72,13 @@ def test_codes_decode_like_torch_float8(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attribute"),
-    [("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2"), ("e3m2", "float6_e3m2fn"), ("e2m3", "float6_e2m3fn"), ("e2m1", "float4_e2m1fn")],
+    [
+        ("e4m3", "float8_e4m3fn"),
+        ("e5m2", "float8_e5m2"),
+        ("e3m2", "float6_e3m2fn"),
+        ("e2m3", "float6_e2m3fn"),
+        ("e2m1", "float4_e2m1fn"),
+    ],
 )
 def test_codes_decode_like_ml_dtypes(name: str, attribute: str) -> None:
     numpy = pytest.importorskip("numpy")
@@ -88,11 +102,21 @@ def test_rounding_agrees_with_a_search_over_all_codes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "overflow", "saturated"),
     [
-        ("e4m3", 464.0, 448.0, 448.0),  # halfway to the 480 that is NaN: the tie goes to the even 448
+        (
+            "e4m3",
+            464.0,
+            448.0,
+            448.0,
+        ),  # halfway to the 480 that is NaN: the tie goes to the even 448
         ("e4m3", 465.0, math.nan, 448.0),
         ("e4m3", math.inf, math.nan, 448.0),
         ("e5m2", 61439.0, 57344.0, 57344.0),
-        ("e5m2", 61440.0, math.inf, 57344.0),  # a tie again, but here the even neighbour is infinity
+        (
+            "e5m2",
+            61440.0,
+            math.inf,
+            57344.0,
+        ),  # a tie again, but here the even neighbour is infinity
         ("e5m2", -math.inf, -math.inf, -57344.0),
     ],
 )
@@ -104,15 +128,25 @@ def test_overflow(name: str, value: float, overflow: float, saturated: float) ->
     assert same(theirs, overflow) or same(theirs, saturated)
 
 
-@pytest.mark.parametrize(("spec", "torch_dtype"), [(FLOAT32, torch.float32), (FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)])
-def test_rounding_agrees_with_hardware_casts(spec: FloatSpec, torch_dtype: torch.dtype, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("spec", "torch_dtype"),
+    [(FLOAT32, torch.float32), (FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)],
+)
+def test_rounding_agrees_with_hardware_casts(
+    spec: FloatSpec, torch_dtype: torch.dtype, generator: torch.Generator
+) -> None:
     normal = torch.randn(300, generator=generator, dtype=torch.float64)
     scales = torch.tensor([1e-42, 1e-38, 1e-7, 6e-5, 1.0, 6e4, 1e38], dtype=torch.float64)
     values = (normal * scales[:, None]).flatten()
     if torch_dtype is not torch.float32:
-        values = values.float().double()  # torch casts float64 to 16 bits through float32: start there, so one rounding is left
+        values = (
+            values.float().double()
+        )  # torch casts float64 to 16 bits through float32: start there, so one rounding is left
     theirs = values.to(torch_dtype).double().tolist()
-    assert all(same(round_to(value, spec), other) for value, other in zip(values.tolist(), theirs, strict=True))
+    assert all(
+        same(round_to(value, spec), other)
+        for value, other in zip(values.tolist(), theirs, strict=True)
+    )
 
 
 def test_rounding_to_float32_agrees_with_the_c_library_at_ties() -> None:
@@ -151,37 +185,67 @@ def test_first_worked_example_of_tensor_quant() -> None:
     assert {scale for _, scale, _ in results} == {float32(127 / x.max().item())}
     expected = [0.9843313694, 0.8827733397, 0.9921435118, 0.4609170556, 0.0859336928]
     expected += [0.1796795279, 0.3671712279, 0.5702872276, 0.3359225988, 0.2109281421]
-    assert [value for _, _, value in results] == [float32(value) for value in expected]  # ten digits identify a binary32
+    assert [value for _, _, value in results] == [
+        float32(value) for value in expected
+    ]  # ten digits identify a binary32
 
 
 @pytest.mark.parametrize(
     ("x", "amax", "bits", "unsigned", "narrow", "codes", "values"),
     [
-        ([-1, -0.5, 0, 0.26, 0.75, 1.2], 1, 4, False, True, [-7, -4, 0, 2, 5, 7], [-1, -4 / 7, 0, 2 / 7, 5 / 7, 1]),
+        (
+            [-1, -0.5, 0, 0.26, 0.75, 1.2],
+            1,
+            4,
+            False,
+            True,
+            [-7, -4, 0, 2, 5, 7],
+            [-1, -4 / 7, 0, 2 / 7, 5 / 7, 1],
+        ),
         ([0, 0.1, 0.5, 1.1], 1, 4, True, True, [0, 2, 8, 15], [0, 2 / 15, 8 / 15, 1]),
         ([-1.01, -1, 1], 1, 8, False, False, [-128, -127, 127], [-128 / 127, -1, 1]),
         ([3, 4], 4, 8, False, True, [95, 127], [95 * 4 / 127, 4]),
-        ([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], 127, 8, False, True, [0, 2, 2, 0, -2, -2], [0, 2, 2, 0, -2, -2]),
+        (
+            [0.5, 1.5, 2.5, -0.5, -1.5, -2.5],
+            127,
+            8,
+            False,
+            True,
+            [0, 2, 2, 0, -2, -2],
+            [0, 2, 2, 0, -2, -2],
+        ),
         ([0.1, 0.3, 0.5], 0.5, 8, True, True, [51, 153, 255], [0.1, 0.3, 0.5]),
         ([1, 2, -5], 0, 8, False, True, [0, 0, 0], [0, 0, 0]),
         ([1, 2, -5], 2.0**-24, 8, False, True, [0, 0, 0], [0, 0, 0]),
     ],
 )
 def test_hand_checked_vectors(
-    x: list[float], amax: float, bits: int, unsigned: bool, narrow: bool, codes: list[int], values: list[float]
+    x: list[float],
+    amax: float,
+    bits: int,
+    unsigned: bool,
+    narrow: bool,
+    codes: list[int],
+    values: list[float],
 ) -> None:
     inputs = [float32(value) for value in x]
     results = [tensor_quant(value, amax, bits, unsigned, narrow) for value in inputs]
     assert [code for code, _, _ in results] == codes
     # Two roundings to binary32 (of the scale and of the result), each at most 2^-24 relative.
     assert [value for _, _, value in results] == pytest.approx(values, rel=2.0**-22)
-    assert {scale for _, scale, _ in results} == {1.0 if amax <= 2.0**-24 else float32(integer_bounds(bits, unsigned)[1] / amax)}
+    assert {scale for _, scale, _ in results} == {
+        1.0 if amax <= 2.0**-24 else float32(integer_bounds(bits, unsigned)[1] / amax)
+    }
     for value, (code, _, _) in zip(inputs, results, strict=True):
         step_code, step_value = fake_quantize(value, amax, bits, unsigned, narrow)
-        middle = amax > 2.0**-24 and abs(value / amax * integer_bounds(bits, unsigned)[1]) % 1 == 0.5
+        middle = (
+            amax > 2.0**-24 and abs(value / amax * integer_bounds(bits, unsigned)[1]) % 1 == 0.5
+        )
         # At an exact middle the rounded step decides, so there, and only there, the two forms may differ by one code.
         assert abs(step_code - code) <= middle
-        assert step_value == pytest.approx(step_code * amax / integer_bounds(bits, unsigned)[1], rel=2.0**-22)
+        assert step_value == pytest.approx(
+            step_code * amax / integer_bounds(bits, unsigned)[1], rel=2.0**-22
+        )
 
 
 def test_the_two_forms_differ_at_a_middle() -> None:
@@ -200,6 +264,8 @@ def test_infinite_input_saturates() -> None:
 def test_fp8_vector_of_the_ancestor() -> None:
     inputs = [float32(-2 + 0.2 * index) for index in range(10)]
     expected = [-2, -1.8571, -1.5714, -1.4286, -1.1429, -1, -0.7857, -0.5714, -0.3929, -0.1964]
-    assert [float_fake_quantize(x, 2.0, E4M3) for x in inputs] == pytest.approx(expected, abs=5e-5)  # four digits are printed
+    assert [float_fake_quantize(x, 2.0, E4M3) for x in inputs] == pytest.approx(
+        expected, abs=5e-5
+    )  # four digits are printed
     unscaled = [-2, -1.75, -1.625, -1.375, -1.25, -1, -0.8125, -0.625, -0.40625, -0.203125]
     assert [round_to(x, E4M3, saturate=True) for x in inputs] == unscaled

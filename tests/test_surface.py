@@ -16,8 +16,8 @@ PROMISED: dict[str, str] = {
     "torchq.errors": "TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError MissingExtraError",
     "torchq.formats": """CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format Granularity IntFormat PerAxis
         PerBlock PerTensor by_bits by_name integer power_of_two_below""",
-    "torchq.functional": """TINY FakeQuantizeFunction FakeTensorQuantFunction LearnedFakeQuantizeFunction TensorQuantFunction amax_from_step
-        compute_dtype dequantize fake_quantize fake_tensor_quant learned_fake_quantize quantize reduce_amax step_from_amax tensor_quant""",
+    "torchq.functional": """TINY FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale
+        compute_dtype dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax""",
     "torchq.recipes": "RECIPES by_name int8 int8_per_tensor int4_weight w4a4 fp8 mxfp8 nvfp4",
     "torchq.calib": "CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator make_calibrator methods sync",
     "torchq.nn": """QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d QuantAvgPool1d QuantAvgPool2d
@@ -57,7 +57,12 @@ def test_the_top_level_stays_small() -> None:
 
 
 def test_errors_are_what_python_users_expect() -> None:
-    builtin = {"ConfigError": ValueError, "CalibrationError": RuntimeError, "QuantizationError": RuntimeError, "FuseError": RuntimeError}
+    builtin = {
+        "ConfigError": ValueError,
+        "CalibrationError": RuntimeError,
+        "QuantizationError": RuntimeError,
+        "FuseError": RuntimeError,
+    }
     builtin |= {"ExportError": RuntimeError, "MissingExtraError": ImportError}
     for name, base in builtin.items():
         error = getattr(torchq.errors, name)

@@ -13,9 +13,19 @@ from torchq.nn import QuantModule, TensorQuantizer
 
 models = pytest.importorskip("torchvision.models")
 
-MAX_PARAMETERS = 95_000_000  # larger ones are the same blocks, repeated; they would take most of the time
+MAX_PARAMETERS = (
+    95_000_000  # larger ones are the same blocks, repeated; they would take most of the time
+)
 KEPT = {"vgg11_bn"}  # else there would be no VGG
-RANDOM = ("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_")
+RANDOM = (
+    "uniform_",
+    "normal_",
+    "trunc_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+)
 SIZES = {"inception_v3": 75, "maxvit_t": 224}
 OPTIONS: dict[str, dict[str, Any]] = {
     "inception_v3": {"init_weights": False, "aux_logits": False},
@@ -46,7 +56,9 @@ def cheap_init(monkeypatch: pytest.MonkeyPatch) -> None:
 def weighted(model: nn.Module) -> set[int]:
     """The modules with a matrix or kernel of their own; the output layer of attention is a part of that."""
     inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    modules = [m for m in model.modules() if id(m) not in inside and not isinstance(m, TensorQuantizer)]
+    modules = [
+        m for m in model.modules() if id(m) not in inside and not isinstance(m, TensorQuantizer)
+    ]
     return {id(m) for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
 
 
@@ -68,7 +80,9 @@ def test_swap_and_restore(name: str) -> None:
 
         report = torchq.quantize_(model)
         assert {id(d.module) for d in report.decisions} >= candidates, "silently skipped"
-        assert {id(d.module) for d in report.replaced} == {id(m) for m in model.modules() if isinstance(m, QuantModule)}
+        assert {id(d.module) for d in report.replaced} == {
+            id(m) for m in model.modules() if isinstance(m, QuantModule)
+        }
         assert all(d.reason for d in report.skipped)
         with torchq.disabled(model):
             assert torch.equal(model(x), expected)

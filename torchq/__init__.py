@@ -9,11 +9,11 @@ torch.Size([1, 2])
 
 from torchq import calib, errors, formats, functional, nn, qat, recipes
 from torchq.config import QuantConfig, Rule
-from torchq.deployment import deploy
 from torchq.descriptor import QuantDescriptor
-from torchq.export import export_onnx, inspect_onnx, verify_onnx
-from torchq.fuse import FuseReport, fuse_
+from torchq.fusion import FuseReport, fuse_
+from torchq.lowering import deploy
 from torchq.nn import TensorQuantizer, register
+from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_
 from torchq.version import __version__
 from torchq.workflow import calibrate, disabled, freeze_, load, save, summary

@@ -38,9 +38,13 @@ class Rule:
         check_pattern(self.pattern)
         for field in ("input", "weight"):
             if not isinstance(getattr(self, field), QuantDescriptor | None):
-                raise ConfigError(f"rule {self}: got {field}={getattr(self, field)!r}; expected a QuantDescriptor or None")
+                raise ConfigError(
+                    f"rule {self}: got {field}={getattr(self, field)!r}; expected a QuantDescriptor or None"
+                )
         if self.skip and (self.input or self.weight):
-            raise ConfigError(f"rule {self}: skip=True with a descriptor; expected one or the other")
+            raise ConfigError(
+                f"rule {self}: skip=True with a descriptor; expected one or the other"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON data.
@@ -49,9 +53,15 @@ class Rule:
             ConfigError: the pattern is a callable.
         """
         if not isinstance(self.pattern, (str, type)):
-            raise ConfigError(f"rule {self}: a callable cannot be saved; expected a string or a class as pattern")
+            raise ConfigError(
+                f"rule {self}: a callable cannot be saved; expected a string or a class as pattern"
+            )
         out: dict[str, Any] = {"pattern": pattern_text(self.pattern)}
-        out |= {field: d.to_dict() for field in ("input", "weight") if (d := getattr(self, field)) is not None}
+        out |= {
+            field: d.to_dict()
+            for field in ("input", "weight")
+            if (d := getattr(self, field)) is not None
+        }
         return out | {field: True for field in ("skip", "optional") if getattr(self, field)}
 
     @classmethod
@@ -59,10 +69,16 @@ class Rule:
         """Inverse of :meth:`to_dict`; a class comes back as its ``"type:..."`` pattern, which selects that class exactly."""
         fields = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - fields):
-            raise ConfigError(f"rule: got unknown keys {unknown}; expected some of {sorted(fields)}")
+            raise ConfigError(
+                f"rule: got unknown keys {unknown}; expected some of {sorted(fields)}"
+            )
         if "pattern" not in data:
             raise ConfigError(f"rule: got {dict(data)}; expected a 'pattern'")
-        descriptors = {field: QuantDescriptor.from_dict(data[field]) for field in ("input", "weight") if data.get(field) is not None}
+        descriptors = {
+            field: QuantDescriptor.from_dict(data[field])
+            for field in ("input", "weight")
+            if data.get(field) is not None
+        }
         return cls(**{**data, **descriptors})
 
     def __str__(self) -> str:
@@ -90,7 +106,9 @@ class QuantConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
         if bad := [rule for rule in self.rules if not isinstance(rule, Rule)]:
-            raise ConfigError(f"config {self.name}: got {bad[0]!r} among the rules; expected Rule objects")
+            raise ConfigError(
+                f"config {self.name}: got {bad[0]!r} among the rules; expected Rule objects"
+            )
 
     def with_rules(self, *rules: Rule) -> QuantConfig:
         """A config with more rules at the end, where they win."""
@@ -104,12 +122,16 @@ class QuantConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> QuantConfig:
         """Inverse of :meth:`to_dict`."""
         if not isinstance(data, Mapping):
-            raise ConfigError(f"config: got a {type(data).__name__}; expected a mapping with version and rules")
+            raise ConfigError(
+                f"config: got a {type(data).__name__}; expected a mapping with version and rules"
+            )
         if data.get("version") != 1 or not isinstance(data.get("rules"), list):
             raise ConfigError(
                 f"config: got version {data.get('version')!r} and keys {sorted(data)}; expected version 1 with a list of rules"
             )
-        return cls(tuple(Rule.from_dict(rule) for rule in data["rules"]), name=data.get("name", "custom"))
+        return cls(
+            tuple(Rule.from_dict(rule) for rule in data["rules"]), name=data.get("name", "custom")
+        )
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON text."""
@@ -127,6 +149,10 @@ class QuantConfig:
     def __str__(self) -> str:
         lines = [f"QuantConfig {self.name}"]
         for rule in self.rules:
-            what = "skip" if rule.skip else f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
+            what = (
+                "skip"
+                if rule.skip
+                else f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
+            )
             lines.append(f"  {rule}: {what}")
         return "\n".join(lines)

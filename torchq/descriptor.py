@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchq.errors import ConfigError
-from torchq.formats import CATALOG, Format, Granularity, PerAxis, PerBlock, PerTensor, by_bits, by_name
+from torchq.formats import (
+    CATALOG,
+    Format,
+    Granularity,
+    PerAxis,
+    PerBlock,
+    PerTensor,
+    by_bits,
+    by_name,
+)
 
 __all__ = [
     "QuantDescriptor",
@@ -107,7 +116,7 @@ class QuantDescriptor:
         return PerTensor() if self.axis is None else PerAxis(self.axis)  # type: ignore[arg-type]  # normalised to a tuple
 
     @property
-    def step_format(self) -> Format | None:
+    def block_scale_format(self) -> Format | None:
         """The format of the scales, or None for fp32."""
         return None if self.scale_format is None else by_name(self.scale_format)
 
@@ -128,10 +137,14 @@ class QuantDescriptor:
     def from_dict(cls, data: Mapping[str, Any]) -> QuantDescriptor:
         """Inverse of :meth:`to_dict`, exact. Unknown keys are a :class:`ConfigError`."""
         if not isinstance(data, Mapping):
-            raise ConfigError(f"QuantDescriptor: got a {type(data).__name__}; expected a mapping of fields")
+            raise ConfigError(
+                f"QuantDescriptor: got a {type(data).__name__}; expected a mapping of fields"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - known):
-            raise ConfigError(f"QuantDescriptor: got unknown keys {unknown}; expected some of {sorted(known)}")
+            raise ConfigError(
+                f"QuantDescriptor: got unknown keys {unknown}; expected some of {sorted(known)}"
+            )
         return cls(**data)
 
     def to_json(self) -> str:
@@ -148,18 +161,30 @@ class QuantDescriptor:
         return cls.from_dict(data)
 
     def __repr__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            (f.name, getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
         return f"QuantDescriptor({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
     def __str__(self) -> str:
         parts = [str(self.format)]
         if self.block_size is not None:
-            parts.append(f"block={self.block_size}" + (f" scales={self.scale_format}" if self.scale_format else ""))
+            parts.append(
+                f"block={self.block_size}"
+                + (f" scales={self.scale_format}" if self.scale_format else "")
+            )
         elif self.axis is not None:
             parts.append("axis=" + ",".join(map(str, self.axis)))  # type: ignore[arg-type]
         else:
             parts.append("per-tensor")
-        flags = {"dynamic": self.dynamic, "learned": self.learn_amax, "codes": not self.fake_quant, self.calib_method: not self.dynamic}
+        flags = {
+            "dynamic": self.dynamic,
+            "learned": self.learn_amax,
+            "codes": not self.fake_quant,
+            self.calib_method: not self.dynamic,
+        }
         parts += [flag for flag, on in flags.items() if on]
         if self.scale_amax is not None:
             parts.append(f"scale_amax={self.scale_amax:g}")
@@ -169,20 +194,36 @@ class QuantDescriptor:
 def _bits(value: Any) -> int | tuple[int, int]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = tuple(value)
-        if len(value) == 2 and all(type(v) is int for v in value) and "e{}m{}".format(*value) in CATALOG:
+        if (
+            len(value) == 2
+            and all(type(v) is int for v in value)
+            and "e{}m{}".format(*value) in CATALOG
+        ):
             return value
-        raise ConfigError(f"num_bits: got {value}; expected (4, 3), (5, 2), (3, 2), (2, 3) or (2, 1) for a float format")
+        raise ConfigError(
+            f"num_bits: got {value}; expected (4, 3), (5, 2), (3, 2), (2, 3) or (2, 1) for a float format"
+        )
     if type(value) is not int:
-        raise ConfigError(f"num_bits: got {value!r} ({type(value).__name__}); expected an integer or (exponent, mantissa) bits")
+        raise ConfigError(
+            f"num_bits: got {value!r} ({type(value).__name__}); expected an integer or (exponent, mantissa) bits"
+        )
     return value
 
 
 def _axes(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    axes = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    axes = (
+        (value,)
+        if isinstance(value, int)
+        else tuple(value)
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else (value,)
+    )
     if not axes or any(type(a) is not int for a in axes) or len(set(axes)) != len(axes):
-        raise ConfigError(f"axis: got {value!r}; expected None, an integer or distinct integers: the axes that keep their own amax")
+        raise ConfigError(
+            f"axis: got {value!r}; expected None, an integer or distinct integers: the axes that keep their own amax"
+        )
     return axes
 
 
@@ -195,14 +236,18 @@ def _amax(value: Any) -> Amax | None:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_amax(v) for v in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"amax: got {value!r} ({type(value).__name__}); expected a number, a sequence, an array or a tensor")
+        raise ConfigError(
+            f"amax: got {value!r} ({type(value).__name__}); expected a number, a sequence, an array or a tensor"
+        )
     if not 0 <= value < float("inf"):
         raise ConfigError(f"amax: got {value}; expected a finite number >= 0")
     return float(value)
 
 
 def _options(value: Any) -> tuple[tuple[str, Any], ...]:
-    wrong = ConfigError(f"calib_options: got {value!r}; expected a mapping of keyword arguments to numbers or strings")
+    wrong = ConfigError(
+        f"calib_options: got {value!r}; expected a mapping of keyword arguments to numbers or strings"
+    )
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
         options = tuple(sorted((str(key), option) for key, option in pairs))
@@ -218,31 +263,52 @@ def _plain(value: Any) -> Any:
 
 
 def _check_types(d: QuantDescriptor) -> None:
-    expected: dict[str, tuple[type, ...]] = {"name": (str, type(None)), "calib_method": (str,), "scale_format": (str, type(None))}
-    expected |= dict.fromkeys(("fake_quant", "learn_amax", "scale_range_grad", "unsigned", "narrow_range", "dynamic"), (bool,))
+    expected: dict[str, tuple[type, ...]] = {
+        "name": (str, type(None)),
+        "calib_method": (str,),
+        "scale_format": (str, type(None)),
+    }
+    expected |= dict.fromkeys(
+        ("fake_quant", "learn_amax", "scale_range_grad", "unsigned", "narrow_range", "dynamic"),
+        (bool,),
+    )
     for field, types in expected.items():
         if not isinstance(getattr(d, field), types):
-            raise ConfigError(f"{field}: got {getattr(d, field)!r}; expected {' or '.join(t.__name__ for t in types)}")
+            raise ConfigError(
+                f"{field}: got {getattr(d, field)!r}; expected {' or '.join(t.__name__ for t in types)}"
+            )
     for field in ("block_size", "block_axis"):
-        if type(getattr(d, field)) is not int and not (field == "block_size" and d.block_size is None):
+        if type(getattr(d, field)) is not int and not (
+            field == "block_size" and d.block_size is None
+        ):
             raise ConfigError(f"{field}: got {getattr(d, field)!r}; expected an integer")
 
 
 def _check_rules(d: QuantDescriptor) -> None:
-    if d.scale_amax is not None and not (isinstance(d.scale_amax, (int, float)) and 0 < d.scale_amax < float("inf")):
+    if d.scale_amax is not None and not (
+        isinstance(d.scale_amax, (int, float)) and 0 < d.scale_amax < float("inf")
+    ):
         raise ConfigError(f"scale_amax: got {d.scale_amax!r}; expected a finite number > 0")
     if d.block_size is not None and d.block_size < 1:
         raise ConfigError(f"block_size: got {d.block_size}; expected at least 1")
     if d.block_size is not None and d.axis is not None:
-        raise ConfigError(f"block_size={d.block_size} with axis={d.axis}: expected one of them. Blocks keep all other axes apart already")
+        raise ConfigError(
+            f"block_size={d.block_size} with axis={d.axis}: expected one of them. Blocks keep all other axes apart already"
+        )
     if d.scale_format is not None and d.block_size is None:
-        raise ConfigError(f"scale_format={d.scale_format!r} without block_size: expected a block_size, such as 32")
+        raise ConfigError(
+            f"scale_format={d.scale_format!r} without block_size: expected a block_size, such as 32"
+        )
     if d.scale_format is not None:
         by_name(d.scale_format)
     if d.dynamic and (d.amax is not None or d.learn_amax):
-        raise ConfigError("dynamic: got amax or learn_amax too; expected neither, the range is taken from each call's data")
+        raise ConfigError(
+            "dynamic: got amax or learn_amax too; expected neither, the range is taken from each call's data"
+        )
     if d.scale_range_grad and not d.learn_amax:
-        raise ConfigError("scale_range_grad: got learn_amax=False; expected learn_amax=True, there is no gradient to scale otherwise")
+        raise ConfigError(
+            "scale_range_grad: got learn_amax=False; expected learn_amax=True, there is no gradient to scale otherwise"
+        )
 
 
 QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor(8)

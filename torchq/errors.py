@@ -5,7 +5,15 @@ Each class also derives from the builtin that Python users expect, so ``except V
 
 from __future__ import annotations
 
-__all__ = ["TorchqError", "ConfigError", "CalibrationError", "QuantizationError", "FuseError", "ExportError", "MissingExtraError"]
+__all__ = [
+    "TorchqError",
+    "ConfigError",
+    "CalibrationError",
+    "QuantizationError",
+    "FuseError",
+    "ExportError",
+    "MissingExtraError",
+]
 
 
 class TorchqError(Exception):

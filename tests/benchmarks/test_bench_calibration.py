@@ -14,7 +14,11 @@ def test_a_quick_run_reports_every_candidate(capsys: pytest.CaptureFixture[str])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[0]["kind"] == "environment"
     timed = {(row["what"], row["candidate"]) for row in rows if "ratio" in row}
-    assert {("collect", "clone"), ("collect", "torchq histogram"), ("estimate", "loop over edges")} <= timed
+    assert {
+        ("collect", "clone"),
+        ("collect", "torchq histogram"),
+        ("estimate", "loop over edges"),
+    } <= timed
     ranges = {row["method"]: row for row in rows if row.get("what") == "range" and "loop" in row}
     assert set(ranges) == {"mse", "entropy"}
     for row in ranges.values():

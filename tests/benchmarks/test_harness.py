@@ -35,28 +35,45 @@ class Workload:
 
 def test_medians_and_ratios() -> None:
     work = Workload()
-    slow, fast = harness.compare(work.candidates(), baseline="slow", rounds=5, min_time=0.0, clock=work.clock)
+    slow, fast = harness.compare(
+        work.candidates(), baseline="slow", rounds=5, min_time=0.0, clock=work.clock
+    )
     assert (slow.candidate, slow.median_s, slow.ratio, slow.spread) == ("slow", 4.0, 1.0, 0.0)
-    assert (fast.candidate, fast.median_s, fast.ratio, fast.baseline, fast.rounds, fast.calls) == ("fast", 1.0, 0.25, "slow", 5, 1)
+    assert (fast.candidate, fast.median_s, fast.ratio, fast.baseline, fast.rounds, fast.calls) == (
+        "fast",
+        1.0,
+        0.25,
+        "slow",
+        5,
+        1,
+    )
 
 
 def test_a_machine_that_slows_down_does_not_change_the_ratio() -> None:
     work = Workload(drift=1.5)
-    _, fast = harness.compare(work.candidates(), baseline="slow", rounds=6, warmup=0, min_time=0.0, clock=work.clock)
+    _, fast = harness.compare(
+        work.candidates(), baseline="slow", rounds=6, warmup=0, min_time=0.0, clock=work.clock
+    )
     assert fast.ratio == pytest.approx(0.25)
     assert fast.spread > 1.0
 
 
 def test_candidates_are_interleaved_and_take_turns_to_be_first() -> None:
     work = Workload()
-    harness.compare(work.candidates(), baseline="fast", rounds=3, warmup=2, min_time=0.0, clock=work.clock)
-    assert work.order[:6] == ["slow"] * 3 + ["fast"] * 3  # two warm-up calls each, and one to learn how long a call takes
+    harness.compare(
+        work.candidates(), baseline="fast", rounds=3, warmup=2, min_time=0.0, clock=work.clock
+    )
+    assert (
+        work.order[:6] == ["slow"] * 3 + ["fast"] * 3
+    )  # two warm-up calls each, and one to learn how long a call takes
     assert work.order[6:] == ["slow", "fast", "fast", "slow", "slow", "fast"]
 
 
 def test_short_calls_are_repeated_within_a_sample() -> None:
     work = Workload()
-    slow, fast = harness.compare(work.candidates(), baseline="fast", rounds=2, warmup=0, min_time=8.0, clock=work.clock)
+    slow, fast = harness.compare(
+        work.candidates(), baseline="fast", rounds=2, warmup=0, min_time=8.0, clock=work.clock
+    )
     assert (slow.calls, fast.calls) == (2, 8)
     assert (slow.median_s, fast.median_s) == (4.0, 1.0)
 
@@ -64,13 +81,23 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
 def test_queued_work_is_waited_for() -> None:
     work = Workload()
     waits: list[float] = []
-    harness.compare(work.candidates(), baseline="fast", rounds=1, warmup=0, clock=work.clock, synchronize=lambda: waits.append(work.now))
+    harness.compare(
+        work.candidates(),
+        baseline="fast",
+        rounds=1,
+        warmup=0,
+        clock=work.clock,
+        synchronize=lambda: waits.append(work.now),
+    )
     assert len(waits) == 2 * 4  # before and after each of four samples
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"baseline": "other"}, "'other'; expected one of slow, fast"), ({"baseline": "slow", "rounds": 0}, "expected at least 1 and 0")],
+    [
+        ({"baseline": "other"}, "'other'; expected one of slow, fast"),
+        ({"baseline": "slow", "rounds": 0}, "expected at least 1 and 0"),
+    ],
 )
 def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -79,7 +106,10 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 
 def test_environment_names_hardware_and_versions_only() -> None:
     found = harness.environment(["tqdm", "a-package-that-is-not-there"])
-    assert found["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__ in found["versions"]["torch"]
+    assert (
+        found["versions"]["torch"] == torch.__version__.partition("+")[0]
+        or torch.__version__ in found["versions"]["torch"]
+    )
     assert "tqdm" in found["versions"]
     assert "a-package-that-is-not-there" not in found["versions"]
     assert found["threads"] == torch.get_num_threads()
@@ -94,7 +124,11 @@ def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         report.value(candidate="accuracy", top1=0.98765, note="a|b")
     printed = capsys.readouterr().out
     assert out.read_text() == printed
-    assert [json.loads(line)["kind"] for line in printed.splitlines()] == ["environment", "result", "result"]
+    assert [json.loads(line)["kind"] for line in printed.splitlines()] == [
+        "environment",
+        "result",
+        "result",
+    ]
     with harness.Reporter("again", out):
         pass
     capsys.readouterr()
@@ -115,7 +149,9 @@ def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ('{"kind": "result"}', "line 1: a result before any environment"),
     ],
 )
-def test_lines_of_something_else_are_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_something_else_are_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match=message):
         list(table.runs(text.splitlines()))
     path = tmp_path / "wrong.jsonl"
@@ -125,7 +161,9 @@ def test_lines_of_something_else_are_refused(text: str, message: str, tmp_path: 
     assert "wrong.jsonl: line" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("value", "cell"), [(3.0, "3 s"), (0.25, "250 ms"), (4.2e-5, "42 µs"), (0.0, "0 ns")])
+@pytest.mark.parametrize(
+    ("value", "cell"), [(3.0, "3 s"), (0.25, "250 ms"), (4.2e-5, "42 µs"), (0.0, "0 ns")]
+)
 def test_seconds_have_a_unit(value: float, cell: str) -> None:
     assert cell in table.markdown({"bench": "b"}, [{"median_s": value}])
 
@@ -133,4 +171,8 @@ def test_seconds_have_a_unit(value: float, cell: str) -> None:
 def test_options() -> None:
     options = harness.parse(harness.parser("What it measures."), ["--quick", "--threads", "1"])
     assert harness.timing(options) == {"rounds": 1, "warmup": 1, "min_time": 0.0}
-    assert harness.timing(harness.parse(harness.parser(None), ["--rounds", "4"])) == {"rounds": 4, "warmup": 3, "min_time": 0.02}
+    assert harness.timing(harness.parse(harness.parser(None), ["--rounds", "4"])) == {
+        "rounds": 4,
+        "warmup": 3,
+        "min_time": 0.02,
+    }

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchq.calib import Calibrator, HistogramCalibrator, MaxCalibrator, make_calibrator, methods, sync
+from torchq.calib import (
+    Calibrator,
+    HistogramCalibrator,
+    MaxCalibrator,
+    make_calibrator,
+    methods,
+    sync,
+)
 from torchq.errors import TorchqError
 from torchq.formats import INT8, PerAxis, PerTensor
 
@@ -27,15 +34,28 @@ WIDE = 1000
 
 def make_all() -> list[Calibrator]:
     """Every method, per tensor and per channel, three wide ones, and some that few ranks or none will feed."""
-    kinds = [make_calibrator(m, format=INT8, granularity=g) for m in methods() for g in (PerTensor(), PerAxis((1,)))]
+    kinds = [
+        make_calibrator(m, format=INT8, granularity=g)
+        for m in methods()
+        for g in (PerTensor(), PerAxis((1,)))
+    ]
     wide = [HistogramCalibrator(axis=1, method="percentile") for _ in range(3)]
-    return [*kinds, *wide, MaxCalibrator(axis=1), HistogramCalibrator(num_bins=64), MaxCalibrator(momentum=0.5), HistogramCalibrator()]
+    return [
+        *kinds,
+        *wide,
+        MaxCalibrator(axis=1),
+        HistogramCalibrator(num_bins=64),
+        MaxCalibrator(momentum=0.5),
+        HistogramCalibrator(),
+    ]
 
 
 def batches(rank: int, repeats: int = 1) -> list[Tensor]:
     """Three batches for even ranks, two for odd ones, of ranges that rise by rank."""
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank for _ in range(3 - rank % 2)]
+    return [
+        torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank for _ in range(3 - rank % 2)
+    ]
 
 
 def feed(calibrators: list[Calibrator], rank: int, repeats: int = 1) -> None:
@@ -121,7 +141,9 @@ def refusals(rank: int) -> dict[str, Any]:
     return {
         "inference": calibrator.compute_amax("max"),
         "nan": failure(with_data(MaxCalibrator(), bad)),
-        "shape": failure(MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5))),
+        "shape": failure(
+            MaxCalibrator(axis=0), with_data(MaxCalibrator(axis=0), torch.ones(2 + rank, 5))
+        ),
         "kind": failure(MaxCalibrator() if rank else HistogramCalibrator()),
         "number": failure(*[MaxCalibrator() for _ in range(1 + rank)]),
     }

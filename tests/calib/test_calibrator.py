@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchq.calib import CALIBRATORS, ESTIMATORS, Calibrator, Histogram, HistogramCalibrator, MaxCalibrator, make_calibrator, methods
+from torchq.calib import (
+    CALIBRATORS,
+    ESTIMATORS,
+    Calibrator,
+    Histogram,
+    HistogramCalibrator,
+    MaxCalibrator,
+    make_calibrator,
+    methods,
+)
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import E4M3, INT4, INT8, Format, PerAxis, PerBlock, PerTensor
 
@@ -22,7 +31,10 @@ def test_max_per_block(axis: int, generator: torch.Generator) -> None:
     x = torch.randn(4, 70, generator=generator)
     calibrator = MaxCalibrator(granularity=PerBlock(32, axis))
     calibrator.collect(x)
-    assert torch.equal(calibrator.compute_amax(), torch.stack([x[:, i : i + 32].abs().amax(1) for i in (0, 32, 64)], dim=1))
+    assert torch.equal(
+        calibrator.compute_amax(),
+        torch.stack([x[:, i : i + 32].abs().amax(1) for i in (0, 32, 64)], dim=1),
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
@@ -68,18 +80,25 @@ def test_max_calibrator_has_one_method() -> None:
     calibrator = MaxCalibrator()
     calibrator.collect(torch.ones(3))
     assert calibrator.compute_amax("max").item() == 1.0
-    with pytest.raises(ConfigError, match=r"got method='entropy' with options \{\}; expected method='max' without options\. Collect"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got method='entropy' with options \{\}; expected method='max' without options\. Collect",
+    ):
         calibrator.compute_amax("entropy")
 
 
 def test_options_given_when_made_are_defaults(generator: torch.Generator) -> None:
     x = torch.randn(1000, generator=generator)
-    calibrator = make_calibrator("percentile", format=INT8, granularity=PerTensor(), percentile=50.0, num_bins=512)
+    calibrator = make_calibrator(
+        "percentile", format=INT8, granularity=PerTensor(), percentile=50.0, num_bins=512
+    )
     plain = HistogramCalibrator(num_bins=512)
     for c in (calibrator, plain):
         c.collect(x)
     assert torch.equal(calibrator.compute_amax(), plain.compute_amax("percentile", percentile=50.0))
-    assert torch.equal(calibrator.compute_amax(percentile=90.0), plain.compute_amax("percentile", percentile=90.0))
+    assert torch.equal(
+        calibrator.compute_amax(percentile=90.0), plain.compute_amax("percentile", percentile=90.0)
+    )
     assert torch.equal(calibrator.compute_amax("mse"), plain.compute_amax("mse"))
     assert torch.equal(plain.compute_amax(), plain.compute_amax("entropy"))
 
@@ -98,20 +117,30 @@ def test_the_format_decides_the_grid(generator: torch.Generator) -> None:
     assert by_format.compute_amax().item() == found[4]
 
 
-@pytest.mark.parametrize(("axis", "granularity"), [(None, PerTensor()), (0, PerAxis((0,))), ((0, -1), PerAxis((0, -1)))])
-def test_axis_names_the_granularity(axis: int | tuple[int, ...] | None, granularity: PerTensor | PerAxis) -> None:
+@pytest.mark.parametrize(
+    ("axis", "granularity"), [(None, PerTensor()), (0, PerAxis((0,))), ((0, -1), PerAxis((0, -1)))]
+)
+def test_axis_names_the_granularity(
+    axis: int | tuple[int, ...] | None, granularity: PerTensor | PerAxis
+) -> None:
     assert MaxCalibrator(axis=axis).granularity == granularity
 
 
 def test_registry_lists_refuses_and_takes() -> None:
     assert methods() == ("max", "moving_average", "histogram", "percentile", "mse", "entropy")
     with pytest.raises(
-        ConfigError, match="unknown calibration method 'kl'; expected one of: max, moving_average, histogram, percentile, mse, entropy"
+        ConfigError,
+        match="unknown calibration method 'kl'; expected one of: max, moving_average, histogram, percentile, mse, entropy",
     ):
         make_calibrator("kl", format=INT8, granularity=PerTensor())
-    with pytest.raises(ConfigError, match=r"calibration method 'max': got options \['percentile'\]"):
+    with pytest.raises(
+        ConfigError, match=r"calibration method 'max': got options \['percentile'\]"
+    ):
         make_calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
-    with pytest.raises(ConfigError, match=r"calibration method 'entropy': got options \['percentile'\]; expected none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"calibration method 'entropy': got options \['percentile'\]; expected none",
+    ):
         make_calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
     with pytest.raises(ConfigError, match="registered already"):
         CALIBRATORS.add("max", MaxCalibrator)

@@ -13,7 +13,11 @@ from torchq.errors import CalibrationError
 from torchq.formats import E4M3, INT8, UINT8, Format, Granularity, PerAxis, PerTensor
 
 CASES: list[tuple[str, Format, Granularity]] = [
-    *((method, INT8, granularity) for method in methods() for granularity in (PerTensor(), PerAxis((1,)))),
+    *(
+        (method, INT8, granularity)
+        for method in methods()
+        for granularity in (PerTensor(), PerAxis((1,)))
+    ),
     *((method, E4M3, PerTensor()) for method in methods()),
 ]
 
@@ -47,7 +51,9 @@ def test_channels_equal_a_calibrator_for_each(method: str, generator: torch.Gene
         together.collect(batch)
         for channel, calibrator in enumerate(each):
             calibrator.collect(batch[:, channel])
-    assert torch.equal(together.compute_amax().flatten(), torch.stack([c.compute_amax() for c in each]))
+    assert torch.equal(
+        together.compute_amax().flatten(), torch.stack([c.compute_amax() for c in each])
+    )
 
 
 @pytest.mark.parametrize("method", methods())
@@ -58,7 +64,9 @@ def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generato
         calibrator.collect(x)
         amax = calibrator.compute_amax()
         assert amax.shape == (1, 4, 2, 1)
-        alone = collected(partial(make_calibrator, method, format=INT8, granularity=PerTensor()), x[:, 3, 1])
+        alone = collected(
+            partial(make_calibrator, method, format=INT8, granularity=PerTensor()), x[:, 3, 1]
+        )
         assert torch.equal(amax[0, 3, 1, 0], alone.compute_amax())
 
 
@@ -66,12 +74,17 @@ def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generato
 def test_another_number_of_channels_is_an_error(method: str) -> None:
     calibrator = make_calibrator(method, format=INT8, granularity=PerAxis((1,)))
     calibrator.collect(torch.ones(2, 3))
-    with pytest.raises(CalibrationError, match=r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before"):
+    with pytest.raises(
+        CalibrationError,
+        match=r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before",
+    ):
         calibrator.collect(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("method", methods())
-def test_unsigned_formats_ignore_what_they_clamp_away(method: str, generator: torch.Generator) -> None:
+def test_unsigned_formats_ignore_what_they_clamp_away(
+    method: str, generator: torch.Generator
+) -> None:
     x = torch.randn(1000, generator=generator)
     make = partial(make_calibrator, method, format=UINT8, granularity=PerTensor())
     from_signs = collected(make, torch.cat([x, -100 * x.abs()]))

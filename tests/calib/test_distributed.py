@@ -23,7 +23,15 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}", str(script), str(folder)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={request.param}",
+        str(script),
+        str(folder),
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -84,23 +92,35 @@ def test_non_finite_data_of_one_rank_is_an_error_on_all(results: Results) -> Non
 def test_different_shapes_are_an_error_on_all(results: Results) -> None:
     for rank, found in enumerate(results):
         assert (
-            f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape" in found["shape"]
+            f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape"
+            in found["shape"]
         )
 
 
 def test_different_calibrators_are_an_error_on_all(results: Results) -> None:
     for rank, found in enumerate(results):
-        assert f"sync: got 1 calibrators on rank {rank} that differ from another rank's (1 to 1)" in found["kind"]
-        assert f"sync: got {1 + rank} calibrators on rank {rank} that differ from another rank's (1 to {len(results)})" in found["number"]
+        assert (
+            f"sync: got 1 calibrators on rank {rank} that differ from another rank's (1 to 1)"
+            in found["kind"]
+        )
+        assert (
+            f"sync: got {1 + rank} calibrators on rank {rank} that differ from another rank's (1 to {len(results)})"
+            in found["number"]
+        )
 
 
 def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> None:
     for rank, found in enumerate(results[:-1]):
-        assert f"sync: rank {rank} of {len(results)} got no answer from the others within the timeout of 1 s" in found["absent"]
+        assert (
+            f"sync: rank {rank} of {len(results)} got no answer from the others within the timeout of 1 s"
+            in found["absent"]
+        )
         # Generous for a busy machine; without the time limit gloo waits for 30 minutes.
         assert found["waited"] < 60
 
 
 def test_without_a_process_group_there_is_an_error() -> None:
-    with pytest.raises(CalibrationError, match=r"sync: got no process group; expected one\. Start with torchrun"):
+    with pytest.raises(
+        CalibrationError, match=r"sync: got no process group; expected one\. Start with torchrun"
+    ):
         sync([MaxCalibrator()])

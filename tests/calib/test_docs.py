@@ -26,7 +26,9 @@ def test_the_examples_run() -> None:
     finally:
         if "deviations" in ESTIMATORS:
             ESTIMATORS.remove("deviations")
-    assert all(q.calibrated for q in names["model"].modules() if isinstance(q, torchq.TensorQuantizer))
+    assert all(
+        q.calibrated for q in names["model"].modules() if isinstance(q, torchq.TensorQuantizer)
+    )
 
 
 def test_every_method_is_described() -> None:

@@ -53,7 +53,11 @@ def naive_entropy(counts: list[int], levels: list[float]) -> int:
         if any(p and not q for p, q in zip(reference, quantized, strict=True)):
             continue
         p_sum, q_sum = sum(reference), sum(quantized)
-        divergence = sum(p / p_sum * math.log((p / p_sum) / (q / q_sum)) for p, q in zip(reference, quantized, strict=True) if p)
+        divergence = sum(
+            p / p_sum * math.log((p / p_sum) / (q / q_sum))
+            for p, q in zip(reference, quantized, strict=True)
+            if p
+        )
         if divergence <= least + 1e-12:
             best, least = edge, min(least, divergence)
     return best
@@ -79,7 +83,9 @@ def naive_mse(counts: list[int], format: Format) -> int:
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "uniform", "zeros", "sparse"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_entropy_has_the_optimum_of_the_naive_loop(kind: str, format: Format, generator: torch.Generator) -> None:
+def test_entropy_has_the_optimum_of_the_naive_loop(
+    kind: str, format: Format, generator: torch.Generator
+) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
     levels = [v for v in format.values if v >= 0]
     assert abs(entropy(histogram_of(counts), format).item() - naive_entropy(counts, levels)) <= 1
@@ -87,7 +93,9 @@ def test_entropy_has_the_optimum_of_the_naive_loop(kind: str, format: Format, ge
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "uniform", "zeros", "sparse"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_mse_has_the_optimum_of_the_naive_loop(kind: str, format: Format, generator: torch.Generator) -> None:
+def test_mse_has_the_optimum_of_the_naive_loop(
+    kind: str, format: Format, generator: torch.Generator
+) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
     assert abs(mse(histogram_of(counts), format).item() - naive_mse(counts, format)) <= 1
 
@@ -109,7 +117,11 @@ def test_full_size_entropy_has_the_optimum_of_the_naive_loop(generator: torch.Ge
         total, kept = sum(reference), sum(c[:edge])
         if not c[edge - 1] and reference[-1]:
             return math.inf
-        return sum(p / total * math.log(p / total / (mean[i * 128 // edge] / kept)) for i, p in enumerate(reference) if p)
+        return sum(
+            p / total * math.log(p / total / (mean[i * 128 // edge] / kept))
+            for i, p in enumerate(reference)
+            if p
+        )
 
     end = max(i + 1 for i, c in enumerate(counts) if c)
     others = {*range(128, end + 1, 16), *range(max(128, found - 20), min(end, found + 20) + 1)}
@@ -147,7 +159,9 @@ def test_largest_is_exact() -> None:
 
 @pytest.mark.parametrize("estimator", [percentile, mse, entropy, largest])
 def test_no_count_at_all_gives_the_largest_magnitude(estimator: object) -> None:
-    histogram = Histogram(torch.zeros(2, 512, dtype=torch.int64), torch.ones(2), torch.tensor([0.0, 3.0]), (2, 1))
+    histogram = Histogram(
+        torch.zeros(2, 512, dtype=torch.int64), torch.ones(2), torch.tensor([0.0, 3.0]), (2, 1)
+    )
     assert callable(estimator)
     assert torch.equal(estimator(histogram, INT8), torch.tensor([[0.0], [3.0]]))
 
@@ -166,7 +180,9 @@ def test_a_far_outlier_is_clipped(estimator: object, generator: torch.Generator)
 
 
 @pytest.mark.parametrize("method", ["mse", "entropy"])
-def test_groups_and_candidates_may_be_cut_anywhere(method: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+def test_groups_and_candidates_may_be_cut_anywhere(
+    method: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
     calibrator = HistogramCalibrator(axis=1, method=method, num_bins=256)
     calibrator.collect(torch.randn(50, 9, generator=generator) * torch.logspace(-2, 3, 9))
     whole = calibrator.compute_amax()

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from tests.functional.group_cases import GRANULARITIES, groups_of
-from torchq.calib.groups import magnitude
+from torchq.calib.statistics import magnitude
 from torchq.formats import Granularity, PerAxis, PerTensor
 from torchq.functional.kernels import group_view
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("signed", [True, False])
-def test_magnitude_is_the_largest_that_the_format_can_represent(granularity: Granularity, signed: bool) -> None:
+def test_magnitude_is_the_largest_that_the_format_can_represent(
+    granularity: Granularity, signed: bool
+) -> None:
     x = torch.arange(120.0).view(4, 6, 5) - 40
     amax, finite, negative = magnitude(group_view(x, granularity), signed=signed)
     assert finite
@@ -25,7 +27,9 @@ def test_magnitude_is_the_largest_that_the_format_can_represent(granularity: Gra
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,))], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("signed", [True, False])
-def test_magnitude_of_non_finite_data_is_zero(granularity: Granularity, value: float, signed: bool) -> None:
+def test_magnitude_of_non_finite_data_is_zero(
+    granularity: Granularity, value: float, signed: bool
+) -> None:
     x = torch.ones(4, 6, 5)
     x[1, 2, 3] = value
     amax, finite, _ = magnitude(group_view(x, granularity), signed=signed)

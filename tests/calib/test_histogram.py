@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from torchq.calib import HistogramCalibrator
-from torchq.calib.counting import MIN_EXPONENT, bin_exponent, count_on_cpu_, count_on_device_, merge_bins, power_of_two
+from torchq.calib.binning import (
+    MIN_EXPONENT,
+    bin_exponent,
+    count_on_cpu_,
+    count_on_device_,
+    merge_bins,
+    power_of_two,
+)
 from torchq.calib.histogram import MAX_COUNTS, HistogramObserver
 from torchq.errors import ConfigError
 from torchq.formats import PerAxis, PerBlock, PerTensor
@@ -36,13 +43,22 @@ def exact_histogram(values: list[float], bins: int) -> tuple[int, list[int]]:
 
 
 def same(a: HistogramObserver, b: HistogramObserver) -> bool:
-    return torch.equal(a.counts, b.counts) and torch.equal(a.exponent, b.exponent) and torch.equal(a.amax, b.amax)
+    return (
+        torch.equal(a.counts, b.counts)
+        and torch.equal(a.exponent, b.exponent)
+        and torch.equal(a.amax, b.amax)
+    )
 
 
 @pytest.mark.parametrize("bins", [16, 100, 2048])
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 0.01, 1.0, 300.0, 1e37])
 def test_counts_equal_the_definition(bins: int, scale: float, generator: torch.Generator) -> None:
-    x = torch.cat([torch.randn(500, generator=generator) * scale, torch.tensor([0.0, -0.0, scale, 2 * scale, -4 * scale])])
+    x = torch.cat(
+        [
+            torch.randn(500, generator=generator) * scale,
+            torch.tensor([0.0, -0.0, scale, 2 * scale, -4 * scale]),
+        ]
+    )
     observer = observed(x, num_bins=bins)
     exponent, counts = exact_histogram(x.tolist(), bins)
     assert observer.exponent.tolist() == [exponent]
@@ -50,7 +66,9 @@ def test_counts_equal_the_definition(bins: int, scale: float, generator: torch.G
     assert observer.amax.item() == x.abs().max().item()
 
 
-@pytest.mark.parametrize("value", [1.0, 2.0**-126, 2.0**-149, 1.5 * 2.0**127, 2047.0, 2048.0, 1 - 2.0**-24])
+@pytest.mark.parametrize(
+    "value", [1.0, 2.0**-126, 2.0**-149, 1.5 * 2.0**127, 2047.0, 2048.0, 1 - 2.0**-24]
+)
 @pytest.mark.parametrize("bins", [16, 24, 100, 2048])
 def test_the_width_is_the_smallest_that_fits(value: float, bins: int) -> None:
     exponent = bin_exponent(torch.tensor(value), bins).item()
@@ -68,15 +86,25 @@ def test_merging_bins_adds_neighbours() -> None:
     merged = merge_bins(counts, torch.tensor([1, 2], dtype=torch.int32))
     assert merged[0].tolist() == [4 * i + 1 for i in range(8)] + [0] * 8
     assert merged[1].tolist() == [16 * i + 70 for i in range(4)] + [0] * 12
-    assert merge_bins(counts, torch.tensor([200, 0], dtype=torch.int32)).tolist() == [[120] + [0] * 15, counts[1].tolist()]
+    assert merge_bins(counts, torch.tensor([200, 0], dtype=torch.int32)).tolist() == [
+        [120] + [0] * 15,
+        counts[1].tolist(),
+    ]
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,))])
-def test_any_split_and_order_gives_the_same_histogram(granularity: PerTensor | PerAxis, generator: torch.Generator) -> None:
+def test_any_split_and_order_gives_the_same_histogram(
+    granularity: PerTensor | PerAxis, generator: torch.Generator
+) -> None:
     # 10000 values in 100 rows of rising range: the width doubles over and over.
     x = torch.randn(100, 4, 25, generator=generator) * torch.logspace(-6, 5, 100).view(-1, 1, 1)
     whole = observed(x, granularity=granularity)
-    for batches in (x.split(15), x.split(1), x.flip(0).split(1), x[torch.randperm(100, generator=generator)].split(9)):
+    for batches in (
+        x.split(15),
+        x.split(1),
+        x.flip(0).split(1),
+        x[torch.randperm(100, generator=generator)].split(9),
+    ):
         assert same(observed(*batches, granularity=granularity), whole)
     assert whole.counts.sum().item() == x.numel()
 
@@ -117,16 +145,22 @@ def test_a_wide_first_batch_does_not_blur_what_follows(generator: torch.Generato
     assert calibrator.compute_amax("max").item() == 2047.0
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 2))])
+@pytest.mark.parametrize(
+    "granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 2))]
+)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("skip_zeros", [True, False])
 def test_the_device_path_counts_like_the_cpu_path(
     granularity: PerTensor | PerAxis, signed: bool, skip_zeros: bool, generator: torch.Generator
 ) -> None:
     x = torch.randn(5, 3, 700, generator=generator).mul(4).round().div(4)
-    observer = observed(x, granularity=granularity, signed=signed, skip_zeros=skip_zeros, num_bins=64)
+    observer = observed(
+        x, granularity=granularity, signed=signed, skip_zeros=skip_zeros, num_bins=64
+    )
     kept = [d for d in range(3) if d not in granularity.reduce_dims(3)]
-    grouped = x.permute(*kept, *(d for d in range(3) if d not in kept)).reshape(1, observer.counts.shape[0], -1)
+    grouped = x.permute(*kept, *(d for d in range(3) if d not in kept)).reshape(
+        1, observer.counts.shape[0], -1
+    )
     scale = power_of_two(-observer.exponent)
     for count in (count_on_device_, lambda c, x, s, finite, *rest: count_on_cpu_(c, x, s, *rest)):
         counts = torch.zeros_like(observer.counts)
@@ -154,7 +188,9 @@ def test_skip_zeros_leaves_out_what_counts_as_zero(signed: bool) -> None:
 def test_all_zeros_skipped_is_a_dead_range() -> None:
     calibrator = HistogramCalibrator(skip_zeros=True)
     calibrator.collect(torch.zeros(10))
-    assert [calibrator.compute_amax(m).item() for m in ("percentile", "mse", "entropy", "max")] == [0.0] * 4
+    assert [calibrator.compute_amax(m).item() for m in ("percentile", "mse", "entropy", "max")] == [
+        0.0
+    ] * 4
 
 
 def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator) -> None:
@@ -164,17 +200,27 @@ def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator)
         for axis in (None, 0, 1, 2):
             granularity = PerTensor() if axis is None else PerAxis((axis,))
             observer = observed(view, granularity=granularity, num_bins=128)
-            rows = view.reshape(1, -1) if axis is None else view.movedim(axis, 0).reshape(view.shape[axis], -1)
+            rows = (
+                view.reshape(1, -1)
+                if axis is None
+                else view.movedim(axis, 0).reshape(view.shape[axis], -1)
+            )
             index = (rows.abs() / power_of_two(observer.exponent).view(-1, 1)).long()
             index += torch.arange(len(rows)).view(-1, 1) * 128
-            assert torch.equal(observer.counts, torch.bincount(index.flatten(), minlength=128 * len(rows)).view(-1, 128))
+            assert torch.equal(
+                observer.counts,
+                torch.bincount(index.flatten(), minlength=128 * len(rows)).view(-1, 128),
+            )
 
 
 def test_memory_is_bounded() -> None:
     observer = observed(torch.ones(1, 5000), granularity=PerAxis((1,)))
     assert observer.counts.shape == (5000, 512)
     assert observer.counts.numel() <= MAX_COUNTS
-    with pytest.raises(ConfigError, match=r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'",
+    ):
         observed(torch.ones(1, 40000), granularity=PerAxis((1,)))
 
 
@@ -188,7 +234,8 @@ def test_edges_are_multiples_of_the_width() -> None:
 
 def test_blocks_and_too_few_bins_are_errors() -> None:
     with pytest.raises(
-        ConfigError, match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* Use method 'max', for weights also 'mse'"
+        ConfigError,
+        match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* Use method 'max', for weights also 'mse'",
     ):
         HistogramObserver(PerBlock(32))
     with pytest.raises(ConfigError, match="num_bins: got 8; expected at least 16"):

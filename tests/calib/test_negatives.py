@@ -14,7 +14,9 @@ from torchq.calib import HistogramCalibrator, MaxCalibrator
 
 def model(unsigned: bool) -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 4))
-    rule = torchq.Rule("*", input=torchq.QuantDescriptor(unsigned=unsigned), weight=torchq.QuantDescriptor(axis=0))
+    rule = torchq.Rule(
+        "*", input=torchq.QuantDescriptor(unsigned=unsigned), weight=torchq.QuantDescriptor(axis=0)
+    )
     torchq.quantize_(net, torchq.QuantConfig((rule,)))
     return net
 
@@ -22,7 +24,10 @@ def model(unsigned: bool) -> nn.Module:
 @pytest.mark.parametrize("method", ["max", "entropy"])
 def test_calibration_names_the_quantizer(method: str) -> None:
     batches = [torch.rand(3, 4), torch.rand(3, 4) - 0.5, torch.rand(3, 4)]
-    with pytest.warns(UserWarning, match=r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0",
+    ) as caught:
         torchq.calibrate(model(True), batches, method=method, progress=False)
     assert len(caught) == 1
 

@@ -9,7 +9,19 @@ from tests.reference import FLOAT64
 from tests.reference import fake_quantize as scalar_fake_quantize
 from torchq.calib import search_amax
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import E2M1, E4M3, INT4, INT8, UINT4, Format, Granularity, PerAxis, PerBlock, PerTensor, integer
+from torchq.formats import (
+    E2M1,
+    E4M3,
+    INT4,
+    INT8,
+    UINT4,
+    Format,
+    Granularity,
+    PerAxis,
+    PerBlock,
+    PerTensor,
+    integer,
+)
 from torchq.functional import fake_quantize
 
 
@@ -23,7 +35,9 @@ def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch
     found = search_amax(x, integer(bits), PerAxis((0,)), candidates=21)
     assert (found < PerAxis((0,)).amax(x)).any()
     for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
-        least = min(squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits) for i in range(21))
+        least = min(
+            squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits) for i in range(21)
+        )
         # The candidates are computed alike up to float64 rounding, and so are the errors.
         assert squared_error(row, amax, bits) <= least * (1 + 1e-12)
 
@@ -47,7 +61,10 @@ CASES: list[tuple[Format, Granularity, Format | None]] = [
 
 @pytest.mark.parametrize(("format", "granularity", "scale_format"), CASES)
 def test_never_worse_than_the_maximum(
-    format: Format, granularity: Granularity, scale_format: Format | None, generator: torch.Generator
+    format: Format,
+    granularity: Granularity,
+    scale_format: Format | None,
+    generator: torch.Generator,
 ) -> None:
     x = torch.randn(12, 32, generator=generator)
     amax = search_amax(x, format, granularity, scale_format=scale_format)
@@ -83,7 +100,9 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.
         errors.append(granularity.split(quantized - x).square().sum(2))
     # argmin names the first of equals, which is the largest fraction.
     chosen = torch.tensor(fractions)[torch.stack(errors).argmin(0)]
-    torch.testing.assert_close(search_amax(x, E2M1, granularity, scale_format=E4M3, candidates=3), largest * chosen)
+    torch.testing.assert_close(
+        search_amax(x, E2M1, granularity, scale_format=E4M3, candidates=3), largest * chosen
+    )
 
 
 def test_dead_channel_and_empty_tensor() -> None:
@@ -95,7 +114,9 @@ def test_dead_channel_and_empty_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_searched_in_float32(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_low_precision_is_searched_in_float32(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x = torch.randn(4, 64, generator=generator).to(dtype)
     amax = search_amax(x, INT4, PerAxis((0,)))
     assert amax.dtype is torch.float32
@@ -110,7 +131,9 @@ def test_inference_mode_leaves_no_trace(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_an_error(value: float) -> None:
-    with pytest.raises(CalibrationError, match="search_amax: got NaN or infinite values; expected a finite tensor"):
+    with pytest.raises(
+        CalibrationError, match="search_amax: got NaN or infinite values; expected a finite tensor"
+    ):
         search_amax(torch.tensor([1.0, value]), INT8)
 
 

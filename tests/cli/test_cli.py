@@ -43,16 +43,33 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_dry_run_prints_the_plan_and_changes_nothing(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_the_plan_and_changes_nothing(
+    user_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["quantize", "--model", "mynet:build", "--dry-run", "--exclude", "5"]) == 0
     out = capsys.readouterr().out
     assert "type:torch.nn.modules.conv.Conv[123]d" in out
     assert "SKIPPED: excluded" in out
-    assert [p.name for p in user_code.iterdir() if p.suffix != ".py" and p.name != "__pycache__"] == []
+    assert [
+        p.name for p in user_code.iterdir() if p.suffix != ".py" and p.name != "__pycache__"
+    ] == []
 
 
-def test_quantize_saves_a_model_that_loads(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["quantize", "--model", "mynet:build", "--data", "mynet:loader", "--num-batches", "2", "--save", "out.pt", "--no-fuse"]
+def test_quantize_saves_a_model_that_loads(
+    user_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "quantize",
+        "--model",
+        "mynet:build",
+        "--data",
+        "mynet:loader",
+        "--num-batches",
+        "2",
+        "--save",
+        "out.pt",
+        "--no-fuse",
+    ]
     assert main([*arguments, "--calib", "percentile"]) == 0
     assert "calibrated on 2 batches" in capsys.readouterr().out
     import mynet
@@ -62,17 +79,26 @@ def test_quantize_saves_a_model_that_loads(user_code: Path, capsys: pytest.Captu
     assert all(q.calibrated for q in torchq.workflow.quantizers(model).values())
 
 
-def test_quantize_fuses_exports_and_verifies(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_fuses_exports_and_verifies(
+    user_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    assert main(["quantize", "--model", "mynet:build", "--data", "mynet:loader", "--export", "out.onnx"]) == 0
+    assert (
+        main(
+            ["quantize", "--model", "mynet:build", "--data", "mynet:loader", "--export", "out.onnx"]
+        )
+        == 0
+    )
     operators = {node.op_type for node in onnx.load(user_code / "out.onnx").graph.node}
     assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= operators
     assert "BatchNormalization" not in operators
     assert "fused 1" in capsys.readouterr().out
 
 
-def test_quantize_reads_a_folder_of_images_and_a_weights_file(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_reads_a_folder_of_images_and_a_weights_file(
+    user_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torchvision")
     image = pytest.importorskip("PIL.Image")
     (user_code / "photos" / "cat").mkdir(parents=True)
@@ -83,7 +109,22 @@ def test_quantize_reads_a_folder_of_images_and_a_weights_file(user_code: Path, c
     weights = {f"module.{k}": v + 1 for k, v in mynet.build().state_dict().items()}
     torch.save({"state_dict": weights, "epoch": 3}, "w.pt")
     data = ["--data", "photos", "--batch-size", "2", "--image-size", "8"]
-    assert main(["quantize", "--model", "mynet:build", "--weights", "w.pt", *data, "--save", "out.pt", "--no-fuse"]) == 0
+    assert (
+        main(
+            [
+                "quantize",
+                "--model",
+                "mynet:build",
+                "--weights",
+                "w.pt",
+                *data,
+                "--save",
+                "out.pt",
+                "--no-fuse",
+            ]
+        )
+        == 0
+    )
     saved = torch.load("out.pt", weights_only=True)["state_dict"]
     assert torch.equal(saved["0.weight"], weights["module.0.weight"])
     assert "calibrated on 2 batches" in capsys.readouterr().out
@@ -91,7 +132,9 @@ def test_quantize_reads_a_folder_of_images_and_a_weights_file(user_code: Path, c
 
 def test_recipe_from_a_json_file(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.json").write_text(torchq.recipes.w4a4().to_json())
-    assert main(["quantize", "--model", "mynet:instance", "--recipe", "mine.json", "--dry-run"]) == 0
+    assert (
+        main(["quantize", "--model", "mynet:instance", "--recipe", "mine.json", "--dry-run"]) == 0
+    )
     assert "int4 axis=0" in capsys.readouterr().out
 
 
@@ -101,19 +144,27 @@ ERRORS = [
     (["--model", "mynet"], "expected package.module:name"),
     (["--model", "mynet:make_number"], "got a int; expected a torch.nn.Module"),
     (["--model", "mynet:build", "--weights", "no.pt"], "--weights no.pt: no such file"),
-    (["--model", "mynet:build", "--recipe", "int5"], "unknown recipe 'int5'; expected one of: .*'int8'"),
+    (
+        ["--model", "mynet:build", "--recipe", "int5"],
+        "unknown recipe 'int5'; expected one of: .*'int8'",
+    ),
     (["--model", "mynet:build", "--recipe", "no.json"], "--recipe no.json: no such file"),
     (["--model", "mynet:build"], "--data is missing"),
     (["--model", "mynet:build", "--data", "nofolder"], "no such folder"),
     (["--model", "mynet:build", "--data", "mynet:nothing"], "got no batch"),
     (["--model", "mynet:build", "--data", "mynet:make_number"], "expected an iterable of batches"),
-    (["--model", "mynet:build", "--data", "mynet:loader", "--exclude", "head.*"], "'head.\\*' matches no module"),
+    (
+        ["--model", "mynet:build", "--data", "mynet:loader", "--exclude", "head.*"],
+        "'head.\\*' matches no module",
+    ),
     (["--model", "torchvision:resnet1"], "no such model; expected one like"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "text"), ERRORS, ids=[text[:20] for _, text in ERRORS])
-def test_errors_are_one_line_and_exit_2(user_code: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_errors_are_one_line_and_exit_2(
+    user_code: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
     if arguments[1].startswith("torchvision:"):
         pytest.importorskip("torchvision")
     assert main(["quantize", *arguments]) == 2
@@ -130,7 +181,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_python_m_torchq_is_the_same_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "torchq", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchq", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == f"torchq {torchq.__version__}"
 
 

@@ -24,7 +24,10 @@ def mixin_classes() -> list[type]:
 @pytest.fixture(autouse=True)
 def nothing_legacy_leaks() -> Iterator[None]:
     """The defaults of the legacy classes, their replacement in torch.nn and the flags of the quantizer are global: give them back."""
-    before = {cls: {name: vars(cls)[name] for name in DEFAULTS if name in vars(cls)} for cls in mixin_classes()}
+    before = {
+        cls: {name: vars(cls)[name] for name in DEFAULTS if name in vars(cls)}
+        for cls in mixin_classes()
+    }
     default_map = list(package.quant_modules._DEFAULT_QUANT_MAP)
     yield
     package.quant_modules.deactivate()

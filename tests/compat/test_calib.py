@@ -36,7 +36,9 @@ def test_max_per_axis() -> None:
     x, y = draw(5, 3, 2), draw(5, 3, 2, seed=1)
     calibrator.collect(x)
     calibrator.collect(y)
-    assert calibrator.compute_amax().equal(torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True))
+    assert calibrator.compute_amax().equal(
+        torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
+    )
     with pytest.raises(RuntimeError, match="shape changed"):
         calibrator.collect(draw(6, 3, 2))
 
@@ -91,14 +93,25 @@ def numpy_histogram(batches: list[np.ndarray], num_bins: int) -> tuple[np.ndarra
 
 @pytest.mark.parametrize("torch_hist", [True, False])
 def test_histogram_of_growing_batches(torch_hist: bool) -> None:
-    calibrator = calib.HistogramCalibrator(8, None, False, num_bins=19, grow_method="append", torch_hist=torch_hist)
-    batches = [torch.rand(1023, generator=torch.Generator().manual_seed(seed)) + seed % 2 for seed in range(6)]
+    calibrator = calib.HistogramCalibrator(
+        8, None, False, num_bins=19, grow_method="append", torch_hist=torch_hist
+    )
+    batches = [
+        torch.rand(1023, generator=torch.Generator().manual_seed(seed)) + seed % 2
+        for seed in range(6)
+    ]
     for batch in batches:
         calibrator.collect(batch)
     counts, edges = numpy_histogram([batch.numpy() for batch in batches], 19)
     assert calibrator._calib_hist.tolist() == counts.tolist()
-    np.testing.assert_allclose(calibrator._calib_bin_edges.numpy(), edges, rtol=1e-6)  # fp32 products of the bin width
-    assert calibrator._calib_hist.numel() == calibrator._calib_bin_edges.numel() - 1 == calibrator._num_bins
+    np.testing.assert_allclose(
+        calibrator._calib_bin_edges.numpy(), edges, rtol=1e-6
+    )  # fp32 products of the bin width
+    assert (
+        calibrator._calib_hist.numel()
+        == calibrator._calib_bin_edges.numel() - 1
+        == calibrator._num_bins
+    )
 
 
 def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
@@ -122,10 +135,13 @@ def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("bits", "unsigned", "stride", "start"), [(8, False, 1, 128), (8, True, 3, 128), (4, False, 7, 100), (4, True, 1, 20)]
+    ("bits", "unsigned", "stride", "start"),
+    [(8, False, 1, 128), (8, True, 3, 128), (4, False, 7, 100), (4, True, 1, 20)],
 )
 @pytest.mark.parametrize("relu", [False, True])
-def test_entropy_is_the_definition(bits: int, unsigned: bool, stride: int, start: int, relu: bool) -> None:
+def test_entropy_is_the_definition(
+    bits: int, unsigned: bool, stride: int, start: int, relu: bool
+) -> None:
     x = draw(3000, seed=bits)
     x = x.relu() if relu else x
     calibrator = calib.HistogramCalibrator(bits, None, unsigned, num_bins=160)
@@ -133,12 +149,21 @@ def test_entropy_is_the_definition(bits: int, unsigned: bool, stride: int, start
     counts = calibrator._calib_hist.clone()
     stops = range(start, 161, stride)
     scores = divergences(counts.numpy(), 1 << (bits - 1 + unsigned), stops)
-    best = max(stop for stop, score in zip(stops, scores, strict=True) if score <= min(scores) * (1 + 1e-12))
-    assert calibrator.compute_amax("entropy", stride=stride, start_bin=start) == calibrator._calib_bin_edges[best]
+    best = max(
+        stop
+        for stop, score in zip(stops, scores, strict=True)
+        if score <= min(scores) * (1 + 1e-12)
+    )
+    assert (
+        calibrator.compute_amax("entropy", stride=stride, start_bin=start)
+        == calibrator._calib_bin_edges[best]
+    )
     assert calibrator._calib_hist.equal(counts)  # looking changes nothing
 
 
-@pytest.mark.parametrize(("bits", "unsigned"), [(8, False), (8, True), (4, False), ((4, 3), False), (0, False)], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "unsigned"), [(8, False), (8, True), (4, False), ((4, 3), False), (0, False)], ids=str
+)
 def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
     x = torch.cat([draw(2000), torch.tensor([6.0])])
     calibrator = calib.HistogramCalibrator(bits, None, unsigned, num_bins=200)
@@ -150,7 +175,13 @@ def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
     def error(amax: float) -> float:
         if isinstance(bits, tuple):
             scale = np.float32(448) / amax
-            codes = torch.from_numpy(centers * scale).clamp(max=448).to(torch.float8_e4m3fn).float().numpy()
+            codes = (
+                torch.from_numpy(centers * scale)
+                .clamp(max=448)
+                .to(torch.float8_e4m3fn)
+                .float()
+                .numpy()
+            )
         elif bits == 0:
             return float((centers.astype(np.float64) ** 2 * counts).sum())
         else:
@@ -168,11 +199,23 @@ def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
         ([torch.arange(100)], {}, 90, 89, 100 / 1024),
         ([torch.arange(100)], {"unsigned": True}, 80, 79, 100 / 2048),
         ([torch.arange(100), torch.arange(0, 50, 0.5)], {}, 99, 97, 100 / 1024),
-        ([torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 6, 7, 8, 9, 10])], {"skip_zeros": True}, 50, 5, 10 / 2048),
+        (
+            [torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 6, 7, 8, 9, 10])],
+            {"skip_zeros": True},
+            50,
+            5,
+            10 / 2048,
+        ),
         ([torch.arange(100)], {}, 0, 0, 0),
     ],
 )
-def test_percentiles(batches: list[torch.Tensor], options: dict[str, Any], percentile: float, near: float, within: float) -> None:
+def test_percentiles(
+    batches: list[torch.Tensor],
+    options: dict[str, Any],
+    percentile: float,
+    near: float,
+    within: float,
+) -> None:
     """``within`` is about a bin: the answer is the lower edge of one."""
     options = dict(options)
     calibrator = calib.HistogramCalibrator(8, None, options.pop("unsigned", False), **options)
@@ -206,8 +249,16 @@ def test_one_outlier_is_cut_off(method: str, unsigned: bool) -> None:
         (lambda c: c.compute_amax("mse", start_bin=4000), ValueError, "start_bin: got 4000"),
         (lambda c: c.collect(torch.tensor([1.0, torch.nan])), RuntimeError, "NaN or infinite"),
         (lambda c: c.collect(torch.tensor([-torch.inf])), RuntimeError, "NaN or infinite"),
-        (lambda c: calib.HistogramCalibrator(8, 0, False), NotImplementedError, "axis=0; expected None"),
-        (lambda c: calib.calibrate_weights(torch.nn.Linear(1, 1), method="best"), TypeError, "Unsupported calibration method 'best'"),
+        (
+            lambda c: calib.HistogramCalibrator(8, 0, False),
+            NotImplementedError,
+            "axis=0; expected None",
+        ),
+        (
+            lambda c: calib.calibrate_weights(torch.nn.Linear(1, 1), method="best"),
+            TypeError,
+            "Unsupported calibration method 'best'",
+        ),
     ],
 )
 def test_histogram_errors(call: Any, error: type[Exception], text: str) -> None:
@@ -262,7 +313,10 @@ def test_counts_do_not_saturate_in_float32() -> None:
 def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
     x = draw(30).to(dtype).requires_grad_()
     before = x.detach().clone()
-    for calibrator in (calib.MaxCalibrator(8, None, False), calib.HistogramCalibrator(8, None, False)):
+    for calibrator in (
+        calib.MaxCalibrator(8, None, False),
+        calib.HistogramCalibrator(8, None, False),
+    ):
         calibrator.collect(x)
         amax = calibrator.compute_amax()
         assert not amax.requires_grad and amax.dtype is torch.float32 and amax.shape == ()
@@ -272,7 +326,10 @@ def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
 
 def layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(
-        quant_nn.QuantConv2d(3, 5, 3), quant_nn.QuantConvTranspose2d(4, 6, 2), quant_nn.QuantLinear(7, 8), quant_nn.QuantLinear(4, 1)
+        quant_nn.QuantConv2d(3, 5, 3),
+        quant_nn.QuantConvTranspose2d(4, 6, 2),
+        quant_nn.QuantLinear(7, 8),
+        quant_nn.QuantLinear(4, 1),
     )
 
 
@@ -286,11 +343,21 @@ def test_calibrate_weights(method: str, perchannel: bool) -> None:
         axis = 1 if module.weight.shape == (4, 6, 2, 2) else 0
         parts = list(weight.unbind(axis)) if perchannel else [weight]
         for part, found in zip(parts, amax.flatten(), strict=True):
-            calibrator = calib.MaxCalibrator(8, None, False) if method == "max" else calib.HistogramCalibrator(8, None, False)
+            calibrator = (
+                calib.MaxCalibrator(8, None, False)
+                if method == "max"
+                else calib.HistogramCalibrator(8, None, False)
+            )
             calibrator.collect(part)
-            expected = calibrator.compute_amax() if method == "max" else calibrator.compute_amax(method, percentile=99.0)
+            expected = (
+                calibrator.compute_amax()
+                if method == "max"
+                else calibrator.compute_amax(method, percentile=99.0)
+            )
             assert found == expected
         if perchannel and len(parts) > 1:
-            assert amax.shape == tuple(size if d == axis else 1 for d, size in enumerate(weight.shape))
+            assert amax.shape == tuple(
+                size if d == axis else 1 for d, size in enumerate(weight.shape)
+            )
     assert all(module.input_quantizer.amax is None for module in model)
     assert model[2](torch.randn(2, 7)).shape == (2, 8)

@@ -30,7 +30,9 @@ def floats() -> nn.Sequential:
 
 
 def legacy_model() -> nn.Sequential:
-    return nn.Sequential(quant_nn.QuantConv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(16, 2))
+    return nn.Sequential(
+        quant_nn.QuantConv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(16, 2)
+    )
 
 
 def core_model() -> nn.Sequential:
@@ -42,20 +44,29 @@ def core_model() -> nn.Sequential:
 def old_state(input_amax: Tensor, weight_amax: Tensor) -> dict[str, Tensor]:
     """As the original saved it."""
     ranges = {"0._input_quantizer._amax": input_amax, "0._weight_quantizer._amax": weight_amax}
-    ranges |= {"3._input_quantizer._amax": torch.tensor(1.5), "3._weight_quantizer._amax": torch.tensor([[0.2], [0.3]])}
+    ranges |= {
+        "3._input_quantizer._amax": torch.tensor(1.5),
+        "3._weight_quantizer._amax": torch.tensor([[0.2], [0.3]]),
+    }
     return {**floats().state_dict(), **ranges}
 
 
 @pytest.mark.parametrize("input_amax", AMAX, ids=lambda t: str(tuple(t.shape)))
 @pytest.mark.parametrize("weight_amax", PER_CHANNEL, ids=lambda t: str(tuple(t.shape)))
 @pytest.mark.parametrize("assign", [False, True])
-def test_old_keys_load_strictly_in_both(input_amax: Tensor, weight_amax: Tensor, assign: bool) -> None:
+def test_old_keys_load_strictly_in_both(
+    input_amax: Tensor, weight_amax: Tensor, assign: bool
+) -> None:
     state = old_state(input_amax, weight_amax)
     legacy, core = legacy_model(), core_model()
     for model in (legacy, core):
-        missing, unexpected = model.load_state_dict({k: v.clone() for k, v in state.items()}, strict=True, assign=assign)
+        missing, unexpected = model.load_state_dict(
+            {k: v.clone() for k, v in state.items()}, strict=True, assign=assign
+        )
         assert (missing, unexpected) == ([], [])
-        assert model[0].input_quantizer.amax.equal(input_amax) and model[0].weight_quantizer.amax.equal(weight_amax)
+        assert model[0].input_quantizer.amax.equal(input_amax) and model[
+            0
+        ].weight_quantizer.amax.equal(weight_amax)
     x = torch.randn(2, 3, 4, 4)
     # q / (127 / amax) and q * (amax / 127) differ by a rounding; so a sum of 27 products may differ by a few.
     torch.testing.assert_close(legacy(x), core(x), rtol=1e-5, atol=1e-6)
@@ -101,16 +112,27 @@ def test_learned_and_scaled_quantizers_round_trip(tmp_path: Path) -> None:
     first = quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=0.5))
     first.pre_quant_scale = [1.0, 2.0]
     torch.save(first.state_dict(), tmp_path / "q.pth")
-    assert set(first.state_dict()) == {"_amax", "_pre_quant_scale", "clip.clip_value_min", "clip.clip_value_max"}
+    assert set(first.state_dict()) == {
+        "_amax",
+        "_pre_quant_scale",
+        "clip.clip_value_min",
+        "clip.clip_value_max",
+    }
     second = quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True))
     second.load_state_dict(torch.load(tmp_path / "q.pth", weights_only=True), strict=True)
-    assert second.clip.clip_value_max == 0.5 and second.pre_quant_scale.tolist() == [1, 2] and second.amax == 0.5
+    assert (
+        second.clip.clip_value_max == 0.5
+        and second.pre_quant_scale.tolist() == [1, 2]
+        and second.amax == 0.5
+    )
 
 
 def test_half_precision_ranges_become_float32() -> None:
     quantizer = quant_nn.TensorQuantizer()
     quantizer.load_state_dict({"_amax": torch.tensor(0.1).half()})
-    assert quantizer.amax.dtype is torch.float32 and quantizer.amax == torch.tensor(0.1).half().float()
+    assert (
+        quantizer.amax.dtype is torch.float32 and quantizer.amax == torch.tensor(0.1).half().float()
+    )
 
 
 # --- whole modules as the original pickled them: the same class names, and attributes without what torchq adds ---------------------
@@ -119,7 +141,12 @@ def test_half_precision_ranges_become_float32() -> None:
 @pytest.fixture
 def old_names(legacy: ModuleType) -> Iterator[None]:
     """Pickle our classes under the names that the original's had."""
-    classes = [quant_nn.TensorQuantizer, quant_nn.QuantConv2d, calib.MaxCalibrator, calib.HistogramCalibrator]
+    classes = [
+        quant_nn.TensorQuantizer,
+        quant_nn.QuantConv2d,
+        calib.MaxCalibrator,
+        calib.HistogramCalibrator,
+    ]
     own = {cls: cls.__module__ for cls in classes}
     for cls, name in own.items():
         cls.__module__ = name.removeprefix("torchq.compat.")
@@ -142,11 +169,16 @@ def old_pickle(module: nn.Module, calibrators: dict[str, Any]) -> bytes:
 
 
 def test_pickled_modules_of_the_original_load(old_names: None) -> None:
-    layer = quant_nn.QuantConv2d(3, 4, 3, quant_desc_input=QuantDescriptor(calib_method="histogram"))
+    layer = quant_nn.QuantConv2d(
+        3, 4, 3, quant_desc_input=QuantDescriptor(calib_method="histogram")
+    )
     layer.input_quantizer.amax = 2.0
     common = {"_num_bits": 8, "_unsigned": False}
     histogram = {**common, "_axis": None, "_num_bins": 4, "_skip_zeros": False, "_torch_hist": True}
-    histogram |= {"_calib_hist": np.array([1.0, 0.0, 2.0, 1.0]), "_calib_bin_edges": np.linspace(0, 2, 5)}
+    histogram |= {
+        "_calib_hist": np.array([1.0, 0.0, 2.0, 1.0]),
+        "_calib_bin_edges": np.linspace(0, 2, 5),
+    }
     maximum = {**common, "_axis": 0, "_track_amax": False, "_calib_amax": torch.tensor(3.0)}
     data = old_pickle(layer, {"_input_quantizer": histogram, "_weight_quantizer": maximum})
     assert b"torchq" not in data

@@ -14,7 +14,12 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
 def legacy_model() -> nn.Sequential:
-    return nn.Sequential(quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantAvgPool2d(2), nn.Flatten(), quant_nn.QuantLinear(16, 2))
+    return nn.Sequential(
+        quant_nn.QuantConv2d(3, 4, 3),
+        quant_nn.QuantAvgPool2d(2),
+        nn.Flatten(),
+        quant_nn.QuantLinear(16, 2),
+    )
 
 
 def batch() -> torch.Tensor:
@@ -26,9 +31,13 @@ def test_calibrate() -> None:
     model[1].input_quantizer.disable()
     torchq.calibrate(model, [batch()], progress=False)
     assert model[0].input_quantizer.amax == batch().abs().max()
-    assert model[0].weight_quantizer.amax.equal(model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True))
+    assert model[0].weight_quantizer.amax.equal(
+        model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
+    )
     assert model[1].input_quantizer.amax is None and model[1].input_quantizer._disabled
-    assert model[0].input_quantizer.mode == "quantize" and model[0].input_quantizer.calibrator is None
+    assert (
+        model[0].input_quantizer.mode == "quantize" and model[0].input_quantizer.calibrator is None
+    )
     with pytest.warns(UserWarning, match="are calibrated already"):
         torchq.calibrate(model, [batch()], progress=False)
 
@@ -41,12 +50,19 @@ def test_calibrate_by_another_method() -> None:
     assert ordered[index - 3] <= model[0].input_quantizer.amax <= ordered[index + 3]
 
 
-@pytest.mark.parametrize(("disabled", "quant", "calib"), [(d, q, c) for d in (0, 1) for q in (0, 1) for c in (0, 1)])
+@pytest.mark.parametrize(
+    ("disabled", "quant", "calib"), [(d, q, c) for d in (0, 1) for q in (0, 1) for c in (0, 1)]
+)
 def test_modes_map_to_the_flags_and_back(disabled: int, quant: int, calib: int) -> None:
-    quantizer = quant_nn.TensorQuantizer(disabled=bool(disabled), if_quant=bool(quant), if_calib=bool(calib))
+    quantizer = quant_nn.TensorQuantizer(
+        disabled=bool(disabled), if_quant=bool(quant), if_calib=bool(calib)
+    )
     before = quantizer.mode
     assert (
-        before == {(0, 0): "off", (0, 1): "quantize", (1, 0): "observe", (1, 1): "observe+quantize"}[(0, 0) if disabled else (calib, quant)]
+        before
+        == {(0, 0): "off", (0, 1): "quantize", (1, 0): "observe", (1, 1): "observe+quantize"}[
+            (0, 0) if disabled else (calib, quant)
+        ]
     )
     model = nn.Sequential(quantizer)
     with torchq.disabled(model, "*"):
@@ -71,16 +87,25 @@ def test_summary_and_descriptor() -> None:
     torchq.calibrate(model, [batch()], progress=False)
     text = str(torchq.summary(model))
     assert "0._input_quantizer" in text and "3._weight_quantizer" in text and "int8" in text
-    fields = quant_nn.TensorQuantizer(QuantDescriptor(4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True)).descriptor
-    assert fields == torchq.QuantDescriptor(4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True)
-    assert quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True)).descriptor.format.name == "e4m3"
+    fields = quant_nn.TensorQuantizer(
+        QuantDescriptor(4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True)
+    ).descriptor
+    assert fields == torchq.QuantDescriptor(
+        4, axis=0, unsigned=True, scale_amax=0.5, narrow_range=True
+    )
+    assert (
+        quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True)).descriptor.format.name
+        == "e4m3"
+    )
 
 
 def test_step_and_range() -> None:
     quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=2.54, scale_amax=0.5))
-    assert quantizer.step.item() == pytest.approx(0.01) and quantizer.range_for(batch()) == pytest.approx(1.27)
-    with pytest.raises(RuntimeError, match="the step is not known"):
-        _ = quant_nn.TensorQuantizer().step
+    assert quantizer.calculate_qparams()[0].item() == pytest.approx(0.01) and quantizer.range_for(
+        batch()
+    ) == pytest.approx(1.27)
+    with pytest.raises(RuntimeError, match="the scale is not known"):
+        _ = quant_nn.TensorQuantizer().calculate_qparams()
     quantizer.forget_amax()
     assert quantizer.amax is None and not quantizer.calibrated
     quantizer.set_amax([1.0, 2.0])
@@ -101,13 +126,20 @@ def test_saved_legacy_models_load_as_new_ones(tmp_path: Path) -> None:
     torchq.save(model, tmp_path / "model.pt")
     fresh = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
     torchq.load(fresh, tmp_path / "model.pt")
-    assert [type(m) for m in fresh] == [torchq.nn.QuantConv2d, torchq.nn.QuantAvgPool2d, nn.Flatten, torchq.nn.QuantLinear]
+    assert [type(m) for m in fresh] == [
+        torchq.nn.QuantConv2d,
+        torchq.nn.QuantAvgPool2d,
+        nn.Flatten,
+        torchq.nn.QuantLinear,
+    ]
     # q / (127 / amax) against q * (amax / 127): one rounding each.
     torch.testing.assert_close(fresh(batch()), model(batch()), rtol=1e-5, atol=1e-6)
 
 
 def test_freezing() -> None:
-    model = nn.Sequential(quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True)))
+    model = nn.Sequential(
+        quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True))
+    )
     torchq.freeze_(model)
     assert not any(p.requires_grad for p in model[0].input_quantizer.parameters())
 

@@ -17,18 +17,32 @@ onnx = pytest.importorskip("onnx")
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MODERN = pytest.param(
-    True, id="dynamo", marks=pytest.mark.skipif(TORCH < (2, 8), reason="this exporter writes QuantizeLinear from torch 2.8 on")
+    True,
+    id="dynamo",
+    marks=pytest.mark.skipif(
+        TORCH < (2, 8), reason="this exporter writes QuantizeLinear from torch 2.8 on"
+    ),
 )
 # The TorchScript exporter and tracing warn about themselves on every call.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def calibrated(num_bits: Any = 8, per_channel: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
+def calibrated(
+    num_bits: Any = 8, per_channel: bool = True, dtype: torch.dtype = torch.float32, **options: Any
+) -> nn.Sequential:
     descriptors = {
         "quant_desc_input": QuantDescriptor(num_bits, **options),
         "quant_desc_weight": QuantDescriptor(num_bits, axis=0 if per_channel else None),
     }
-    model = nn.Sequential(quant_nn.QuantLinear(6, 8, **descriptors), nn.ReLU(), quant_nn.QuantLinear(8, 4, **descriptors)).to(dtype).eval()
+    model = (
+        nn.Sequential(
+            quant_nn.QuantLinear(6, 8, **descriptors),
+            nn.ReLU(),
+            quant_nn.QuantLinear(8, 4, **descriptors),
+        )
+        .to(dtype)
+        .eval()
+    )
     quantizers = [m for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer)]
     for quantizer in quantizers:
         quantizer.enable_calib()
@@ -46,11 +60,15 @@ def example(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-def export(model: nn.Module, x: torch.Tensor, path: Path, *, dynamo: bool, opset: int = 17, **options: Any) -> Any:
+def export(
+    model: nn.Module, x: torch.Tensor, path: Path, *, dynamo: bool, opset: int = 17, **options: Any
+) -> Any:
     if dynamo:
         pytest.importorskip("onnxscript")
         opset = max(opset, 18)  # what this exporter writes; it converts to older ones
-    torch.onnx.export(model, (x,), str(path), opset_version=opset, input_names=["input"], dynamo=dynamo, **options)
+    torch.onnx.export(
+        model, (x,), str(path), opset_version=opset, input_names=["input"], dynamo=dynamo, **options
+    )
     return onnx.load(str(path))
 
 
@@ -68,7 +86,11 @@ def run(path: Path, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
-@pytest.mark.parametrize(("inside", "per_channel"), [(True, True), (False, False)], ids=["inside-channel", "outside-tensor"])
+@pytest.mark.parametrize(
+    ("inside", "per_channel"),
+    [(True, True), (False, False)],
+    ids=["inside-channel", "outside-tensor"],
+)
 def test_int8(tmp_path: Path, dynamo: bool, inside: bool, per_channel: bool) -> None:
     model = calibrated(per_channel=per_channel)
     path = tmp_path / "model.onnx"
@@ -87,22 +109,36 @@ def test_int8(tmp_path: Path, dynamo: bool, inside: bool, per_channel: bool) -> 
 
 
 @pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
-@pytest.mark.parametrize("options", [{"narrow_range": True, "scale_amax": 0.5}, {"num_bits": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"narrow_range": True, "scale_amax": 0.5}, {"num_bits": 4}], ids=str
+)
 def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) -> None:
     """Ranges and bounds that int8 does not have are clipped before."""
     model = calibrated(**options)
-    found = export(model, example(), tmp_path / "model.onnx", dynamo=dynamo, opset=21 if dynamo and "num_bits" in options else 17)
+    found = export(
+        model,
+        example(),
+        tmp_path / "model.onnx",
+        dynamo=dynamo,
+        opset=21 if dynamo and "num_bits" in options else 17,
+    )
     assert count(found, "QuantizeLinear") == 4
     with torch.no_grad():
-        torch.testing.assert_close(run(tmp_path / "model.onnx", example()), model(example()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            run(tmp_path / "model.onnx", example()), model(example()), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
 def test_learned_ranges(tmp_path: Path, dynamo: bool) -> None:
-    model = nn.Sequential(quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=1.5))).eval()
+    model = nn.Sequential(
+        quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=1.5))
+    ).eval()
     found = export(model, example(), tmp_path / "model.onnx", dynamo=dynamo)
     assert count(found, "QuantizeLinear") == 1
-    torch.testing.assert_close(run(tmp_path / "model.onnx", example()), model(example()).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        run(tmp_path / "model.onnx", example()), model(example()).detach(), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
@@ -112,7 +148,12 @@ def test_half_precision(tmp_path: Path, dynamo: bool, low_dtype: torch.dtype) ->
     assert count(found, "QuantizeLinear") == 4
     if low_dtype is torch.float16:  # onnxruntime multiplies no bfloat16 matrices on the CPU
         with torch.no_grad():
-            torch.testing.assert_close(run(tmp_path / "model.onnx", example(low_dtype)), model(example(low_dtype)), rtol=0, atol=1e-2)
+            torch.testing.assert_close(
+                run(tmp_path / "model.onnx", example(low_dtype)),
+                model(example(low_dtype)),
+                rtol=0,
+                atol=1e-2,
+            )
 
 
 @pytest.mark.parametrize(
@@ -122,31 +163,47 @@ def test_half_precision(tmp_path: Path, dynamo: bool, low_dtype: torch.dtype) ->
         (False, 17, ("TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"), torch.float16),
         (False, 17, ("TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"), torch.bfloat16),
         (False, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32),
-        pytest.param(True, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32, marks=MODERN.marks),
+        pytest.param(
+            True, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32, marks=MODERN.marks
+        ),
     ],
     ids=str,
 )
-def test_fp8(tmp_path: Path, dynamo: bool, opset: int, operators: tuple[str, str], dtype: torch.dtype) -> None:
+def test_fp8(
+    tmp_path: Path, dynamo: bool, opset: int, operators: tuple[str, str], dtype: torch.dtype
+) -> None:
     """Before opset 19 there is no standard operator: TensorRT's own are written, as the original did."""
     model = calibrated((4, 3), per_channel=False, dtype=dtype)
     with enable_onnx_export():
         found = export(model, example(dtype), tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
     assert [count(found, name) for name in operators] == [4, 4]
-    assert {node.domain for node in found.graph.node if node.op_type in operators} == ({"trt"} if opset == 17 else {""})
+    assert {node.domain for node in found.graph.node if node.op_type in operators} == (
+        {"trt"} if opset == 17 else {""}
+    )
     if opset == 19 and dtype is torch.float32:
         with torch.no_grad():
-            torch.testing.assert_close(run(tmp_path / "model.onnx", example()), model(example()), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                run(tmp_path / "model.onnx", example()), model(example()), rtol=0, atol=1e-5
+            )
 
 
 def test_fp8_with_channels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="expected a scalar"):
-        export(calibrated((4, 3), per_channel=True), example(), tmp_path / "model.onnx", dynamo=False)
+        export(
+            calibrated((4, 3), per_channel=True), example(), tmp_path / "model.onnx", dynamo=False
+        )
 
 
 def test_uncalibrated_quantizers_are_named(tmp_path: Path) -> None:
-    with enable_onnx_export(), pytest.raises(RuntimeError, match="Quantizer has not been calibrated"):
+    with (
+        enable_onnx_export(),
+        pytest.raises(RuntimeError, match="Quantizer has not been calibrated"),
+    ):
         export(quant_nn.QuantLinear(6, 8), example(), tmp_path / "model.onnx", dynamo=False)
     model = quant_nn.QuantLinear(6, 8)
     for quantizer in (model.input_quantizer, model.weight_quantizer):
         quantizer.disable()
-    assert count(export(model, example(), tmp_path / "model.onnx", dynamo=False), "QuantizeLinear") == 0
+    assert (
+        count(export(model, example(), tmp_path / "model.onnx", dynamo=False), "QuantizeLinear")
+        == 0
+    )

@@ -39,13 +39,20 @@ MODULES = [
     ".utils.reduce_amax",
 ]
 
-SPATIAL = [f"{kind}{d}d" for kind in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm") for d in (1, 2, 3)]
+SPATIAL = [
+    f"{kind}{d}d"
+    for kind in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
+    for d in (1, 2, 3)
+]
 LAYERS = [*SPATIAL, "Linear", "LSTM", "LSTMCell"]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_path_is_the_same_object(legacy: ModuleType, name: str) -> None:
-    assert importlib.import_module("pytorch_quantization" + name) is sys.modules["torchq.compat.pytorch_quantization" + name]
+    assert (
+        importlib.import_module("pytorch_quantization" + name)
+        is sys.modules["torchq.compat.pytorch_quantization" + name]
+    )
 
 
 def test_the_old_import_statements(legacy: ModuleType) -> None:
@@ -66,7 +73,9 @@ def test_the_old_import_statements(legacy: ModuleType) -> None:
     assert namespace["quant_nn"] is package.nn
     assert callable(namespace["quant_utils"].reduce_amax)  # type: ignore[attr-defined]
     assert namespace["pytorch_quantization"].__version__ == "2.2.1"  # type: ignore[attr-defined]
-    assert {"initialize", "deactivate", "enable_onnx_export"} <= set(dir(namespace["pytorch_quantization"]))
+    assert {"initialize", "deactivate", "enable_onnx_export"} <= set(
+        dir(namespace["pytorch_quantization"])
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -89,7 +98,10 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
     other = ModuleType("pytorch_quantization")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "pytorch_quantization", other)
-    with pytest.raises(torchq.errors.QuantizationError, match=r"imported already, from elsewhere\.py; expected to come first"):
+    with pytest.raises(
+        torchq.errors.QuantizationError,
+        match=r"imported already, from elsewhere\.py; expected to come first",
+    ):
         torchq.compat.install()
     torchq.compat.uninstall()
     assert sys.modules["pytorch_quantization"] is other
@@ -100,7 +112,9 @@ def test_absl_stand_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     for name in [name for name in sys.modules if name.split(".")[0] == "absl"]:
         monkeypatch.delitem(sys.modules, name)
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "absl" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "absl" else find_spec(name)
+    )
     torchq.compat.install()
     from absl import logging as quant_logging
 

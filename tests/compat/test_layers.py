@@ -28,8 +28,12 @@ INPUT_ONLY: list[tuple[str, tuple[Any, ...], tuple[int, ...]]] = [
     *((f"AdaptiveAvgPool{d}d", (3,), SHAPES[d]) for d in (1, 2, 3)),
     *((f"InstanceNorm{d}d", (4,), SHAPES[d]) for d in (1, 2, 3)),
 ]
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {f"Conv{d}d": getattr(F, f"conv{d}d") for d in (1, 2, 3)}
-FUNCTIONS |= {f"ConvTranspose{d}d": getattr(F, f"conv_transpose{d}d") for d in (1, 2, 3)} | {"Linear": F.linear}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    f"Conv{d}d": getattr(F, f"conv{d}d") for d in (1, 2, 3)
+}
+FUNCTIONS |= {f"ConvTranspose{d}d": getattr(F, f"conv_transpose{d}d") for d in (1, 2, 3)} | {
+    "Linear": F.linear
+}
 
 
 def make(name: str, arguments: tuple[Any, ...], **options: Any) -> Any:
@@ -41,8 +45,12 @@ def per_channel(weight: Tensor, axis: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("name", "arguments", "shape", "axis"), WEIGHTED, ids=[row[0] for row in WEIGHTED])
-def test_weighted_layers(name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], axis: int, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "shape", "axis"), WEIGHTED, ids=[row[0] for row in WEIGHTED]
+)
+def test_weighted_layers(
+    name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], axis: int, bias: bool
+) -> None:
     x = torch.randn(shape)
     layer = make(name, arguments, bias=bias)
     function = FUNCTIONS[name]
@@ -55,21 +63,35 @@ def test_weighted_layers(name: str, arguments: tuple[Any, ...], shape: tuple[int
     assert layer(x).equal(function(x, weight, layer.bias))
     layer.input_quantizer.enable()
     assert layer(x).equal(function(quantized[1], weight, layer.bias))
-    flat = make(name, arguments, bias=bias, quant_desc_weight=QuantDescriptor(num_bits=3), quant_desc_input=QuantDescriptor(num_bits=4))
+    flat = make(
+        name,
+        arguments,
+        bias=bias,
+        quant_desc_weight=QuantDescriptor(num_bits=3),
+        quant_desc_input=QuantDescriptor(num_bits=4),
+    )
     flat.load_state_dict(layer.state_dict())
-    assert flat(x).equal(function(quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3), layer.bias))
+    assert flat(x).equal(
+        function(quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3), layer.bias)
+    )
 
 
-@pytest.mark.parametrize(("name", "arguments", "shape"), INPUT_ONLY, ids=[row[0] for row in INPUT_ONLY])
+@pytest.mark.parametrize(
+    ("name", "arguments", "shape"), INPUT_ONLY, ids=[row[0] for row in INPUT_ONLY]
+)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_input_layers(name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], bits: int) -> None:
+def test_input_layers(
+    name: str, arguments: tuple[Any, ...], shape: tuple[int, ...], bits: int
+) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     layer = make(name, arguments, quant_desc_input=QuantDescriptor(num_bits=bits))
     plain = getattr(nn, name)(*arguments)
     assert layer(x).equal(plain(tensor_quant.fake_tensor_quant(x, x.abs().max(), bits)))
     layer.input_quantizer.disable()
     assert layer(x).equal(plain(x))
-    assert isinstance(layer, (getattr(nn, name), _utils.QuantInputMixin)) and not isinstance(layer, _utils.QuantMixin)
+    assert isinstance(layer, (getattr(nn, name), _utils.QuantInputMixin)) and not isinstance(
+        layer, _utils.QuantMixin
+    )
 
 
 def test_an_input_with_several_axes() -> None:
@@ -114,10 +136,27 @@ def test_device_and_dtype_keywords() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Conv2d", "ConvTranspose1d", "Linear", "MaxPool1d", "AdaptiveAvgPool3d", "InstanceNorm2d", "LSTM", "LSTMCell"]
+    "name",
+    [
+        "Conv2d",
+        "ConvTranspose1d",
+        "Linear",
+        "MaxPool1d",
+        "AdaptiveAvgPool3d",
+        "InstanceNorm2d",
+        "LSTM",
+        "LSTMCell",
+    ],
 )
 def test_errors(name: str) -> None:
-    arguments = {"Linear": (7, 9), "MaxPool1d": (3,), "AdaptiveAvgPool3d": (3,), "InstanceNorm2d": (3,), "LSTM": (3, 4), "LSTMCell": (3, 4)}
+    arguments = {
+        "Linear": (7, 9),
+        "MaxPool1d": (3,),
+        "AdaptiveAvgPool3d": (3,),
+        "InstanceNorm2d": (3,),
+        "LSTM": (3, 4),
+        "LSTMCell": (3, 4),
+    }
     given = arguments.get(name, (3, 4, 3))
     with pytest.raises(TypeError, match=r"Unused keys: got \['descriptor'\]"):
         make(name, given, descriptor="oops")
@@ -140,7 +179,10 @@ def test_defaults_belong_to_the_class() -> None:
     quant_nn.Linear.set_default_quant_desc_weight(QuantDescriptor(num_bits=5))
     assert quant_nn.QuantLinear(2, 2).weight_quantizer.num_bits == 5
     quant_nn.QuantMaxPool2d.set_default_quant_desc_input(QuantDescriptor(num_bits=4))
-    assert (quant_nn.QuantMaxPool2d(2).input_quantizer.num_bits, quant_nn.QuantMaxPool1d(2).input_quantizer.num_bits) == (4, 8)
+    assert (
+        quant_nn.QuantMaxPool2d(2).input_quantizer.num_bits,
+        quant_nn.QuantMaxPool1d(2).input_quantizer.num_bits,
+    ) == (4, 8)
     with pytest.raises(ValueError, match="expected an instance of QuantDescriptor"):
         quant_nn.QuantLinear.set_default_quant_desc_input(8)
 
@@ -151,8 +193,17 @@ def test_defaults_were_put_back() -> None:
 
 
 def test_every_module_called_quantizer_can_be_disabled() -> None:
-    model = nn.ModuleList([quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True)), quant_nn.QuantLSTM(2, 2, 2)])
-    names = [name for name, module in model.named_modules() if "quantizer" in name and module.disable() is None]
+    model = nn.ModuleList(
+        [
+            quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True)),
+            quant_nn.QuantLSTM(2, 2, 2),
+        ]
+    )
+    names = [
+        name
+        for name, module in model.named_modules()
+        if "quantizer" in name and module.disable() is None
+    ]
     assert len(names) == 2 + 1 + 2 * (1 + 2)  # two quantizers and a clip; two lists of two
     assert all(m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer))
     model[1]._input_quantizers.enable()
@@ -164,12 +215,16 @@ class QuantScale(nn.Linear, _utils.QuantMixin):
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(in_features, out_features, bias)
         self.init_quantizer(*_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs))
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self._input_quantizer(input), self._weight_quantizer(self.weight), bias=self.bias)
+        return F.linear(
+            self._input_quantizer(input), self._weight_quantizer(self.weight), bias=self.bias
+        )
 
 
 class QuantTwice(quant_nn.QuantConv2d):
@@ -201,7 +256,9 @@ def test_modules_made_by_new_and_copied_attributes() -> None:
 
     def attach(module: Any) -> None:
         descriptors = _utils.pop_quant_desc_in_kwargs(type(module))
-        module.init_quantizer(*(descriptors[:1] if isinstance(module, _utils.QuantInputMixin) else descriptors))
+        module.init_quantizer(
+            *(descriptors[:1] if isinstance(module, _utils.QuantInputMixin) else descriptors)
+        )
 
     floats = [
         nn.Conv2d(2, 3, 3, padding=1, groups=1, padding_mode="reflect"),
@@ -209,7 +266,12 @@ def test_modules_made_by_new_and_copied_attributes() -> None:
         nn.AvgPool2d(2, ceil_mode=True),
         nn.LSTM(4, 3, 2),
     ]
-    inputs = [torch.randn(1, 2, 5, 5), torch.randn(3, 4), torch.randn(1, 2, 5, 5), torch.randn(6, 2, 4)]
+    inputs = [
+        torch.randn(1, 2, 5, 5),
+        torch.randn(3, 4),
+        torch.randn(1, 2, 5, 5),
+        torch.randn(6, 2, 4),
+    ]
     for plain, x in zip(floats, inputs, strict=True):
         wanted = plain(x)
         cls = getattr(quant_nn, f"Quant{type(plain).__name__}")
@@ -222,20 +284,32 @@ def test_modules_made_by_new_and_copied_attributes() -> None:
             if isinstance(module, quant_nn.TensorQuantizer):
                 module.disable()
         found = layer(x)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # LSTM: a loop instead of a kernel
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-5, atol=1e-6
+        )  # LSTM: a loop instead of a kernel
 
 
 def test_copies_and_pickles() -> None:
-    model = nn.Sequential(quant_nn.QuantConv2d(2, 3, 3), quant_nn.QuantMaxPool2d(2), nn.Flatten(), quant_nn.QuantLinear(12, 2))
+    model = nn.Sequential(
+        quant_nn.QuantConv2d(2, 3, 3),
+        quant_nn.QuantMaxPool2d(2),
+        nn.Flatten(),
+        quant_nn.QuantLinear(12, 2),
+    )
     model[0].input_quantizer.amax = 2.0
     x = torch.randn(2, 2, 6, 6)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other(x).equal(model(x))
-        assert other[0].input_quantizer.amax == 2 and other[0].input_quantizer is not model[0].input_quantizer
+        assert (
+            other[0].input_quantizer.amax == 2
+            and other[0].input_quantizer is not model[0].input_quantizer
+        )
 
 
 def test_autocast_training_step() -> None:
-    model = nn.Sequential(quant_nn.QuantConv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(4 * 36, 3))
+    model = nn.Sequential(
+        quant_nn.QuantConv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), quant_nn.QuantLinear(4 * 36, 3)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(torch.randn(8, 1, 8, 8)), torch.arange(8) % 3)

@@ -21,7 +21,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 def test_code_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    ranges = {"0._input_quantizer._amax": torch.tensor(2.0), "0._weight_quantizer._amax": torch.ones(4, 1, 1, 1)}
+    ranges = {
+        "0._input_quantizer._amax": torch.tensor(2.0),
+        "0._weight_quantizer._amax": torch.ones(4, 1, 1, 1),
+    }
     torch.save({**model.state_dict(), **ranges}, "calibrated.pth")
     old_model = nn.Sequential(pytorch_quantization.nn.QuantConv2d(3, 4, 3))
     old_model[0].input_quantizer.amax = 2.0

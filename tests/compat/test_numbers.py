@@ -11,7 +11,12 @@ from torchq.compat.pytorch_quantization import cuda_ext, tensor_quant
 from torchq.compat.pytorch_quantization.nn import TensorQuantizer
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
-STORED = {torch.float32: ref.FLOAT32, torch.float16: ref.FLOAT16, torch.bfloat16: ref.BFLOAT16, torch.float64: ref.FLOAT64}
+STORED = {
+    torch.float32: ref.FLOAT32,
+    torch.float16: ref.FLOAT16,
+    torch.bfloat16: ref.BFLOAT16,
+    torch.float64: ref.FLOAT64,
+}
 BITS = [2, 3, 4, 5, 7, 8, 11, 16]
 BOOLS = [False, True]
 
@@ -24,15 +29,29 @@ def data(dtype: torch.dtype, unsigned: bool, amax: float) -> Tensor:
     """Values on both sides of the range, its ends, and ties between codes of 4 and 8 bits."""
     generator = torch.Generator().manual_seed(3)
     ties = (torch.arange(-9, 9) + 0.5) / 7 * amax
-    x = torch.cat([torch.randn(60, generator=generator) * amax, torch.tensor([0.0, -0.0, amax, -amax, 1e-9]), ties, ties * 7 / 127])
+    x = torch.cat(
+        [
+            torch.randn(60, generator=generator) * amax,
+            torch.tensor([0.0, -0.0, amax, -amax, 1e-9]),
+            ties,
+            ties * 7 / 127,
+        ]
+    )
     return (x.abs() if unsigned else x).to(dtype)
 
 
-def expected(x: Tensor, amax: Tensor, bits: int, unsigned: bool, narrow: bool) -> tuple[list[float], list[float]]:
+def expected(
+    x: Tensor, amax: Tensor, bits: int, unsigned: bool, narrow: bool
+) -> tuple[list[float], list[float]]:
     """Codes, and values as ``x``'s dtype stores them."""
     spec = working(x.dtype)
-    rows = [ref.tensor_quant(v, a, bits, unsigned, narrow, spec) for v, a in zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)]
-    return [float(code) for code, _, _ in rows], [ref.round_to(value, STORED[x.dtype]) for _, _, value in rows]
+    rows = [
+        ref.tensor_quant(v, a, bits, unsigned, narrow, spec)
+        for v, a in zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)
+    ]
+    return [float(code) for code, _, _ in rows], [
+        ref.round_to(value, STORED[x.dtype]) for _, _, value in rows
+    ]
 
 
 @pytest.mark.parametrize("narrow", BOOLS)
@@ -42,11 +61,17 @@ def test_fake_tensor_quant(dtype: torch.dtype, bits: int, unsigned: bool, narrow
     amax = torch.tensor(1.37)
     x = data(dtype, unsigned, 1.37)
     codes, values = expected(x, amax, bits, unsigned, narrow)
-    for function in (tensor_quant.fake_tensor_quant, tensor_quant.legacy_fake_tensor_quant, tensor_quant.FakeTensorQuantFunction.apply):
+    for function in (
+        tensor_quant.fake_tensor_quant,
+        tensor_quant.legacy_fake_tensor_quant,
+        tensor_quant.FakeTensorQuantFunction.apply,
+    ):
         found = function(x, amax, bits, unsigned, narrow)
         assert found.dtype is dtype
         assert found.double().tolist() == values
-    quantizer = TensorQuantizer(QuantDescriptor(bits, amax=1.37, unsigned=unsigned, narrow_range=narrow))
+    quantizer = TensorQuantizer(
+        QuantDescriptor(bits, amax=1.37, unsigned=unsigned, narrow_range=narrow)
+    )
     assert quantizer(x).double().tolist() == values
     found, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
     assert found.double().tolist() == [ref.round_to(code, STORED[dtype]) for code in codes]
@@ -59,19 +84,30 @@ def test_defaults_of_each_entry() -> None:
     assert tensor_quant.tensor_quant(x, 1.0)[0].item() == -127
     assert tensor_quant.fake_tensor_quant(x, 1.0).item() == -1.0
     assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False))(x).item() == -128
-    assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True))(x).item() == -127
+    assert (
+        TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True))(x).item()
+        == -127
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1, (0,), (0, 2)])
 @pytest.mark.parametrize("unsigned", BOOLS)
-def test_per_axis_ranges_of_each_call(dtype: torch.dtype, axis: int | tuple[int, ...], unsigned: bool) -> None:
+def test_per_axis_ranges_of_each_call(
+    dtype: torch.dtype, axis: int | tuple[int, ...], unsigned: bool
+) -> None:
     x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = x.abs() if unsigned else x
     kept = {a % 3 for a in ((axis,) if isinstance(axis, int) else axis)}
     amax = x.abs().amax([d for d in range(3) if d not in kept], keepdim=True).to(torch.float64)
     flat = amax.expand(x.shape).reshape(-1)
     _, values = expected(x.reshape(-1), flat, 8, unsigned, False)
-    assert TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x).double().reshape(-1).tolist() == values
+    assert (
+        TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
+        .double()
+        .reshape(-1)
+        .tolist()
+        == values
+    )
 
 
 def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
@@ -125,32 +161,53 @@ def test_unsigned_maps_negative_values_to_zero() -> None:
 
 @pytest.mark.parametrize("amax", [None, 2.0, 0.3])
 def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
-    x = torch.cat([torch.arange(-2, 2, 0.2), torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])]).to(dtype)
+    x = torch.cat([torch.arange(-2, 2, 0.2), torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])]).to(
+        dtype
+    )
     spec = working(dtype)
     stored = torch.tensor(448.0 if amax is None else amax).item()  # ranges are kept in fp32
     scale = ref.round_to(448 / ref.Fraction(stored), spec)
     wanted = []
     for value in x.tolist():
-        code = ref.round_to(ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec), ref.E4M3, saturate=True)
+        code = ref.round_to(
+            ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec), ref.E4M3, saturate=True
+        )
         dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
         wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
-    assert tensor_quant.scaled_e4m3(x, amax if amax is None else torch.tensor(amax)).double().tolist() == wanted
+    assert (
+        tensor_quant.scaled_e4m3(x, amax if amax is None else torch.tensor(amax)).double().tolist()
+        == wanted
+    )
     if amax is None:
         assert cuda_ext.fake_e4m3fy(x).double().tolist() == wanted
     else:
-        assert TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))(x).double().tolist() == wanted
+        assert (
+            TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))(x).double().tolist()
+            == wanted
+        )
 
 
 def test_e4m3_drops_values_that_fp16_does_not_have() -> None:
     """Also where a small range would scale them up to something."""
-    found = tensor_quant.scaled_e4m3(torch.tensor([5.9e-8, -5.9e-8, 6.0e-8, 1e-6]), torch.tensor(1e-6))
+    found = tensor_quant.scaled_e4m3(
+        torch.tensor([5.9e-8, -5.9e-8, 6.0e-8, 1e-6]), torch.tensor(1e-6)
+    )
     assert found[:2].eq(0).all() and found[2:].gt(0).all()
 
 
 def test_published_e4m3_values() -> None:
     """Of the FP8 values that the original documents."""
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
-    assert tensor_quant.scaled_e4m3(x).tolist() == [-2.0, -1.75, -1.25, -0.625, 0.203125, 0.8125, 1.375, 1.75]
+    assert tensor_quant.scaled_e4m3(x).tolist() == [
+        -2.0,
+        -1.75,
+        -1.25,
+        -0.625,
+        0.203125,
+        0.8125,
+        1.375,
+        1.75,
+    ]
     torch.testing.assert_close(
         tensor_quant.scaled_e4m3(x, torch.tensor(2.0)),
         torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]),
@@ -162,11 +219,18 @@ def test_published_e4m3_values() -> None:
 def test_fake_affine() -> None:
     """On its own grid the identity; elsewhere the nearest of 2**bits points from min to max."""
     grid = torch.tensor([-128.0, -101, -13, -1, 0, 2, 5, 13, 93, 127])
-    assert tensor_quant.fake_affine_tensor_quant(grid, grid.min(), grid.max()).tolist() == grid.tolist()
+    assert (
+        tensor_quant.fake_affine_tensor_quant(grid, grid.min(), grid.max()).tolist()
+        == grid.tolist()
+    )
     x = torch.tensor([-1.0, -0.1, 0.0, 0.4, 0.7, 2.0, 9.0])
     # min 0, max 3, 2 bits: step 1
     assert tensor_quant.fake_affine_tensor_quant(x, 0.0, 3.0, 2).tolist() == [0, 0, 0, 0, 1, 2, 3]
-    assert tensor_quant.fake_affine_tensor_quant(x, torch.tensor(1.0), torch.tensor(1.0)).isfinite().all()
+    assert (
+        tensor_quant.fake_affine_tensor_quant(x, torch.tensor(1.0), torch.tensor(1.0))
+        .isfinite()
+        .all()
+    )
 
 
 def test_compiled_extension_in_place(dtype: torch.dtype) -> None:

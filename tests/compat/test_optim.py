@@ -13,7 +13,10 @@ from torchq.compat.pytorch_quantization.optim import helper
 
 
 def net() -> nn.ModuleDict:
-    block = {"conv1": nn.Conv2d(2, 2, 1), "downsample": nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2))}
+    block = {
+        "conv1": nn.Conv2d(2, 2, 1),
+        "downsample": nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2)),
+    }
     return nn.ModuleDict({"layer1": nn.ModuleDict(block), "fc": nn.Linear(2, 2)})
 
 
@@ -23,7 +26,15 @@ def net() -> nn.ModuleDict:
         (["downsample.0.weight"], ["layer1.downsample.0.weight"]),
         (["conv1", "fc"], ["layer1.conv1.weight", "layer1.conv1.bias", "fc.weight", "fc.bias"]),
         ([r"downsample.*.weight$"], ["layer1.downsample.0.weight", "layer1.downsample.1.weight"]),
-        (["conv1.weight", "weight$"], ["layer1.conv1.weight", "layer1.downsample.0.weight", "layer1.downsample.1.weight", "fc.weight"]),
+        (
+            ["conv1.weight", "weight$"],
+            [
+                "layer1.conv1.weight",
+                "layer1.downsample.0.weight",
+                "layer1.downsample.1.weight",
+                "fc.weight",
+            ],
+        ),
         (["downsample.*.wei$"], []),
     ],
 )
@@ -41,8 +52,17 @@ def test_matching_is_lazy() -> None:
 
 
 def test_group_parameters_feed_an_optimizer() -> None:
-    groups = helper.group_parameters(net(), [["conv1.*weight"], ["downsample.*.weight"]], [0.01, 0.001], [0.02, 0.002], [0.03, 0.003])
-    assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups] == [(0.01, 0.02, 0.03), (0.001, 0.002, 0.003)]
+    groups = helper.group_parameters(
+        net(),
+        [["conv1.*weight"], ["downsample.*.weight"]],
+        [0.01, 0.001],
+        [0.02, 0.002],
+        [0.03, 0.003],
+    )
+    assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups] == [
+        (0.01, 0.02, 0.03),
+        (0.001, 0.002, 0.003),
+    ]
     optimizer = torch.optim.SGD(groups)
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 2]
     assert "lr" not in helper.group_parameters(net(), [["fc"]])[0]
@@ -70,11 +90,18 @@ def test_freeze_parameters() -> None:
 
 
 def test_quant_weight_inplace() -> None:
-    model = nn.Sequential(quant_nn.QuantConv2d(2, 3, 3), quant_nn.QuantLinear(4, 5), nn.Linear(5, 5), quant_nn.QuantLSTM(2, 2))
+    model = nn.Sequential(
+        quant_nn.QuantConv2d(2, 3, 3),
+        quant_nn.QuantLinear(4, 5),
+        nn.Linear(5, 5),
+        quant_nn.QuantLSTM(2, 2),
+    )
     expected = [layer.weight_quantizer(layer.weight).detach().clone() for layer in model[:2]]
     untouched = model[2].weight.detach().clone()
     parameters = list(model.parameters())
     helper.quant_weight_inplace(model)
-    assert [layer.weight.equal(weight) for layer, weight in zip(model[:2], expected, strict=True)] == [True, True]
+    assert [
+        layer.weight.equal(weight) for layer, weight in zip(model[:2], expected, strict=True)
+    ] == [True, True]
     assert model[2].weight.equal(untouched)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))

@@ -26,20 +26,35 @@ PLAIN = current()
 def test_default_map() -> None:
     assert len(REPLACED) == len(set(REPLACED)) == 15
     for entry in quant_modules._DEFAULT_QUANT_MAP:
-        assert entry.orig_mod is torch.nn and entry.replace_mod is getattr(quant_nn, f"Quant{entry.mod_name}")
+        assert entry.orig_mod is torch.nn and entry.replace_mod is getattr(
+            quant_nn, f"Quant{entry.mod_name}"
+        )
         assert issubclass(entry.replace_mod, PLAIN[entry.mod_name])
 
 
 def test_initialize_and_deactivate() -> None:
     quant_modules.initialize()
     try:
-        model = nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        model = nn.Sequential(
+            torch.nn.Conv2d(1, 2, 3),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8, 2),
+        )
         assert type(torch.nn.Linear(16, 256, 3)) is quant_nn.QuantLinear
-        assert all(getattr(torch.nn, entry.mod_name) is entry.replace_mod for entry in quant_modules._DEFAULT_QUANT_MAP)
+        assert all(
+            getattr(torch.nn, entry.mod_name) is entry.replace_mod
+            for entry in quant_modules._DEFAULT_QUANT_MAP
+        )
     finally:
         quant_modules.deactivate()
     assert current() == PLAIN
-    assert [type(m).__name__ for m in model] == ["QuantConv2d", "MaxPool2d", "Flatten", "QuantLinear"]
+    assert [type(m).__name__ for m in model] == [
+        "QuantConv2d",
+        "MaxPool2d",
+        "Flatten",
+        "QuantLinear",
+    ]
     assert model(torch.randn(3, 1, 6, 6)).shape == (3, 2)
 
 
@@ -52,7 +67,10 @@ def test_the_package_shows_them_too() -> None:
 
 def test_a_custom_map_wins_over_the_skip_list() -> None:
     helper = QuantModuleReplacementHelper()
-    helper.prepare_state(["Linear"], [(torch.nn, "Linear", quant_nn.QuantLinear), (torch.nn, "Conv2d", quant_nn.QuantConv1d)])
+    helper.prepare_state(
+        ["Linear"],
+        [(torch.nn, "Linear", quant_nn.QuantLinear), (torch.nn, "Conv2d", quant_nn.QuantConv1d)],
+    )
     helper.apply_quant_modules()
     try:
         assert torch.nn.Linear is quant_nn.QuantLinear and torch.nn.Conv2d is quant_nn.QuantConv1d
@@ -72,7 +90,9 @@ def test_twice_is_undone_by_once() -> None:
 
 def test_appended_entries_are_used() -> None:
     theirs = SimpleNamespace(Layer=nn.Linear)
-    quant_modules._DEFAULT_QUANT_MAP.append(quant_modules._quant_entry(theirs, "Layer", quant_nn.QuantLinear))
+    quant_modules._DEFAULT_QUANT_MAP.append(
+        quant_modules._quant_entry(theirs, "Layer", quant_nn.QuantLinear)
+    )
     quant_modules.initialize()
     assert theirs.Layer is quant_nn.QuantLinear
     quant_modules.deactivate()

@@ -67,7 +67,11 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
     sorted_ = pack_sequence([torch.randn(n, 5) for n in (6, 4, 4, 1)])
     shuffled = pack_padded_sequence(torch.randn(6, 4, 5), [2, 6, 1, 5], enforce_sorted=False)
     count = 4 if options else 1
-    for packed, hx in ((sorted_, None), (shuffled, None), (shuffled, (torch.randn(count, 4, 7), torch.randn(count, 4, 7)))):
+    for packed, hx in (
+        (sorted_, None),
+        (shuffled, None),
+        (shuffled, (torch.randn(count, 4, 7), torch.randn(count, 4, 7))),
+    ):
         found, expected = layer(packed, hx), plain(packed, hx)
         close(found[0].data, expected[0].data)
         close(found[1], expected[1])
@@ -78,11 +82,16 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
     """Input and hidden state share a range, and so do the two weights; cell state and biases stay float."""
-    descriptors = {"quant_desc_input": QuantDescriptor(bits_input), "quant_desc_weight": QuantDescriptor(bits_weight)}
+    descriptors = {
+        "quant_desc_input": QuantDescriptor(bits_input),
+        "quant_desc_weight": QuantDescriptor(bits_weight),
+    }
     layer, plain = QuantLSTM(9, 7, bias=bias, **descriptors), nn.LSTM(9, 7, bias=bias)
     plain.load_state_dict(layer.state_dict())
     with torch.no_grad():
-        for weight, quantized in zip(plain.all_weights[0][:2], jointly(bits_weight, *plain.all_weights[0][:2]), strict=True):
+        for weight, quantized in zip(
+            plain.all_weights[0][:2], jointly(bits_weight, *plain.all_weights[0][:2]), strict=True
+        ):
             weight.copy_(quantized)
     x, h, c = torch.randn(1, 4, 9), torch.randn(1, 4, 7), torch.randn(1, 4, 7)
     quantized_x, quantized_h = jointly(bits_input, x, h)
@@ -90,11 +99,20 @@ def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
 
 
 def test_quantized_cell() -> None:
-    cell, plain = QuantLSTMCell(9, 7, quant_desc_input=QuantDescriptor(5), quant_desc_weight=QuantDescriptor(4)), nn.LSTMCell(9, 7)
+    cell, plain = (
+        QuantLSTMCell(
+            9, 7, quant_desc_input=QuantDescriptor(5), quant_desc_weight=QuantDescriptor(4)
+        ),
+        nn.LSTMCell(9, 7),
+    )
     assert list(cell.state_dict()) == list(plain.state_dict())
     plain.load_state_dict(cell.state_dict())
     with torch.no_grad():
-        for weight, quantized in zip((plain.weight_ih, plain.weight_hh), jointly(4, plain.weight_ih, plain.weight_hh), strict=True):
+        for weight, quantized in zip(
+            (plain.weight_ih, plain.weight_hh),
+            jointly(4, plain.weight_ih, plain.weight_hh),
+            strict=True,
+        ):
             weight.copy_(quantized)
     x, h, c = torch.randn(4, 9), torch.randn(4, 7), torch.randn(4, 7)
     quantized_x, quantized_h = jointly(5, x, h)
@@ -106,13 +124,18 @@ def test_quantized_cell() -> None:
 
 
 def test_sixteen_bits_are_close_to_float() -> None:
-    descriptors = {"quant_desc_input": QuantDescriptor(16), "quant_desc_weight": QuantDescriptor(16, axis=(1,))}
+    descriptors = {
+        "quant_desc_input": QuantDescriptor(16),
+        "quant_desc_weight": QuantDescriptor(16, axis=(1,)),
+    }
     layer, plain = QuantLSTM(8, 6, **descriptors), nn.LSTM(8, 6)
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, 3, 8)
     found, expected = layer(x)[0], plain(x)[0]
     assert not found.equal(expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # 5 steps of products of 14 numbers, each off by 2**-16 of its range
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=2e-3
+    )  # 5 steps of products of 14 numbers, each off by 2**-16 of its range
 
 
 def test_calibrated_lstm_keeps_its_ranges() -> None:
@@ -126,7 +149,10 @@ def test_calibrated_lstm_keeps_its_ranges() -> None:
     for module in [*layer._input_quantizers, *layer._weight_quantizers]:
         module.load_calib_amax()
         module.enable_quant()
-    assert layer._weight_quantizers[0].amax.shape == (12, 1) and layer._input_quantizers[1].amax.shape == ()
+    assert (
+        layer._weight_quantizers[0].amax.shape == (12, 1)
+        and layer._input_quantizers[1].amax.shape == ()
+    )
     keys = {f"_{kind}_quantizers.{i}._amax" for kind in ("input", "weight") for i in (0, 1)}
     assert set(layer.state_dict()) - set(nn.LSTM(4, 3, 2).state_dict()) == keys
     other = QuantLSTM(4, 3, 2)
@@ -157,4 +183,7 @@ def test_errors() -> None:
 def test_cell_function_without_quantizers() -> None:
     plain = nn.LSTMCell(3, 2)
     x, h, c = torch.randn(4, 3), torch.randn(4, 2), torch.randn(4, 2)
-    close(LSTMCell(x, (h, c), plain.weight_ih, plain.weight_hh, plain.bias_ih, plain.bias_hh), plain(x, (h, c)))
+    close(
+        LSTMCell(x, (h, c), plain.weight_ih, plain.weight_hh, plain.bias_ih, plain.bias_hh),
+        plain(x, (h, c)),
+    )

@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def run(legacy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(
+    legacy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     """Run a script in this process, with the old names installed; its report."""
 
     def call(name: str, *arguments: str) -> dict[str, Any]:
@@ -32,7 +34,8 @@ def run(legacy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("calibrator", "methods"), [("max", ["max"]), ("histogram", ["mse", "entropy", "percentile99.9", "percentile99.99"])]
+    ("calibrator", "methods"),
+    [("max", ["max"]), ("histogram", ["mse", "entropy", "percentile99.9", "percentile99.99"])],
 )
 def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[str]) -> None:
     report = run("resnet_flow.py", "--calibrator", calibrator, "--out", str(tmp_path))
@@ -42,7 +45,9 @@ def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[st
     assert all(accuracy > 0.9 for accuracy in report["calibrated"].values())
     assert report["finetuned"] > 0.9
     layers = {"conv1", "fc", "avgpool"} | {
-        f"layer1.{i}.{part}" for i in (0, 1) for part in ("conv1", "conv2", "conv3", "residual_quantizer")
+        f"layer1.{i}.{part}"
+        for i in (0, 1)
+        for part in ("conv1", "conv2", "conv3", "residual_quantizer")
     }
     assert set(report["sensitivity"]) == layers
 
@@ -62,16 +67,27 @@ def test_bev_flow(run: Any, tmp_path: Path) -> None:
     report = run("bev_qat.py", "--out", str(tmp_path))
     assert 0 < report["error"] < 1e-2
     assert report["lidar"] == [1, 1, 1, 1, 2]
-    assert {"lidar._weight_quantizer._amax", "cat._input_quantizer._amax", "add._input1_quantizer._amax"} <= set(report["keys"])
+    assert {
+        "lidar._weight_quantizer._amax",
+        "cat._input_quantizer._amax",
+        "add._input1_quantizer._amax",
+    } <= set(report["keys"])
     assert report["losses"][-1] < report["losses"][0]
 
 
 # The scripts call the TorchScript exporter, which torch deprecates; how it traces is not what is tested.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("script", "file", "expected"), [("resnet_flow.py", "model.onnx", 19), ("yolo_qat.py", "qat.onnx", 17), ("bev_qat.py", "bev.onnx", 15)]
+    ("script", "file", "expected"),
+    [
+        ("resnet_flow.py", "model.onnx", 19),
+        ("yolo_qat.py", "qat.onnx", 17),
+        ("bev_qat.py", "bev.onnx", 15),
+    ],
 )
-def test_export_of_each_flow(run: Any, tmp_path: Path, script: str, file: str, expected: int) -> None:
+def test_export_of_each_flow(
+    run: Any, tmp_path: Path, script: str, file: str, expected: int
+) -> None:
     onnx = pytest.importorskip("onnx")
     run(script, "--out", str(tmp_path), "--onnx")
     nodes = [node.op_type for node in onnx.load(str(tmp_path / file)).graph.node]
@@ -80,11 +96,25 @@ def test_export_of_each_flow(run: Any, tmp_path: Path, script: str, file: str, e
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-W", "ignore", *arguments], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_script_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:
-    found = python("-m", "torchq.compat", str(SCRIPTS / "resnet_flow.py"), "--calibrator", "max", "--out", str(tmp_path))
+    found = python(
+        "-m",
+        "torchq.compat",
+        str(SCRIPTS / "resnet_flow.py"),
+        "--calibrator",
+        "max",
+        "--out",
+        str(tmp_path),
+    )
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["argv"] == ["--calibrator"]
     assert (tmp_path / "model.pth").exists()
@@ -111,18 +141,27 @@ if __name__ == "__main__":
 def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
     found = python("-m", "torchq.compat", str(tmp_path / "spawning.py"), "--flag")
-    assert found.stdout.split(maxsplit=1) == ["torchq.compat.pytorch_quantization.nn.modules.quant_linear", "['--flag']\n"], found.stderr
+    assert found.stdout.split(maxsplit=1) == [
+        "torchq.compat.pytorch_quantization.nn.modules.quant_linear",
+        "['--flag']\n",
+    ], found.stderr
 
 
 def test_the_search_path_alone_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "old.py").write_text("from pytorch_quantization import calib, nn\nprint(calib.__name__)\n", encoding="utf-8")
+    (tmp_path / "old.py").write_text(
+        "from pytorch_quantization import calib, nn\nprint(calib.__name__)\n", encoding="utf-8"
+    )
     shim = str(ROOT / "torchq" / "compat" / "shim")
     found = python(str(tmp_path / "old.py"), PYTHONPATH=os.pathsep.join([str(ROOT), shim]))
     assert found.stdout == "torchq.compat.pytorch_quantization.calib\n", found.stderr
 
 
-def test_a_module_instead_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old_module.py").write_text("import sys, pytorch_quantization as q\nprint(q.__name__, sys.argv[1:])\n", encoding="utf-8")
+def test_a_module_instead_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old_module.py").write_text(
+        "import sys, pytorch_quantization as q\nprint(q.__name__, sys.argv[1:])\n", encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))

@@ -45,15 +45,30 @@ def test_descriptor_round_trips(keywords: dict[str, Any]) -> None:
 def test_descriptor_reads_what_the_original_wrote() -> None:
     pytest.importorskip("yaml")
     text = "amax: 3.1415927410125732\naxis:\n- 1\n- 2\nname: a\nnum_bits: 2\n"
-    assert QuantDescriptor.from_yaml(text) == QuantDescriptor(2, "a", axis=(1, 2), amax=3.1415926536)
+    assert QuantDescriptor.from_yaml(text) == QuantDescriptor(
+        2, "a", axis=(1, 2), amax=3.1415926536
+    )
 
 
 def test_descriptor_properties() -> None:
     descriptor = QuantDescriptor()
-    assert (descriptor.num_bits, descriptor.name, descriptor.fake_quant, descriptor.axis) == (8, None, True, None)
+    assert (descriptor.num_bits, descriptor.name, descriptor.fake_quant, descriptor.axis) == (
+        8,
+        None,
+        True,
+        None,
+    )
     assert (descriptor.amax, descriptor.learn_amax, descriptor.scale_amax) == (None, False, None)
-    assert (descriptor.calib_method, descriptor.unsigned, descriptor.narrow_range) == ("max", False, False)
-    for amax, expected in ((0.7, np.float32(0.7)), ([1.3, 1.4], np.float32([1.3, 1.4])), (np.array([2.0]), np.float32([2.0]))):
+    assert (descriptor.calib_method, descriptor.unsigned, descriptor.narrow_range) == (
+        "max",
+        False,
+        False,
+    )
+    for amax, expected in (
+        (0.7, np.float32(0.7)),
+        ([1.3, 1.4], np.float32([1.3, 1.4])),
+        (np.array([2.0]), np.float32([2.0])),
+    ):
         found = QuantDescriptor(amax=amax).amax
         assert isinstance(found, np.ndarray) and found.dtype == np.float32
         np.testing.assert_array_equal(found, expected)
@@ -72,7 +87,11 @@ def test_descriptor_properties() -> None:
         ({"amax": "oops"}, TypeError, "amax must be float, list or ndarray"),
         ({"amax": "oops", "learn_amax": True}, TypeError, "amax must be float, list or ndarray"),
         ({"amax": torch.tensor(1.0)}, TypeError, "must be float, list or ndarray"),
-        ({"axis": (1, 2), "amax": 0.7, "learn_amax": True}, TypeError, "axis is ignored and must be None"),
+        (
+            {"axis": (1, 2), "amax": 0.7, "learn_amax": True},
+            TypeError,
+            "axis is ignored and must be None",
+        ),
         ({"num_bits": (5, 2)}, TypeError, r"num_bits: got \(5, 2\)"),
         ({"num_bits": (7, 3)}, TypeError, r"num_bits: got \(7, 3\)"),
         ({"num_bits": 8.0}, TypeError, "num_bits: got 8.0; expected an integer"),
@@ -129,9 +148,15 @@ def test_empty_tensors_pass() -> None:
 def test_function_classes_can_be_applied() -> None:
     x = torch.linspace(-1, 1, 5, requires_grad=True)
     amax = torch.tensor(0.7)
-    assert tensor_quant.FakeTensorQuantFunction.apply(x, amax).equal(tensor_quant.fake_tensor_quant(x, amax))
-    assert tensor_quant.LegacyFakeTensorQuantFunction.apply(x, amax, 4).equal(tensor_quant.fake_tensor_quant(x, amax, 4))
-    assert tensor_quant.FakeTensorQuantFunction.apply(x, 0.7).equal(tensor_quant.fake_tensor_quant(x, amax))
+    assert tensor_quant.FakeTensorQuantFunction.apply(x, amax).equal(
+        tensor_quant.fake_tensor_quant(x, amax)
+    )
+    assert tensor_quant.LegacyFakeTensorQuantFunction.apply(x, amax, 4).equal(
+        tensor_quant.fake_tensor_quant(x, amax, 4)
+    )
+    assert tensor_quant.FakeTensorQuantFunction.apply(x, 0.7).equal(
+        tensor_quant.fake_tensor_quant(x, amax)
+    )
     codes, scale = tensor_quant.TensorQuantFunction.apply(x, amax, 8, False)
     assert codes.equal(tensor_quant.tensor_quant(x, amax)[0]) and not scale.requires_grad
     assert tensor_quant.ScaledE4M3Function.apply(x).equal(tensor_quant.scaled_e4m3(x))
@@ -142,13 +167,17 @@ def test_function_classes_can_be_applied() -> None:
 
 
 @pytest.mark.parametrize("keepdims", [True, False])
-@pytest.mark.parametrize("axis", [None, 0, -1, (1, 2, 3), (0, 3), [0, 1, 3, 4], (), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "axis", [None, 0, -1, (1, 2, 3), (0, 3), [0, 1, 3, 4], (), (0, 1, 2, 3, 4)], ids=str
+)
 def test_reduce_amax(axis: Any, keepdims: bool) -> None:
     x = torch.randn(2, 3, 2, 5, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
     found = utils.reduce_amax(x, axis=axis, keepdims=keepdims)
     whole = axis is None or len(np.atleast_1d(axis)) == 5
     expected = np.max(
-        np.abs(x.detach().numpy()), axis=None if whole else tuple(np.atleast_1d(axis).astype(int)), keepdims=keepdims and not whole
+        np.abs(x.detach().numpy()),
+        axis=None if whole else tuple(np.atleast_1d(axis).astype(int)),
+        keepdims=keepdims and not whole,
     )
     np.testing.assert_array_equal(found.numpy(), expected)
     assert found.shape == expected.shape and not found.requires_grad

@@ -23,7 +23,11 @@ def test_default_is_eight_bits_of_each_call() -> None:
     x = draw(3, 7)
     quantizer = TensorQuantizer()
     assert quantizer(x).equal(tensor_quant.fake_tensor_quant(x, x.abs().max()))
-    assert quantizer.amax is None and not hasattr(quantizer, "_amax") and list(quantizer.state_dict()) == []
+    assert (
+        quantizer.amax is None
+        and not hasattr(quantizer, "_amax")
+        and list(quantizer.state_dict()) == []
+    )
 
 
 def test_real_quantization_sets_the_scale() -> None:
@@ -41,9 +45,24 @@ def test_properties_and_setters() -> None:
     assert quantizer.amax.item() == np.float32(0.577)
     assert quantizer.step_size == 0.577 / 127.0
     quantizer.num_bits, quantizer.unsigned, quantizer.narrow_range = 7, True, True
-    assert (quantizer.num_bits, quantizer.unsigned, quantizer.narrow_range, quantizer.maxbound) == (7, True, True, 127)
-    assert (quantizer._num_bits, quantizer._axis, quantizer._fake_quant, quantizer._learn_amax) == (7, None, True, False)
-    assert (quantizer.axis, quantizer.fake_quant, quantizer.learn_amax, quantizer.scale) == (None, True, False, 1.0)
+    assert (quantizer.num_bits, quantizer.unsigned, quantizer.narrow_range, quantizer.maxbound) == (
+        7,
+        True,
+        True,
+        127,
+    )
+    assert (quantizer._num_bits, quantizer._axis, quantizer._fake_quant, quantizer._learn_amax) == (
+        7,
+        None,
+        True,
+        False,
+    )
+    assert (quantizer.axis, quantizer.fake_quant, quantizer.learn_amax, quantizer.scale) == (
+        None,
+        True,
+        False,
+        1.0,
+    )
     assert TensorQuantizer(QuantDescriptor(num_bits=(4, 3))).maxbound == 448.0
     assert TensorQuantizer().step_size is None
     vector = TensorQuantizer()
@@ -55,7 +74,11 @@ def test_properties_and_setters() -> None:
 
 @pytest.mark.parametrize(
     ("value", "error", "text"),
-    [([1.0, 2.0], RuntimeError, "Changing shape"), (None, ValueError, "amax: got None"), (-1.0, ValueError, "expected no negative values")],
+    [
+        ([1.0, 2.0], RuntimeError, "Changing shape"),
+        (None, ValueError, "amax: got None"),
+        (-1.0, ValueError, "expected no negative values"),
+    ],
 )
 def test_amax_setter_errors(value: Any, error: type[Exception], text: str) -> None:
     quantizer = TensorQuantizer(QuantDescriptor(amax=1.0))
@@ -142,9 +165,14 @@ def test_max_calibration() -> None:
     assert pairs.amax.numel() == 24
 
 
-@pytest.mark.parametrize("options", [{"method": "entropy"}, {"method": "mse"}, {"method": "percentile", "percentile": 99.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "entropy"}, {"method": "mse"}, {"method": "percentile", "percentile": 99.0}],
+)
 def test_histogram_calibration(options: dict[str, Any]) -> None:
-    quantizer = TensorQuantizer(QuantDescriptor(calib_method="histogram"), if_calib=True, if_quant=False)
+    quantizer = TensorQuantizer(
+        QuantDescriptor(calib_method="histogram"), if_calib=True, if_quant=False
+    )
     assert isinstance(quantizer._calibrator, calib.HistogramCalibrator)
     for seed in range(2):
         quantizer(draw(500, seed=seed))
@@ -225,7 +253,9 @@ def test_learned_range_clips_and_learns() -> None:
     assert x.grad.equal((x.abs() < 0.5).float())
     quantizer.disable_clip()
     assert not quantizer.clip.clip_value_max.requires_grad and not quantizer._if_clip
-    clipping = TensorQuantizer(QuantDescriptor(amax=0.5, learn_amax=True), if_quant=False, if_clip=True)
+    clipping = TensorQuantizer(
+        QuantDescriptor(amax=0.5, learn_amax=True), if_quant=False, if_clip=True
+    )
     assert clipping(x).equal(x.clamp(-0.5, 0.5))
     with pytest.raises(ValueError, match="learn_amax is False"):
         TensorQuantizer(if_clip=True)
@@ -242,7 +272,7 @@ def test_init_learn_amax() -> None:
     quantizer.load_calib_amax()
     quantizer.init_learn_amax()
     assert quantizer.clip.clip_value_max == x.abs().max() == -quantizer.clip.clip_value_min
-    assert quantizer.step == x.abs().max() / 127
+    assert quantizer.calculate_qparams()[0] == x.abs().max() / 127
     with pytest.raises(RuntimeError, match="init_learn_amax without learn_amax=True"):
         TensorQuantizer().init_learn_amax()
 
@@ -252,7 +282,9 @@ def test_dtype_and_device_moves_keep_the_range_exact() -> None:
     quantizer.pre_quant_scale = 0.3
     for move in (quantizer.half, quantizer.bfloat16, quantizer.double):
         move()
-        assert quantizer.amax.item() == np.float32(0.1) and quantizer.pre_quant_scale.item() == np.float32(0.3)
+        assert quantizer.amax.item() == np.float32(
+            0.1
+        ) and quantizer.pre_quant_scale.item() == np.float32(0.3)
         assert quantizer.amax.dtype is torch.float32
     assert quantizer.to("meta").amax.is_meta
 
@@ -264,10 +296,17 @@ def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
 
 
 def test_printed_forms() -> None:
-    quantizer = TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0], unsigned=True, scale_amax=0.5), if_calib=True)
-    assert quantizer.extra_repr() == "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=MaxCalibrator quant calib"
+    quantizer = TensorQuantizer(
+        QuantDescriptor(axis=0, amax=[1.0, 2.0], unsigned=True, scale_amax=0.5), if_calib=True
+    )
+    assert (
+        quantizer.extra_repr()
+        == "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=MaxCalibrator quant calib"
+    )
     assert TensorQuantizer(disabled=True).extra_repr() == "disabled"
-    assert "amax=dynamic" in repr(TensorQuantizer()) and "amax=0.5000" in repr(TensorQuantizer(QuantDescriptor(amax=0.5)))
+    assert "amax=dynamic" in repr(TensorQuantizer()) and "amax=0.5000" in repr(
+        TensorQuantizer(QuantDescriptor(amax=0.5))
+    )
     assert "learned" in TensorQuantizer(QuantDescriptor(learn_amax=True)).extra_repr()
 
 

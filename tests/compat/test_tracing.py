@@ -29,7 +29,9 @@ def test_compiles_as_one_graph(num_bits: Any) -> None:
 
 
 def test_traces_with_fx() -> None:
-    model = torch.nn.Sequential(TensorQuantizer(QuantDescriptor(amax=1.0)), TensorQuantizer(QuantDescriptor(axis=0)))
+    model = torch.nn.Sequential(
+        TensorQuantizer(QuantDescriptor(amax=1.0)), TensorQuantizer(QuantDescriptor(axis=0))
+    )
 
     class Inside(torch.fx.Tracer):
         def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:

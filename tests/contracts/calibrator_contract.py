@@ -22,7 +22,11 @@ SHAPE = (6, 4, 50)
 def sample(generator: torch.Generator, *, count: int = SHAPE[0]) -> Tensor:
     """Normal values whose range rises from batch to batch and differs between channels."""
     x = torch.randn(count, *SHAPE[1:], generator=generator)
-    return x * torch.linspace(0.1, 9.0, count).view(-1, 1, 1) * torch.tensor([1.0, 0.01, 30.0, 1.0]).view(1, -1, 1)
+    return (
+        x
+        * torch.linspace(0.1, 9.0, count).view(-1, 1, 1)
+        * torch.tensor([1.0, 0.01, 30.0, 1.0]).view(1, -1, 1)
+    )
 
 
 def collected(make: Make, *batches: Tensor) -> Calibrator:
@@ -39,7 +43,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class CalibratorContract:
     """Fixtures: ``make()`` gives a fresh calibrator of amax shape () or (1, C, 1); ``sequential`` is True where batch order counts."""
 
-    def test_amax_is_float32_of_the_right_shape_and_within_the_data(self, make: Make, generator: torch.Generator) -> None:
+    def test_amax_is_float32_of_the_right_shape_and_within_the_data(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         x = sample(generator)
         calibrator = collected(make, x)
         amax = calibrator.compute_amax()
@@ -47,27 +53,39 @@ class CalibratorContract:
         assert amax.shape == calibrator.granularity.amax_shape(x.shape)
         assert ((amax > 0) & (amax <= calibrator.granularity.amax(x))).all()
 
-    def test_collecting_leaves_the_input_alone(self, make: Make, generator: torch.Generator) -> None:
+    def test_collecting_leaves_the_input_alone(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         x = sample(generator)
         before = x.clone()
         collected(make, x)
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-    def test_other_dtypes_equal_their_float32_copy(self, make: Make, generator: torch.Generator, dtype: torch.dtype) -> None:
+    def test_other_dtypes_equal_their_float32_copy(
+        self, make: Make, generator: torch.Generator, dtype: torch.dtype
+    ) -> None:
         x = sample(generator).to(dtype)
-        assert same_bits(collected(make, x).compute_amax(), collected(make, x.float()).compute_amax())
+        assert same_bits(
+            collected(make, x).compute_amax(), collected(make, x.float()).compute_amax()
+        )
 
     def test_memory_layout_does_not_matter(self, make: Make, generator: torch.Generator) -> None:
         x = sample(generator)
         expected = collected(make, x).compute_amax()
-        views = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0), x.permute(0, 2, 1).contiguous().permute(0, 2, 1), x[:, :, ::1]]
+        views = [
+            x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+            x.permute(0, 2, 1).contiguous().permute(0, 2, 1),
+            x[:, :, ::1],
+        ]
         sliced = torch.zeros(*SHAPE[:2], 2 * SHAPE[2])
         sliced[..., ::2] = x
         for view in [*views, sliced[..., ::2]]:
             assert same_bits(collected(make, view).compute_amax(), expected)
 
-    def test_splitting_into_batches_does_not_matter(self, make: Make, sequential: bool, generator: torch.Generator) -> None:
+    def test_splitting_into_batches_does_not_matter(
+        self, make: Make, sequential: bool, generator: torch.Generator
+    ) -> None:
         if sequential:
             pytest.skip("defined on the sequence of batches")
         x = sample(generator)
@@ -75,7 +93,9 @@ class CalibratorContract:
         assert same_bits(collected(make, *x.split(1)).compute_amax(), expected)
         assert same_bits(collected(make, *x.flip(0).split(4)).compute_amax(), expected)
 
-    def test_merge_equals_one_pass_and_is_associative(self, make: Make, generator: torch.Generator) -> None:
+    def test_merge_equals_one_pass_and_is_associative(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         batches = sample(generator).split(1)
         expected = collected(make, *batches)
         left = collected(make, *batches[:2])
@@ -89,7 +109,9 @@ class CalibratorContract:
         assert same_bits(first.compute_amax(), expected.compute_amax())
         assert left.batches == first.batches == expected.batches == len(batches)
 
-    def test_merging_with_nothing_changes_nothing(self, make: Make, generator: torch.Generator) -> None:
+    def test_merging_with_nothing_changes_nothing(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         calibrator, empty = collected(make, sample(generator)), make()
         expected = calibrator.compute_amax()
         calibrator.merge(make())
@@ -114,7 +136,9 @@ class CalibratorContract:
         calibrator.collect(x)
         assert same_bits(calibrator.compute_amax(), collected(make, x).compute_amax())
 
-    def test_computing_does_not_disturb_collecting(self, make: Make, generator: torch.Generator) -> None:
+    def test_computing_does_not_disturb_collecting(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         x = sample(generator)
         calibrator = collected(make, x[:3])
         amax = calibrator.compute_amax()
@@ -147,22 +171,31 @@ class CalibratorContract:
         assert same_bits(calibrator.compute_amax(), collected(make, x).compute_amax())
 
     def test_nothing_collected_is_an_error(self, make: Make) -> None:
-        with pytest.raises(CalibrationError, match="got no data; expected at least one collected tensor"):
+        with pytest.raises(
+            CalibrationError, match="got no data; expected at least one collected tensor"
+        ):
             make().compute_amax()
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-    def test_non_finite_values_are_an_error_until_reset(self, make: Make, generator: torch.Generator, value: float) -> None:
+    def test_non_finite_values_are_an_error_until_reset(
+        self, make: Make, generator: torch.Generator, value: float
+    ) -> None:
         x = sample(generator)
         bad = x.clone()
         bad[2, 3, 4] = value
         calibrator = collected(make, x, bad, x)
-        with pytest.raises(CalibrationError, match="got NaN or infinite values in 1 of 3 batches; expected finite data"):
+        with pytest.raises(
+            CalibrationError,
+            match="got NaN or infinite values in 1 of 3 batches; expected finite data",
+        ):
             calibrator.compute_amax()
         calibrator.reset()
         calibrator.collect(x)
         assert calibrator.compute_amax().isfinite().all()
 
-    def test_non_finite_values_survive_a_merge(self, make: Make, generator: torch.Generator) -> None:
+    def test_non_finite_values_survive_a_merge(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         x = sample(generator)
         calibrator = collected(make, x)
         calibrator.merge(collected(make, x * torch.inf))
@@ -170,17 +203,23 @@ class CalibratorContract:
             calibrator.compute_amax()
 
     def test_integers_are_an_error(self, make: Make) -> None:
-        with pytest.raises(CalibrationError, match=r"got a tensor of torch.int64; expected floating point"):
+        with pytest.raises(
+            CalibrationError, match=r"got a tensor of torch.int64; expected floating point"
+        ):
             make().collect(torch.zeros(SHAPE, dtype=torch.int64))
 
-    def test_unknown_method_and_option_are_errors(self, make: Make, generator: torch.Generator) -> None:
+    def test_unknown_method_and_option_are_errors(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         calibrator = collected(make, sample(generator))
         with pytest.raises(ConfigError, match="nonsense"):
             calibrator.compute_amax(method="nonsense")
         with pytest.raises(ConfigError, match="wrong"):
             calibrator.compute_amax(wrong=1)
 
-    def test_merging_different_settings_is_an_error(self, make: Make, generator: torch.Generator) -> None:
+    def test_merging_different_settings_is_an_error(
+        self, make: Make, generator: torch.Generator
+    ) -> None:
         calibrator, other = collected(make, sample(generator)), make()
         other.observer.signed = not other.observer.signed
         with pytest.raises(CalibrationError, match=r"merge: got .* expected"):
@@ -207,7 +246,9 @@ class CalibratorContract:
         assert same_bits(inside, collected(make, x).compute_amax())
 
     def test_no_gradient_is_recorded(self, make: Make, generator: torch.Generator) -> None:
-        assert not collected(make, sample(generator).requires_grad_() * 2).compute_amax().requires_grad
+        assert (
+            not collected(make, sample(generator).requires_grad_() * 2).compute_amax().requires_grad
+        )
 
     def test_collecting_never_reads_the_device(self, make: Make) -> None:
         # A meta tensor has no values, so any look at one would raise.

@@ -10,9 +10,23 @@ import torch
 from tests.reference import E2M1, E2M3, E3M2, E4M3, E5M2, FloatSpec, integer_bounds
 from torchq.formats import Format, IntFormat
 
-__all__ = ["FLOAT_SPECS", "expected_values", "check_properties", "check_fixed_points", "check_between", "check_order", "check_limits"]
+__all__ = [
+    "FLOAT_SPECS",
+    "expected_values",
+    "check_properties",
+    "check_fixed_points",
+    "check_between",
+    "check_order",
+    "check_limits",
+]
 
-FLOAT_SPECS: dict[str, FloatSpec] = {"e4m3": E4M3, "e5m2": E5M2, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
+FLOAT_SPECS: dict[str, FloatSpec] = {
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e3m2": E3M2,
+    "e2m3": E2M3,
+    "e2m1": E2M1,
+}
 WORKING = (torch.float32, torch.float64)
 
 
@@ -23,7 +37,9 @@ def expected_values(format: Format) -> list[float]:
         return [float(value) for value in range(low, high + 1)]
     if format.name == "e8m0":
         return [2.0 ** (code - 127) for code in range(255)]
-    return sorted({value + 0.0 for value in FLOAT_SPECS[format.name].values() if math.isfinite(value)})
+    return sorted(
+        {value + 0.0 for value in FLOAT_SPECS[format.name].values() if math.isfinite(value)}
+    )
 
 
 def _even(format: Format, low: float, high: float) -> float:
@@ -41,9 +57,11 @@ def check_properties(format: Format) -> None:
     """Bounds, width and the list of values agree with the definition."""
     values = expected_values(format)
     assert list(format.values) == values
-    assert (format.lo, format.hi) == (values[0], values[-1])
-    assert format.qmax == format.hi
-    assert len(values) <= 2**format.bits < 2 * len(values) + 4  # E5M2 spends eight codes on infinities, NaNs and -0
+    assert (format.quant_min, format.quant_max) == (values[0], values[-1])
+    assert format.qmax == format.quant_max
+    assert (
+        len(values) <= 2**format.bits < 2 * len(values) + 4
+    )  # E5M2 spends eight codes on infinities, NaNs and -0
     assert format.is_integer == isinstance(format, IntFormat)
     assert format.signed == (values[0] < 0)
     assert str(format) == format.name
@@ -74,23 +92,39 @@ def check_between(format: Format) -> None:
 def check_order(format: Format, generator: torch.Generator) -> None:
     """Snapping is monotone, lands on the grid, and is at most half a spacing away."""
     values = torch.tensor(expected_values(format))
-    spread = torch.linspace(1.1 * format.lo - 1, min(1.1 * format.hi, 3e38), 5001)
+    spread = torch.linspace(1.1 * format.quant_min - 1, min(1.1 * format.quant_max, 3e38), 5001)
     small = torch.randn(5000, generator=generator) * 3
     x = torch.cat([spread, small]).sort().values
     snapped = format.snap_(x.clone())
     assert bool((snapped.diff() >= 0).all())
     assert set(snapped.tolist()) <= set(values.tolist())
-    distance = (values.double() - x.double().clamp(format.lo, format.hi)[:, None]).abs().min(1).values
-    assert torch.equal((snapped.double() - x.double().clamp(format.lo, format.hi)).abs(), distance)
+    distance = (
+        (values.double() - x.double().clamp(format.quant_min, format.quant_max)[:, None])
+        .abs()
+        .min(1)
+        .values
+    )
+    assert torch.equal(
+        (snapped.double() - x.double().clamp(format.quant_min, format.quant_max)).abs(), distance
+    )
 
 
 def check_limits(format: Format) -> None:
     """Everything beyond the ends saturates, infinities too; NaN stays NaN; an empty tensor stays empty."""
     for dtype in WORKING:
-        beyond = torch.tensor([format.hi, 3e38, math.inf], dtype=dtype)
-        beyond = torch.cat([beyond, torch.tensor([format.hi], dtype=dtype).nextafter(torch.tensor(math.inf, dtype=dtype))])
-        assert torch.equal(format.snap_(beyond), torch.full((4,), format.hi, dtype=dtype))
-        below = torch.tensor([-1e38, -math.inf, math.nextafter(format.lo, -math.inf)], dtype=dtype)
-        assert torch.equal(format.snap_(below), torch.full((3,), format.lo, dtype=dtype))
+        beyond = torch.tensor([format.quant_max, 3e38, math.inf], dtype=dtype)
+        beyond = torch.cat(
+            [
+                beyond,
+                torch.tensor([format.quant_max], dtype=dtype).nextafter(
+                    torch.tensor(math.inf, dtype=dtype)
+                ),
+            ]
+        )
+        assert torch.equal(format.snap_(beyond), torch.full((4,), format.quant_max, dtype=dtype))
+        below = torch.tensor(
+            [-1e38, -math.inf, math.nextafter(format.quant_min, -math.inf)], dtype=dtype
+        )
+        assert torch.equal(format.snap_(below), torch.full((3,), format.quant_min, dtype=dtype))
         assert format.snap_(torch.tensor([math.nan], dtype=dtype)).isnan().all()
         assert format.snap_(torch.empty(0, 3, dtype=dtype)).shape == (0, 3)

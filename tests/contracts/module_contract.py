@@ -59,12 +59,24 @@ def _convolutions() -> list[Case]:
             "valid": {"padding": "valid"},
             "even same": {"kernel_size": 2, "padding": "same"},
         }
-        settings |= {mode: {"padding": 2, "padding_mode": mode} for mode in ("zeros", "reflect", "replicate", "circular")}
-        settings |= {f"{mode} same": {"padding": "same", "padding_mode": mode} for mode in ("reflect", "replicate", "circular")}
+        settings |= {
+            mode: {"padding": 2, "padding_mode": mode}
+            for mode in ("zeros", "reflect", "replicate", "circular")
+        }
+        settings |= {
+            f"{mode} same": {"padding": "same", "padding_mode": mode}
+            for mode in ("reflect", "replicate", "circular")
+        }
         for name, options in settings.items():
             make = _maker(cls, 4, 8, **({"kernel_size": 3} | options))
             cases.append(Case(f"{cls.__name__} {name}", make, _shape(d, 4)))
-        cases.append(Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3, padding=1), _shape(d, 4, batch=None)))
+        cases.append(
+            Case(
+                f"{cls.__name__} unbatched",
+                _maker(cls, 4, 8, 3, padding=1),
+                _shape(d, 4, batch=None),
+            )
+        )
         cases.append(Case(f"{cls.__name__} empty", _maker(cls, 4, 8, 3), (0, *_shape(d, 4)[1:])))
     return cases
 
@@ -79,10 +91,21 @@ def _transposed() -> list[Case]:
             "groups": {"groups": 2, "dilation": 2},
         }
         for name, options in settings.items():
-            cases.append(Case(f"{cls.__name__} {name}", _maker(cls, 4, 8, 3, **options), _shape(d, 4, 4)))
+            cases.append(
+                Case(f"{cls.__name__} {name}", _maker(cls, 4, 8, 3, **options), _shape(d, 4, 4))
+            )
         sizes = [9 + 2 * i + 1 for i in range(d)]
-        cases.append(Case(f"{cls.__name__} output_size", _maker(cls, 4, 8, 3, stride=2), _shape(d, 4, 4), {"output_size": sizes}))
-        cases.append(Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3), _shape(d, 4, 4, batch=None)))
+        cases.append(
+            Case(
+                f"{cls.__name__} output_size",
+                _maker(cls, 4, 8, 3, stride=2),
+                _shape(d, 4, 4),
+                {"output_size": sizes},
+            )
+        )
+        cases.append(
+            Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3), _shape(d, 4, 4, batch=None))
+        )
     return cases
 
 
@@ -97,7 +120,12 @@ def _others() -> list[Case]:
         Case("Linear unbatched", _maker(nn.Linear, 5, 3), (5,)),
         Case("Linear empty", _maker(nn.Linear, 5, 3), (0, 5)),
         Case("Embedding", _maker(nn.Embedding, 10, 3), (4, 6), indices=10),
-        Case("Embedding padding_idx", _maker(nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True), (40,), indices=10),
+        Case(
+            "Embedding padding_idx",
+            _maker(nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True),
+            (40,),
+            indices=10,
+        ),
         Case("Embedding max_norm", _maker(nn.Embedding, 10, 3, max_norm=0.5), (4,), indices=10),
         Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
     ]
@@ -112,12 +140,30 @@ def _others() -> list[Case]:
         for kind, options in pools.items():
             cls = getattr(nn, f"{kind}{d}d")
             cases.append(Case(f"{cls.__name__} plain", _maker(cls, 3), _shape(d, 3)))
-            cases.append(Case(f"{cls.__name__} options", _maker(cls, 3, **options), _shape(d, 3, batch=None)))
-        cases.append(Case(f"MaxPool{d}d indices", _maker(getattr(nn, f"MaxPool{d}d"), 2, return_indices=True), _shape(d, 3)))
-        cases.append(Case(f"AdaptiveAvgPool{d}d", _maker(getattr(nn, f"AdaptiveAvgPool{d}d"), 2), _shape(d, 3)))
+            cases.append(
+                Case(f"{cls.__name__} options", _maker(cls, 3, **options), _shape(d, 3, batch=None))
+            )
+        cases.append(
+            Case(
+                f"MaxPool{d}d indices",
+                _maker(getattr(nn, f"MaxPool{d}d"), 2, return_indices=True),
+                _shape(d, 3),
+            )
+        )
+        cases.append(
+            Case(
+                f"AdaptiveAvgPool{d}d", _maker(getattr(nn, f"AdaptiveAvgPool{d}d"), 2), _shape(d, 3)
+            )
+        )
         norm = getattr(nn, f"InstanceNorm{d}d")
         cases.append(Case(f"{norm.__name__} plain", _maker(norm, 3), _shape(d, 3)))
-        cases.append(Case(f"{norm.__name__} affine, running", _maker(norm, 3, affine=True, track_running_stats=True), _shape(d, 3)))
+        cases.append(
+            Case(
+                f"{norm.__name__} affine, running",
+                _maker(norm, 3, affine=True, track_running_stats=True),
+                _shape(d, 3),
+            )
+        )
         cases.append(Case(f"{norm.__name__} unbatched", _maker(norm, 3), _shape(d, 3, batch=None)))
     return cases
 
@@ -128,7 +174,11 @@ CASES = [*_convolutions(), *_transposed(), *_others()]
 def convert(case: Case) -> tuple[nn.Module, QuantModule]:
     """A float module and its quantized copy: INT8, weights per channel, the input per tensor."""
     plain = case.make()
-    module = convert_(copy.deepcopy(plain), input=QuantDescriptor(), weight=QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis))
+    module = convert_(
+        copy.deepcopy(plain),
+        input=QuantDescriptor(),
+        weight=QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis),
+    )
     assert isinstance(module, QuantModule)
     return plain, module
 
@@ -151,7 +201,9 @@ def by_hand(case: Case, plain: nn.Module, x: Tensor) -> Any:
         return plain(inner, **case.kwargs)
     assert isinstance(plain.weight, Tensor)
     granularity = QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis).granularity
-    weight = fake_quantize(plain.weight, reduce_amax(plain.weight, granularity), granularity=granularity)
+    weight = fake_quantize(
+        plain.weight, reduce_amax(plain.weight, granularity), granularity=granularity
+    )
     return torch.func.functional_call(plain, {"weight": weight}, (inner,), case.kwargs)
 
 
@@ -159,5 +211,9 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     """Everything a conversion must leave alone: all attributes, by identity, and the entries of torch's registries."""
     out: dict[str, Any] = {"class": type(module)}
     for key, value in vars(module).items():
-        out[key] = {name: id(entry) for name, entry in value.items()} if isinstance(value, dict) else id(value)
+        out[key] = (
+            {name: id(entry) for name, entry in value.items()}
+            if isinstance(value, dict)
+            else id(value)
+        )
     return out

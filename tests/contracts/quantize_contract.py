@@ -9,12 +9,38 @@ import torch
 from torch import Tensor
 
 from tests.contracts.format_contract import FLOAT_SPECS
-from tests.reference import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, FLOAT64, TINY, FloatSpec, fake_quantize, float_fake_quantize, round_to
+from tests.reference import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    TINY,
+    FloatSpec,
+    fake_quantize,
+    float_fake_quantize,
+    round_to,
+)
 from torchq.formats import Format, Granularity, IntFormat, PerAxis, PerBlock
 
-__all__ = ["STORAGE", "expected", "group_of", "layouts", "mx_expected", "nvfp4_expected", "same", "working"]
+__all__ = [
+    "STORAGE",
+    "expected",
+    "group_of",
+    "layouts",
+    "mx_expected",
+    "nvfp4_expected",
+    "same",
+    "working",
+]
 
-STORAGE = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16, torch.float32: FLOAT32, torch.float64: FLOAT64}
+STORAGE = {
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+    torch.float32: FLOAT32,
+    torch.float64: FLOAT64,
+}
 
 
 def working(dtype: torch.dtype) -> FloatSpec:
@@ -28,7 +54,10 @@ def group_of(index: tuple[int, ...], granularity: Granularity) -> tuple[int, ...
         kept = {axis % len(index) for axis in granularity.axes}
         return tuple(i if d in kept else 0 for d, i in enumerate(index))
     if isinstance(granularity, PerBlock):
-        return tuple(i // granularity.size if d == granularity.axis % len(index) else i for d, i in enumerate(index))
+        return tuple(
+            i // granularity.size if d == granularity.axis % len(index) else i
+            for d, i in enumerate(index)
+        )
     return ()
 
 
@@ -44,7 +73,9 @@ def expected(x: Tensor, amax: Tensor, format: Format, granularity: Granularity) 
     """The oracle over every element. ``amax`` has the granularity's shape and a dtype that torchq computes in."""
     out = torch.empty(x.shape, dtype=x.dtype)
     for index in itertools.product(*map(range, x.shape)):
-        value = _scalar(x[index].item(), amax[group_of(index, granularity)].item(), format, working(x.dtype))
+        value = _scalar(
+            x[index].item(), amax[group_of(index, granularity)].item(), format, working(x.dtype)
+        )
         out[index] = value if math.isnan(value) else round_to(value, STORAGE[x.dtype])
     return out
 
@@ -56,8 +87,14 @@ def mx_expected(x: Tensor, spec: FloatSpec, size: int) -> Tensor:
     for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], size)):
         block = x[row, start : start + size].tolist()
         amax = max(map(abs, block))
-        scale = 2.0 ** max(math.floor(math.log2(amax)) - largest_exponent, -127) if amax > TINY else math.inf
-        out[row, start : start + size] = torch.tensor([round_to(v / scale, spec, saturate=True) * scale if v else v for v in block])
+        scale = (
+            2.0 ** max(math.floor(math.log2(amax)) - largest_exponent, -127)
+            if amax > TINY
+            else math.inf
+        )
+        out[row, start : start + size] = torch.tensor(
+            [round_to(v / scale, spec, saturate=True) * scale if v else v for v in block]
+        )
         if amax <= TINY:
             out[row, start : start + size] = 0.0
     return out
@@ -70,7 +107,9 @@ def nvfp4_expected(x: Tensor) -> Tensor:
     """
     steps = {}
     for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], 16)):
-        steps[row, start] = round_to(max(map(abs, x[row, start : start + 16].tolist())) / 6.0, FLOAT32)
+        steps[row, start] = round_to(
+            max(map(abs, x[row, start : start + 16].tolist())) / 6.0, FLOAT32
+        )
     shared = round_to(max(steps.values()) / 448.0, FLOAT32)
     out = torch.zeros_like(x)
     for (row, start), step in steps.items():
@@ -86,7 +125,11 @@ def nvfp4_expected(x: Tensor) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, shape and value, NaN equal to NaN."""
-    return a.dtype is b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return (
+        a.dtype is b.dtype
+        and a.shape == b.shape
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:

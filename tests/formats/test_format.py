@@ -74,21 +74,32 @@ def every_float16() -> torch.Tensor:
     return x[x.isfinite()]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
+)
 def test_fp8_is_torch_float8(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """On every float16 and on float32 noise, within the finite range (beyond it torch gives NaN or inf, torchq saturates)."""
     format = CATALOG[name]
-    noise = torch.randn(20000, generator=generator) * torch.exp2(torch.randint(-20, 9, (20000,), generator=generator))
-    x = torch.cat([every_float16(), noise]).clamp(format.lo, format.hi)
+    noise = torch.randn(20000, generator=generator) * torch.exp2(
+        torch.randint(-20, 9, (20000,), generator=generator)
+    )
+    x = torch.cat([every_float16(), noise]).clamp(format.quant_min, format.quant_max)
     assert torch.equal(format.snap_(x.clone()), x.to(dtype).float())
 
 
 @pytest.mark.parametrize(
-    ("format", "name"), [(E2M1, "float4_e2m1fn"), (E2M3, "float6_e2m3fn"), (E3M2, "float6_e3m2fn"), (E4M3, "float8_e4m3fn")], ids=str
+    ("format", "name"),
+    [
+        (E2M1, "float4_e2m1fn"),
+        (E2M3, "float6_e2m3fn"),
+        (E3M2, "float6_e3m2fn"),
+        (E4M3, "float8_e4m3fn"),
+    ],
+    ids=str,
 )
 def test_small_floats_are_those_of_ml_dtypes(format: Format, name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    x = every_float16().clamp(format.lo, format.hi)
+    x = every_float16().clamp(format.quant_min, format.quant_max)
     peer = x.numpy().astype(getattr(ml_dtypes, name)).astype("float32")
     assert torch.equal(format.snap_(x.clone()), torch.from_numpy(peer))
 
@@ -118,11 +129,16 @@ def test_signed_zero_is_kept() -> None:
 
 
 def test_power_of_two_below() -> None:
-    x = torch.tensor([1.0, 1.5, 2.0, 3.999, -5.0, 2.0**-126, 0.0, 1e-45, math.inf, math.nan, 3.4e38])
+    x = torch.tensor(
+        [1.0, 1.5, 2.0, 3.999, -5.0, 2.0**-126, 0.0, 1e-45, math.inf, math.nan, 3.4e38]
+    )
     expected = [1.0, 1.0, 2.0, 2.0, 4.0, 2.0**-126, 0.0, 0.0, math.inf, math.inf, 2.0**127]
     assert power_of_two_below(x).tolist() == expected
     assert power_of_two_below(x.double())[:7].tolist() == expected[:7]
-    assert power_of_two_below(torch.tensor([[1.0, 9.0], [3.0, 5.0]]).t()).tolist() == [[1.0, 2.0], [8.0, 4.0]]
+    assert power_of_two_below(torch.tensor([[1.0, 9.0], [3.0, 5.0]]).t()).tolist() == [
+        [1.0, 2.0],
+        [8.0, 4.0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +149,18 @@ def test_power_of_two_below() -> None:
         (lambda: integer(0, unsigned=True), "got 0 bits; expected 1 to 16 for unsigned integers"),
         (lambda: by_name("int99"), "unknown format 'int99'; expected one of: .*'e4m3'.*'int8'"),
         (lambda: by_bits((3, 4)), "unknown format 'e3m4'"),
-        (lambda: by_bits((4, 3), unsigned=True), r"num_bits=\(4, 3\): got unsigned=True, narrow_range=False; expected neither"),
-        (lambda: by_bits((4, 3), narrow=True), r"narrow_range=True; expected neither for a floating-point format"),
-        (lambda: CATALOG.add("int8", INT8), "format 'int8' is registered already, as IntFormat.*; expected a new key"),
+        (
+            lambda: by_bits((4, 3), unsigned=True),
+            r"num_bits=\(4, 3\): got unsigned=True, narrow_range=False; expected neither",
+        ),
+        (
+            lambda: by_bits((4, 3), narrow=True),
+            r"narrow_range=True; expected neither for a floating-point format",
+        ),
+        (
+            lambda: CATALOG.add("int8", INT8),
+            "format 'int8' is registered already, as IntFormat.*; expected a new key",
+        ),
     ],
 )
 def test_errors(call: Any, text: str) -> None:
@@ -156,7 +181,23 @@ def test_formats_are_values() -> None:
 def test_a_new_float_format_needs_no_code() -> None:
     """E3M0 (a sign and powers of two), which is in no catalogue: the grid follows from the numbers alone."""
     e3m0 = FloatFormat("e3m0", True, 3, 0, bias=3)
-    assert e3m0.values == (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    assert e3m0.values == (
+        -16.0,
+        -8.0,
+        -4.0,
+        -2.0,
+        -1.0,
+        -0.5,
+        -0.25,
+        0.0,
+        0.25,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+    )
     assert (e3m0.smallest_normal, e3m0.smallest_subnormal, e3m0.max_exponent) == (0.25, 0.25, 4)
     assert e3m0.snap_(torch.tensor([3.1, -99.0, 0.1])).tolist() == [4.0, -16.0, 0.0]
     assert isinstance(E5M2, FloatFormat) and not isinstance(E5M2, IntFormat)

@@ -43,13 +43,21 @@ def by_hand(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
             group = tuple(i if d in kept else 0 for d, i in enumerate(index))
         else:
             assert isinstance(granularity, PerBlock)
-            group = tuple(i // granularity.size if d == granularity.axis % x.dim() else i for d, i in enumerate(index))
+            group = tuple(
+                i // granularity.size if d == granularity.axis % x.dim() else i
+                for d, i in enumerate(index)
+            )
         out[group] = max(out[group].item(), abs(x[index].item()))
     return out
 
 
 @pytest.mark.parametrize(("granularity", "shape", "expected"), TABLE, ids=IDS)
-def test_shape_and_amax(granularity: Granularity, shape: tuple[int, ...], expected: tuple[int, ...], generator: torch.Generator) -> None:
+def test_shape_and_amax(
+    granularity: Granularity,
+    shape: tuple[int, ...],
+    expected: tuple[int, ...],
+    generator: torch.Generator,
+) -> None:
     x = torch.randn(shape, generator=generator)
     assert granularity.amax_shape(x.shape) == expected
     amax = granularity.amax(x)
@@ -58,13 +66,17 @@ def test_shape_and_amax(granularity: Granularity, shape: tuple[int, ...], expect
 
 
 @pytest.mark.parametrize(("granularity", "shape", "expected"), TABLE, ids=IDS)
-def test_split_and_join_are_inverse(granularity: Granularity, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_split_and_join_are_inverse(
+    granularity: Granularity, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     x = torch.arange(float(math.prod(shape))).reshape(shape)
     assert torch.equal(granularity.join(granularity.split(x), x.shape), x)
 
 
 @pytest.mark.parametrize(("granularity", "shape", "expected"), TABLE, ids=IDS)
-def test_aligned_amax_broadcasts_to_its_group(granularity: Granularity, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_aligned_amax_broadcasts_to_its_group(
+    granularity: Granularity, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     """Dividing each element by the amax of its group leaves nothing above 1, and 1 once in every group."""
     x = torch.rand(shape) + 0.5
     ratio = granularity.split(x) / granularity.align(granularity.amax(x), x.shape)
@@ -87,7 +99,9 @@ def test_layout_does_not_matter(granularity: Granularity, generator: torch.Gener
 
 
 def test_amax_keeps_dtype_and_shows_nan(dtype: torch.dtype) -> None:
-    x = torch.tensor([[1.0, -3.0], [math.nan, 2.0], [math.inf, 0.0]], dtype=dtype, requires_grad=True)
+    x = torch.tensor(
+        [[1.0, -3.0], [math.nan, 2.0], [math.inf, 0.0]], dtype=dtype, requires_grad=True
+    )
     amax = PerAxis((0,)).amax(x)
     assert amax.dtype is dtype and not amax.requires_grad
     assert amax[0].item() == 3.0 and amax[1].isnan() and amax[2].isinf()
@@ -107,16 +121,28 @@ def test_legacy_amax_shapes() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: PerTensor().align(torch.ones(3), torch.Size([3])), r"amax has shape \(3,\); expected one value, per tensor"),
+        (
+            lambda: PerTensor().align(torch.ones(3), torch.Size([3])),
+            r"amax has shape \(3,\); expected one value, per tensor",
+        ),
         (
             lambda: PerAxis((0,)).align(torch.ones(4), torch.Size([5, 2])),
             r"amax has shape \(4,\); expected \(5, 1\) for axis \(0,\) of a tensor of shape \(5, 2\)",
         ),
-        (lambda: PerAxis((0, 1)).align(torch.ones(5), torch.Size([5, 2])), r"amax has shape \(5,\); expected \(5, 2\)"),
-        (lambda: PerAxis((2,)).amax_shape((5, 2)), "axis 2: the tensor has 2 dimensions; expected -2 to 1"),
+        (
+            lambda: PerAxis((0, 1)).align(torch.ones(5), torch.Size([5, 2])),
+            r"amax has shape \(5,\); expected \(5, 2\)",
+        ),
+        (
+            lambda: PerAxis((2,)).amax_shape((5, 2)),
+            "axis 2: the tensor has 2 dimensions; expected -2 to 1",
+        ),
         (lambda: PerAxis((0,)).amax_shape(()), "axis 0: the tensor has 0 dimensions"),
         (lambda: PerBlock(0), "block_size: got 0; expected at least 1"),
-        (lambda: PerBlock(4, 2).amax_shape((5, 2)), "block axis 2: the tensor has 2 dimensions; expected -2 to 1"),
+        (
+            lambda: PerBlock(4, 2).amax_shape((5, 2)),
+            "block axis 2: the tensor has 2 dimensions; expected -2 to 1",
+        ),
         (
             lambda: PerBlock(4).align(torch.ones(5, 2), torch.Size([5, 4])),
             r"amax has shape \(5, 2\); expected \(5, 1\): blocks of 4 on axis -1",

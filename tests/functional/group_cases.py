@@ -26,7 +26,9 @@ def groups_of(x: Tensor, granularity: Granularity) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for index in itertools.product(*map(range, x.shape)):
         if isinstance(granularity, PerBlock):
-            place = [i // granularity.size if d == granularity.axis else i for d, i in enumerate(index)]
+            place = [
+                i // granularity.size if d == granularity.axis else i for d, i in enumerate(index)
+            ]
         else:
             place = [i if shape[d] > 1 else 0 for d, i in enumerate(index)] if shape else []
         number = 0

@@ -15,7 +15,25 @@ from torchq.functional.kernels import kernels
 __all__ = ["CASES", "FORMATS", "SPECIAL", "Case", "assert_equals_definition", "bits", "make"]
 
 FORMATS = ("int8", "int8_narrow", "uint8", "int4", "int16", "e4m3", "e5m2", "e2m1", "e3m2")
-SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3.0e38, -3.0e38, 0.5, -0.5, 1.5, 2.5, 127.5, -128.5, 448.0, 464.0]
+SPECIAL = [
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-45,
+    -1e-40,
+    3.0e38,
+    -3.0e38,
+    0.5,
+    -0.5,
+    1.5,
+    2.5,
+    127.5,
+    -128.5,
+    448.0,
+    464.0,
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,9 @@ CASES = [
 ]
 
 
-def make(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def make(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Data with special values mixed in, and ranges: about a third of the data clips, one range is dead, one is infinite."""
     x = torch.randn(case.shape) * 2
     flat = x.view(-1)
@@ -79,14 +99,23 @@ def make(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> 
 
 def bits(x: Tensor) -> Tensor:
     """The bits of floats, so that zeros of either sign differ; one NaN stands for all of them."""
-    kinds = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+    kinds = {
+        torch.float16: torch.int16,
+        torch.bfloat16: torch.int16,
+        torch.float32: torch.int32,
+        torch.float64: torch.int64,
+    }
     return torch.where(x.isnan(), torch.full_like(x, torch.nan), x).view(kinds[x.dtype])
 
 
-def assert_equals_definition(backend: str, x: Tensor, amax: Tensor, format_name: str, scales: str | None = None) -> None:
+def assert_equals_definition(
+    backend: str, x: Tensor, amax: Tensor, format_name: str, scales: str | None = None
+) -> None:
     """Forward, mask and backward of ``backend``: values, dtype, shape and strides of the definition."""
     format, scale_format = CATALOG[format_name], None if scales is None else CATALOG[scales]
-    expected, expected_mask = kernels("reference").fake_quantize(x, amax, format, scale_format, True)
+    expected, expected_mask = kernels("reference").fake_quantize(
+        x, amax, format, scale_format, True
+    )
     without, none = kernels(backend).fake_quantize(x, amax, format, scale_format, False)
     y, mask = kernels(backend).fake_quantize(x, amax, format, scale_format, True)
     assert none is None and mask is not None and expected_mask is not None

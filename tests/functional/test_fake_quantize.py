@@ -13,10 +13,38 @@ from tests.reference import E2M1, E2M3, E3M2, E4M3, E5M2, FloatSpec
 from torchq import formats
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor, integer
-from torchq.functional import TINY, dequantize, fake_quantize, learned_fake_quantize, quantize, reduce_amax
+from torchq.functional import (
+    TINY,
+    dequantize,
+    fake_quantize,
+    learned_fake_quantize,
+    quantize,
+    reduce_amax,
+)
 
-FORMATS = ["int8", "int8_narrow", "uint8", "int4", "uint4", "int2", "int16", "e4m3", "e5m2", "e2m1", "e3m2", "e2m3"]
-GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, -1)), PerBlock(2, 1), PerBlock(4, 1), PerBlock(2)]
+FORMATS = [
+    "int8",
+    "int8_narrow",
+    "uint8",
+    "int4",
+    "uint4",
+    "int2",
+    "int16",
+    "e4m3",
+    "e5m2",
+    "e2m1",
+    "e3m2",
+    "e2m3",
+]
+GRANULARITIES = [
+    PerTensor(),
+    PerAxis((0,)),
+    PerAxis((1,)),
+    PerAxis((0, -1)),
+    PerBlock(2, 1),
+    PerBlock(4, 1),
+    PerBlock(2),
+]
 LAYOUTS = list(layouts(torch.zeros(1, 1, 1, 1)))
 
 
@@ -34,15 +62,22 @@ def clipped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_and_granularities(name: str, granularity: Granularity, generator: torch.Generator) -> None:
+def test_formats_and_granularities(
+    name: str, granularity: Granularity, generator: torch.Generator
+) -> None:
     x = sample(generator)
     amax = clipped(x, granularity)
-    assert same(fake_quantize(x, amax, CATALOG[name], granularity), expected(x, amax, CATALOG[name], granularity))
+    assert same(
+        fake_quantize(x, amax, CATALOG[name], granularity),
+        expected(x, amax, CATALOG[name], granularity),
+    )
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1)], ids=str)
 @pytest.mark.parametrize("name", ["int8", "uint4", "e4m3"])
-def test_dtypes(name: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_dtypes(
+    name: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Computed in fp32 (fp64 for fp64) and rounded once to the dtype of x, whatever the dtype of amax."""
     x = sample(generator, dtype)
     amax = clipped(x, granularity)
@@ -52,9 +87,13 @@ def test_dtypes(name: str, granularity: Granularity, dtype: torch.dtype, generat
     assert same(learned_fake_quantize(x, amax, CATALOG[name], granularity), y)
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1), PerBlock(5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1), PerBlock(5, 1)], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_layouts(
+    layout: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """The strides are those that an elementwise function of torch would give. (A ragged block is padded: channels_last is kept.)"""
     x = layouts(sample(generator, dtype))[layout]
     amax = clipped(x, granularity)
@@ -87,12 +126,15 @@ def test_quantize_and_dequantize(name: str, dtype: torch.dtype, generator: torch
     assert codes.dtype is amax.dtype and codes.shape == x.shape
     if format.bits <= 8:
         assert set(codes.flatten().tolist()) <= set(format.values)
-    assert same(dequantize(codes, amax, format, granularity).to(dtype), fake_quantize(x, amax, format, granularity))
+    assert same(
+        dequantize(codes, amax, format, granularity).to(dtype),
+        fake_quantize(x, amax, format, granularity),
+    )
     assert not quantize(x.requires_grad_(), amax, format, granularity).requires_grad
 
 
 def test_fake_quantizing_twice_changes_nothing(generator: torch.Generator) -> None:
-    """For power-of-two steps exactly: then every grid value is exact in float32."""
+    """For power-of-two scales exactly: then every grid value is exact in float32."""
     x = sample(generator)
     for name in FORMATS:
         amax = torch.tensor(CATALOG[name].qmax / 64)
@@ -100,11 +142,16 @@ def test_fake_quantizing_twice_changes_nothing(generator: torch.Generator) -> No
         assert same(fake_quantize(once, amax, CATALOG[name]), once)
 
 
-@pytest.mark.parametrize("spec", [E4M3, E5M2, E3M2, E2M3, E2M1], ids=["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
+@pytest.mark.parametrize(
+    "spec", [E4M3, E5M2, E3M2, E2M3, E2M1], ids=["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"]
+)
 @pytest.mark.parametrize("size", [32, 20])
 def test_mx_blocks(spec: FloatSpec, size: int, generator: torch.Generator) -> None:
     name = f"e{spec.exponent_bits}m{spec.mantissa_bits}"
-    x = torch.randn(6, 70, generator=generator) * torch.exp2(torch.arange(-20.0, 40.0, 10.0))[:, None]
+    x = (
+        torch.randn(6, 70, generator=generator)
+        * torch.exp2(torch.arange(-20.0, 40.0, 10.0))[:, None]
+    )
     x[2, :32] = 0.0
     granularity = PerBlock(size)
     y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, formats.E8M0)
@@ -137,7 +184,11 @@ def test_dead_ranges_are_exactly_zero(name: str, dtype: torch.dtype) -> None:
     for amax in (0.0, 2.0**-149, TINY):
         assert fake_quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
         assert quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
-    alive = math.nextafter(TINY, 1.0) if dtype is torch.float64 else float(torch.tensor(TINY).nextafter(torch.tensor(1.0)))
+    alive = (
+        math.nextafter(TINY, 1.0)
+        if dtype is torch.float64
+        else float(torch.tensor(TINY).nextafter(torch.tensor(1.0)))
+    )
     assert fake_quantize(x, alive, CATALOG[name])[3].item() != 0.0
 
 
@@ -151,7 +202,7 @@ def test_one_dead_channel_leaves_the_others_alone(generator: torch.Generator) ->
 
 
 def test_float16_channel_of_one_millionth() -> None:
-    """A step of 8e-9 is no float16 number, and its inverse is infinite there; the arithmetic is float32."""
+    """A scale of 8e-9 is no float16 number, and its inverse is infinite there; the arithmetic is float32."""
     x = torch.tensor([[1e-6, -5e-7, 0.0], [1.0, 0.5, -1.0]], dtype=torch.float16)
     amax = reduce_amax(x, PerAxis((0,)))
     y = fake_quantize(x, amax, INT8, PerAxis((0,)))
@@ -163,33 +214,64 @@ def test_poisoned_values_are_seen() -> None:
     x = torch.tensor([1.0, -2.0, 0.0])
     for amax in (math.inf, math.nan):
         assert fake_quantize(x, amax).isnan().all()
-        assert fake_quantize(x, torch.tensor([amax, 1.0, 1.0]), INT8, PerAxis((0,))).isnan().tolist() == [True, False, False]
+        assert fake_quantize(
+            x, torch.tensor([amax, 1.0, 1.0]), INT8, PerAxis((0,))
+        ).isnan().tolist() == [True, False, False]
     odd = torch.tensor([math.nan, math.inf, -math.inf])
     for name in FORMATS:
-        lo, hi = (bound / CATALOG[name].qmax for bound in (CATALOG[name].lo, CATALOG[name].hi))
+        lo, hi = (
+            bound / CATALOG[name].qmax
+            for bound in (CATALOG[name].quant_min, CATALOG[name].quant_max)
+        )
         assert torch.equal(fake_quantize(odd, 1.0, CATALOG[name])[1:], torch.tensor([hi, lo]))
         assert fake_quantize(odd, 1.0, CATALOG[name])[0].isnan()
     assert fake_quantize(odd, 0.0).isnan().all()
 
 
 def test_unsigned_clamps_negative_values() -> None:
-    assert fake_quantize(torch.tensor([-3.0, -1e-8, 0.5]), 1.0, integer(1, unsigned=True)).tolist() == [0.0, 0.0, 0.0]
-    assert fake_quantize(torch.tensor([-3.0, -1e-8, 0.6]), 1.0, formats.UINT8).tolist() == [0.0, 0.0, pytest.approx(0.6)]
+    assert fake_quantize(
+        torch.tensor([-3.0, -1e-8, 0.5]), 1.0, integer(1, unsigned=True)
+    ).tolist() == [0.0, 0.0, 0.0]
+    assert fake_quantize(torch.tensor([-3.0, -1e-8, 0.6]), 1.0, formats.UINT8).tolist() == [
+        0.0,
+        0.0,
+        pytest.approx(0.6),
+    ]
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: fake_quantize(torch.ones(2, dtype=torch.int64), 1.0), TypeError, r"fake_quantize: got a tensor of torch.int64; expected"),
-        (lambda: quantize(torch.ones(2, dtype=torch.bool), 1.0), TypeError, r"quantize: got a tensor of torch.bool; .*x.float\(\)"),
+        (
+            lambda: fake_quantize(torch.ones(2, dtype=torch.int64), 1.0),
+            TypeError,
+            r"fake_quantize: got a tensor of torch.int64; expected",
+        ),
+        (
+            lambda: quantize(torch.ones(2, dtype=torch.bool), 1.0),
+            TypeError,
+            r"quantize: got a tensor of torch.bool; .*x.float\(\)",
+        ),
         (
             lambda: learned_fake_quantize(torch.ones(2, dtype=torch.cfloat), torch.ones(())),
             TypeError,
             "learned_fake_quantize: got a tensor",
         ),
-        (lambda: dequantize(torch.ones(2, dtype=torch.int8), 1.0), TypeError, "dequantize: got a tensor of torch.int8"),
-        (lambda: fake_quantize(torch.ones(2), torch.ones(2)), ConfigError, r"amax has shape \(2,\); expected one value, per tensor"),
-        (lambda: fake_quantize(torch.ones(2, 3), torch.ones(3), INT8, PerAxis((0,))), ConfigError, r"expected \(2, 1\) for axis \(0,\)"),
+        (
+            lambda: dequantize(torch.ones(2, dtype=torch.int8), 1.0),
+            TypeError,
+            "dequantize: got a tensor of torch.int8",
+        ),
+        (
+            lambda: fake_quantize(torch.ones(2), torch.ones(2)),
+            ConfigError,
+            r"amax has shape \(2,\); expected one value, per tensor",
+        ),
+        (
+            lambda: fake_quantize(torch.ones(2, 3), torch.ones(3), INT8, PerAxis((0,))),
+            ConfigError,
+            r"expected \(2, 1\) for axis \(0,\)",
+        ),
     ],
 )
 def test_errors(call: Any, error: type[Exception], text: str) -> None:

@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from torchq.formats import CATALOG, INT8, Format, Granularity, PerAxis, PerBlock, PerTensor
-from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax, step_from_amax
+from torchq.functional import (
+    fake_quantize,
+    learned_fake_quantize,
+    quantize,
+    reduce_amax,
+    scale_from_amax,
+)
 
 GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 1)), PerBlock(2)]
 FORMATS = ["int8", "int4", "int4_narrow", "uint4", "e4m3", "e2m1"]
 
 
-def gradient(function: Callable[..., Tensor], x: Tensor, amax: Tensor, *args: object, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+def gradient(
+    function: Callable[..., Tensor], x: Tensor, amax: Tensor, *args: object, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """d sum(weights * y) / d x and / d amax."""
     x, amax = x.detach().requires_grad_(), amax.detach().requires_grad_()
     (function(x, amax, *args) * weights).sum().backward()
@@ -24,13 +32,17 @@ def gradient(function: Callable[..., Tensor], x: Tensor, amax: Tensor, *args: ob
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_straight_through_mask(granularity: Granularity, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_straight_through_mask(
+    granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """The gradient passes where ``|x| <= amax``, boundary included, and nothing goes to amax."""
     x = torch.randint(-4, 5, (3, 6), generator=generator).to(dtype)  # hits the boundary often
     amax = granularity.amax(x).float().clamp(min=1.0) - 1.0
     weights = torch.randint(1, 9, (3, 6), generator=generator).to(dtype)
     grad_x, grad_amax = gradient(fake_quantize, x, amax, INT8, granularity, weights=weights)
-    inside = granularity.join(granularity.split(x).abs() <= granularity.align(amax.to(dtype), x.shape), x.shape)
+    inside = granularity.join(
+        granularity.split(x).abs() <= granularity.align(amax.to(dtype), x.shape), x.shape
+    )
     assert torch.equal(grad_x, weights * inside)
     assert grad_x.dtype is dtype and grad_amax is None
 
@@ -48,21 +60,25 @@ def test_backward_keeps_one_byte_per_element() -> None:
     assert sizes == [100]
 
 
-def lsq_by_hand(x: Tensor, amax: Tensor, format: Format, granularity: Granularity, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Esser et al. 2020, equations 3 and 5, element by element; ``d step / d amax = 1 / qmax``."""
+def lsq_by_hand(
+    x: Tensor, amax: Tensor, format: Format, granularity: Granularity, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Esser et al. 2020, equations 3 and 5, element by element; ``d scale / d amax = 1 / qmax``."""
     grad_x, grad_amax = torch.zeros_like(x), torch.zeros_like(amax)
     parts, upstream = granularity.split(x), granularity.split(weights)
-    step = step_from_amax(granularity.align(amax, x.shape), format).expand_as(parts)
+    scale = scale_from_amax(granularity.align(amax, x.shape), format).expand_as(parts)
     owner = granularity.align(torch.arange(amax.numel()).view(amax.shape), x.shape).expand_as(parts)
     codes = granularity.split(quantize(x, amax, format, granularity))
     inside = torch.zeros_like(parts)
     for index in torch.cartesian_prod(*map(torch.arange, parts.shape)).tolist():
         at = tuple(index)
-        v = (parts[at] / step[at]).item()
+        v = (parts[at] / scale[at]).item()
         q = codes[at].item()
-        between = format.lo <= v <= format.hi
+        between = format.quant_min <= v <= format.quant_max
         inside[at] = float(between)
-        slope = q - v if between else (format.lo if v < format.lo else format.hi)
+        slope = (
+            q - v if between else (format.quant_min if v < format.quant_min else format.quant_max)
+        )
         grad_amax.view(-1)[owner[at]] += upstream[at] * slope / format.qmax
     grad_x = granularity.join(inside, x.shape) * weights
     return grad_x, grad_amax
@@ -70,11 +86,15 @@ def lsq_by_hand(x: Tensor, amax: Tensor, format: Format, granularity: Granularit
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_learned_range_is_lsq(name: str, granularity: Granularity, generator: torch.Generator) -> None:
+def test_learned_range_is_lsq(
+    name: str, granularity: Granularity, generator: torch.Generator
+) -> None:
     x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     amax = reduce_amax(x, granularity) * 0.8
     weights = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    grad_x, grad_amax = gradient(learned_fake_quantize, x, amax, CATALOG[name], granularity, weights=weights)
+    grad_x, grad_amax = gradient(
+        learned_fake_quantize, x, amax, CATALOG[name], granularity, weights=weights
+    )
     hand_x, hand_amax = lsq_by_hand(x, amax, CATALOG[name], granularity, weights)
     assert torch.equal(grad_x, hand_x)
     torch.testing.assert_close(grad_amax, hand_amax)  # sums in another order
@@ -82,8 +102,10 @@ def test_learned_range_is_lsq(name: str, granularity: Granularity, generator: to
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_learned_range_is_the_slope_of_its_surrogate(name: str, granularity: Granularity, generator: torch.Generator) -> None:
-    """The surrogate keeps the rounding error in steps constant: ``clamp(x / s) * s + constant * s``. It is piecewise linear in s and
+def test_learned_range_is_the_slope_of_its_surrogate(
+    name: str, granularity: Granularity, generator: torch.Generator
+) -> None:
+    """The surrogate keeps the rounding error in scales constant: ``clamp(x / s) * s + constant * s``. It is piecewise linear in s and
     in x, so central differences are exact up to float64 cancellation wherever no element crosses a bound."""
     format, offset = CATALOG[name], 1e-6
     x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
@@ -91,23 +113,30 @@ def test_learned_range_is_the_slope_of_its_surrogate(name: str, granularity: Gra
     weights = torch.randn(3, 6, generator=generator, dtype=torch.float64)
 
     def clamped(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        step = step_from_amax(granularity.align(amax, x.shape), format)
-        return (granularity.split(x) / step).clamp(format.lo, format.hi), step
+        scale = scale_from_amax(granularity.align(amax, x.shape), format)
+        return (granularity.split(x) / scale).clamp(format.quant_min, format.quant_max), scale
 
     constant = granularity.split(quantize(x, amax, format, granularity)) - clamped(x, amax)[0]
 
     def surrogate(x: Tensor, amax: Tensor) -> float:
-        v, step = clamped(x, amax)
-        return (granularity.join((v + constant) * step, x.shape) * weights).sum().item()
+        v, scale = clamped(x, amax)
+        return (granularity.join((v + constant) * scale, x.shape) * weights).sum().item()
 
-    grad_x, grad_amax = gradient(learned_fake_quantize, x, amax, format, granularity, weights=weights)
+    grad_x, grad_amax = gradient(
+        learned_fake_quantize, x, amax, format, granularity, weights=weights
+    )
     assert grad_amax is not None
-    for tensor, grad, probe in ((amax, grad_amax, lambda a: surrogate(x, a)), (x, grad_x, lambda v: surrogate(v, amax))):
+    for tensor, grad, probe in (
+        (amax, grad_amax, lambda a: surrogate(x, a)),
+        (x, grad_x, lambda v: surrogate(v, amax)),
+    ):
         for i in range(tensor.numel()):
             bump = torch.zeros_like(tensor)
             bump.view(-1)[i] = offset
             slope = (probe(tensor + bump) - probe(tensor - bump)) / (2 * offset)
-            assert slope == pytest.approx(grad.reshape(-1)[i].item(), abs=1e-7)  # 1e-6 apart in float64: 1e-16 * 20 / 1e-6 lost
+            assert slope == pytest.approx(
+                grad.reshape(-1)[i].item(), abs=1e-7
+            )  # 1e-6 apart in float64: 1e-16 * 20 / 1e-6 lost
 
 
 def test_learned_range_of_low_precision_data(low_dtype: torch.dtype) -> None:

@@ -25,7 +25,9 @@ def test_groups_come_in_the_order_of_the_amax(x: Tensor, granularity: Granularit
         assert sorted(mine) == sorted(values + padding)
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((2,))], ids=str)
+@pytest.mark.parametrize(
+    "granularity", [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((2,))], ids=str
+)
 def test_one_axis_is_never_copied(x: Tensor, granularity: Granularity) -> None:
     assert group_view(x, granularity).data_ptr() == x.data_ptr()
 

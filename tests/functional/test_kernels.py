@@ -17,8 +17,16 @@ from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_de
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
-from torchq.functional.kernels import BACKENDS, backend_for, kernels, mask_gradient, reference, tiled, use_backend
-from torchq.functional.kernels import select as choice
+from torchq.functional.kernels import (
+    BACKENDS,
+    backend_for,
+    kernels,
+    mask_gradient,
+    reference,
+    tiled,
+    use_backend,
+)
+from torchq.functional.kernels import dispatch as choice
 
 
 @pytest.fixture(params=[2**18, 7], ids=["one-tile", "tiny-tiles"])
@@ -69,7 +77,9 @@ def test_gradients_of_other_strides_and_second_derivatives() -> None:
     mask = (x.detach().abs() <= 1.0).float()
     assert torch.equal(torch.autograd.grad(fake_quantize(x, 1.0).sum(), x)[0], mask)
     weight = torch.randn(6, 4).t()
-    assert torch.equal(torch.autograd.grad((fake_quantize(x, 1.0) * weight).sum(), x)[0], mask * weight)
+    assert torch.equal(
+        torch.autograd.grad((fake_quantize(x, 1.0) * weight).sum(), x)[0], mask * weight
+    )
     batch = torch.randn(3, 4, 6)
     (grads,) = torch.autograd.grad(fake_quantize(x, 1.0), x, batch, is_grads_batched=True)
     assert torch.equal(grads, mask * batch)
@@ -92,7 +102,9 @@ GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerBlock(8)]
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_backward_keeps_one_byte_per_element(backend: str, dtype: torch.dtype, granularity: Granularity) -> None:
+def test_backward_keeps_one_byte_per_element(
+    backend: str, dtype: torch.dtype, granularity: Granularity
+) -> None:
     x = torch.randn(64, 32).to(dtype).requires_grad_()
     amax = reduce_amax(x, granularity)
     with use_backend(backend):
@@ -132,7 +144,9 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that an address means one storage
+        self.storages: dict[
+            int, torch.UntypedStorage
+        ] = {}  # kept alive, so that an address means one storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -143,7 +157,9 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_temporary_as_large_as_the_input(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_no_temporary_as_large_as_the_input(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """Result, mask and gradient; besides them only tiles."""
     monkeypatch.setattr(tiled, "_TILE", 256)
     x = torch.randn(64, 256).to(dtype).requires_grad_()
@@ -157,12 +173,16 @@ def test_no_temporary_as_large_as_the_input(monkeypatch: pytest.MonkeyPatch, dty
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.export of torch 2.6
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch.export of torch 2.6
 def test_choice() -> None:
     x = torch.ones(3)
     assert backend_for(x) == backend_for(x.requires_grad_()) == "tiled"
     assert backend_for(torch.ones(3, device="meta")) == "reference"
-    assert torch.vmap(lambda v: torch.tensor(BACKENDS.index(backend_for(v))))(torch.ones(2, 3)).tolist() == [0, 0]
+    assert torch.vmap(lambda v: torch.tensor(BACKENDS.index(backend_for(v))))(
+        torch.ones(2, 3)
+    ).tolist() == [0, 0]
     assert [BACKENDS.index(n) for n in ("reference", "tiled", "triton")] == [0, 1, 2]
     seen = []
 
@@ -203,16 +223,33 @@ def test_forcing_nests_and_ends_after_an_error() -> None:
 
 
 def test_wrong_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="use_backend: got 'cuda'; expected one of reference, tiled, triton"), use_backend("cuda"):
+    with (
+        pytest.raises(
+            ConfigError, match="use_backend: got 'cuda'; expected one of reference, tiled, triton"
+        ),
+        use_backend("cuda"),
+    ):
         pass
     monkeypatch.setattr(choice, "has_triton", lambda: False)
-    with pytest.raises(ConfigError, match=r"'triton', which is not installed; expected .* Run pip install triton"), use_backend("triton"):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"'triton', which is not installed; expected .* Run pip install triton",
+        ),
+        use_backend("triton"),
+    ):
         pass
 
 
 def test_forced_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "supports", lambda x, amax, format: False)
-    with use_backend("tiled"), pytest.raises(ConfigError, match=r"backend 'tiled' cannot do int8 for torch.float32 on cpu .*; expected"):
+    with (
+        use_backend("tiled"),
+        pytest.raises(
+            ConfigError,
+            match=r"backend 'tiled' cannot do int8 for torch.float32 on cpu .*; expected",
+        ),
+    ):
         fake_quantize(torch.ones(3), 1.0)
     assert backend_for(torch.ones(3)) == "reference"
 
@@ -224,13 +261,18 @@ def test_one_result_whatever_the_backend() -> None:
     for function in (fake_quantize, learned_fake_quantize):
         results = []
         for backend in ("reference", "tiled"):
-            a, b = x.clone().requires_grad_(), amax.clone().requires_grad_(function is learned_fake_quantize)
+            a, b = (
+                x.clone().requires_grad_(),
+                amax.clone().requires_grad_(function is learned_fake_quantize),
+            )
             with use_backend(backend):
                 y = function(a, b, CATALOG["e4m3"], PerAxis((1,)))
                 y.square().sum().backward()
             assert y.stride() == x.stride() and a.grad is not None
             results.append((y.detach(), a.grad, b.grad if b.grad is not None else torch.zeros(())))
-        assert all(torch.equal(p, q) for p, q in zip(*(found[:2] for found in results), strict=True))
+        assert all(
+            torch.equal(p, q) for p, q in zip(*(found[:2] for found in results), strict=True)
+        )
         torch.testing.assert_close(results[0][2], results[1][2])  # sums in another order
 
 
@@ -243,7 +285,9 @@ def test_the_gradient_is_exactly_zero_outside_the_range() -> None:
 
 def test_importing_torchq_imports_no_triton() -> None:
     code = "import sys, torchq, torch; torchq.functional.fake_quantize(torch.ones(3), 1.0); print('triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True
+    )
     assert done.stdout.strip() == "False"
 
 

@@ -27,7 +27,9 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("piece")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_reduce_amax_equals_the_definition(x: Tensor, granularity: Granularity, dtype: torch.dtype) -> None:
+def test_reduce_amax_equals_the_definition(
+    x: Tensor, granularity: Granularity, dtype: torch.dtype
+) -> None:
     for data in (
         x.to(dtype),
         (x * -1e-9).to(dtype),
@@ -45,13 +47,21 @@ def test_reduce_amax_equals_the_definition(x: Tensor, granularity: Granularity, 
 @pytest.mark.usefixtures("piece")
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_poison_their_group_alone(granularity: Granularity, dtype: torch.dtype, value: float) -> None:
+def test_nan_and_infinity_poison_their_group_alone(
+    granularity: Granularity, dtype: torch.dtype, value: float
+) -> None:
     x = torch.ones(4, 6, 5, dtype=dtype)
     x[2, 3, 1] = value
     place = torch.zeros(4, 6, 5)
     place[2, 3, 1] = 1.0
     expected = torch.where(granularity.amax(place) > 0, abs(value), 1.0)
-    torch.testing.assert_close(reduce_amax(x, granularity), expected.to(compute_dtype(dtype)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        reduce_amax(x, granularity),
+        expected.to(compute_dtype(dtype)),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
 
 
 def test_empty_and_single_values() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from tests.contracts.quantize_contract import same
 from tests.no_sync import NoSync
 from torchq import formats
+from torchq.compat.pytorch_quantization.legacy_scale import fake_tensor_quant
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
-from torchq.functional import fake_quantize, fake_tensor_quant, learned_fake_quantize, quantize, reduce_amax
+from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax
 
 CASES: list[tuple[str, Granularity, str | None]] = [
     ("int8", PerTensor(), None),
@@ -23,11 +24,15 @@ CASES: list[tuple[str, Granularity, str | None]] = [
     ("e4m3", PerBlock(4), "e8m0"),
     ("e2m1", PerBlock(4), "e4m3"),
 ]
-VMAP_OF_FLOATS = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 has no vmap rule for view(dtype)")
+VMAP_OF_FLOATS = pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="torch 2.6 has no vmap rule for view(dtype)"
+)
 
 
 # torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
-pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +45,9 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
 @pytest.mark.parametrize("function", [fake_quantize, learned_fake_quantize])
-def test_no_host_sync(function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None) -> None:
+def test_no_host_sync(
+    function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None
+) -> None:
     x = torch.randn(3, 10, requires_grad=True)
     scale_format = None if scales is None else CATALOG[scales]
     with NoSync():
@@ -54,7 +61,9 @@ def test_no_host_sync(function: Callable[..., Tensor], name: str, granularity: G
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
 @pytest.mark.parametrize("function", [fake_quantize, learned_fake_quantize])
-def test_compiled_whole_and_equal(function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None) -> None:
+def test_compiled_whole_and_equal(
+    function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None
+) -> None:
     """Forward and backward in float64 with the eager arithmetic, so that an ulp cannot hide behind a rounding."""
     format, scale_format = CATALOG[name], None if scales is None else CATALOG[scales]
     learned = function is learned_fake_quantize
@@ -65,7 +74,10 @@ def test_compiled_whole_and_equal(function: Callable[..., Tensor], name: str, gr
     x = torch.randn(4, 10, dtype=torch.float64)
     results = []
     for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        a, b = x.clone().requires_grad_(), (reduce_amax(x, granularity) * 1.5).requires_grad_(learned)
+        a, b = (
+            x.clone().requires_grad_(),
+            (reduce_amax(x, granularity) * 1.5).requires_grad_(learned),
+        )
         y = call(a, b)
         y.square().sum().backward()
         results.append((y.detach(), a.grad, b.grad))
@@ -91,7 +103,9 @@ def test_compiled_by_inductor(dtype: torch.dtype) -> None:
     expected.backward(upstream)
     kept: list[torch.dtype] = []
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.dtype) or t, lambda t: t
+        ):
             got = torch.compile(run, fullgraph=True)(compiled, amax)
     except torch._dynamo.exc.BackendCompilerFailed as error:  # no C++ compiler on this machine
         pytest.skip(str(error).splitlines()[0])
@@ -106,11 +120,19 @@ def test_vmap(name: str) -> None:
     x, amax, format = torch.randn(4, 5), torch.rand(4) + 0.5, CATALOG[name]
     rows = fake_quantize(x, amax[:, None], format, PerAxis((0,)))
     assert same(torch.vmap(lambda v, a: fake_quantize(v, a, format))(x, amax), rows)
-    assert same(torch.vmap(lambda a: fake_quantize(x[0], a, format))(amax)[2], fake_quantize(x[0], amax[2], format))
-    assert same(torch.vmap(lambda v: fake_quantize(v, 1.0, format))(x), fake_quantize(x, 1.0, format))
+    assert same(
+        torch.vmap(lambda a: fake_quantize(x[0], a, format))(amax)[2],
+        fake_quantize(x[0], amax[2], format),
+    )
+    assert same(
+        torch.vmap(lambda v: fake_quantize(v, 1.0, format))(x), fake_quantize(x, 1.0, format)
+    )
     grads = torch.vmap(torch.func.grad(lambda v, a: fake_quantize(v, a, format).sum()))(x, amax)
     assert same(grads, (x.abs() <= amax[:, None]).float())
-    assert same(torch.vmap(lambda v, a: fake_tensor_quant(v, a))(x, amax)[1], fake_tensor_quant(x[1], amax[1]))
+    assert same(
+        torch.vmap(lambda v, a: fake_tensor_quant(v, a))(x, amax)[1],
+        fake_tensor_quant(x[1], amax[1]),
+    )
 
 
 def test_gradient_of_a_learned_range_by_torch_func() -> None:
@@ -119,14 +141,22 @@ def test_gradient_of_a_learned_range_by_torch_func() -> None:
     learned_fake_quantize(x, leaf).sum().backward()
     assert leaf.grad is not None
     assert same(torch.func.grad(lambda a: learned_fake_quantize(x, a).sum())(amax), leaf.grad)
-    per_sample = torch.vmap(torch.func.grad(lambda a, v: learned_fake_quantize(v, a).sum()), in_dims=(None, 0))(amax, x)
+    per_sample = torch.vmap(
+        torch.func.grad(lambda a, v: learned_fake_quantize(v, a).sum()), in_dims=(None, 0)
+    )(amax, x)
     torch.testing.assert_close(per_sample.sum(), leaf.grad)
 
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
 def test_meta_and_fake_tensors(name: str, granularity: Granularity, scales: str | None) -> None:
     x = torch.empty(3, 10, device="meta", dtype=torch.bfloat16)
-    y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, None if scales is None else CATALOG[scales])
+    y = fake_quantize(
+        x,
+        reduce_amax(x, granularity),
+        CATALOG[name],
+        granularity,
+        None if scales is None else CATALOG[scales],
+    )
     assert y.is_meta and y.shape == x.shape and y.dtype is x.dtype
 
 
@@ -137,5 +167,10 @@ def test_on_the_device(device: torch.device, generator: torch.Generator) -> None
         scale_format = None if scales is None else CATALOG[scales]
         amax = reduce_amax(x, granularity) * 0.9
         expected = fake_quantize(x, amax, CATALOG[name], granularity, scale_format)
-        assert same(fake_quantize(x.to(device), amax.to(device), CATALOG[name], granularity, scale_format).cpu(), expected)
+        assert same(
+            fake_quantize(
+                x.to(device), amax.to(device), CATALOG[name], granularity, scale_format
+            ).cpu(),
+            expected,
+        )
     assert fake_quantize(x.to(device), 1.0, formats.UINT8).device.type == device.type

@@ -14,7 +14,9 @@ from torchq.functional.kernels import triton as kernel
 
 DEVICE = "cpu" if kernel.INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TWO_DIVISIONS = "axes02"  # kept, shared, kept, shared: more than one division finds the range of an element
+TWO_DIVISIONS = (
+    "axes02"  # kept, shared, kept, shared: more than one division finds the range of an element
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,7 +36,11 @@ def test_rounded_scales(format_name: str, scales: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1025,), (3, 2050), (2050, 3), (5, 17, 33)], ids=str)
 def test_more_than_one_program(shape: tuple[int, ...]) -> None:
-    for amax_shape in ((), (shape[0],) + (1,) * (len(shape) - 1), (1,) * (len(shape) - 1) + (shape[-1],)):
+    for amax_shape in (
+        (),
+        (shape[0],) + (1,) * (len(shape) - 1),
+        (1,) * (len(shape) - 1) + (shape[-1],),
+    ):
         x, amax = make(Case("large", shape, amax_shape), torch.float32, DEVICE)
         assert_equals_definition("triton", x, amax, "int8")
         assert_equals_definition("triton", x, amax, "e4m3")
@@ -58,9 +64,19 @@ def test_through_the_public_function() -> None:
 
 def test_what_the_kernels_leave_to_the_definition() -> None:
     x, amax = make(next(c for c in CASES if c.name == TWO_DIVISIONS), torch.float32, DEVICE)
-    for tensor, range_, format in ((x, amax, INT8), (x.double(), amax.double(), INT8), (x, amax[:1, :, :1], CATALOG["e8m0"])):
+    for tensor, range_, format in (
+        (x, amax, INT8),
+        (x.double(), amax.double(), INT8),
+        (x, amax[:1, :, :1], CATALOG["e8m0"]),
+    ):
         assert not kernels("triton").supports(tensor, range_, format)
-    with use_backend("triton"), pytest.raises(ConfigError, match=r"backend 'triton' cannot do int8 for torch.float32 .*use 'reference'"):
+    with (
+        use_backend("triton"),
+        pytest.raises(
+            ConfigError,
+            match=r"backend 'triton' cannot do int8 for torch.float32 .*use 'reference'",
+        ),
+    ):
         backend_for(x, amax)
 
 
@@ -68,9 +84,14 @@ def test_chosen_on_a_gpu() -> None:
     assert backend_for(torch.ones(3, device=DEVICE)) == ("tiled" if DEVICE == "cpu" else "triton")
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: a capture fails where the host would wait for it")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="needs a GPU: a capture fails where the host would wait for it"
+)
 def test_captured_in_a_cuda_graph() -> None:
-    x, amax = torch.randn(64, 33, device="cuda", requires_grad=True), torch.tensor(1.5, device="cuda")
+    x, amax = (
+        torch.randn(64, 33, device="cuda", requires_grad=True),
+        torch.tensor(1.5, device="cuda"),
+    )
     fake_quantize(x, amax).sum().backward()  # compiles the kernels, outside the capture
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=side):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchq.graph.core import call_model, flow_of_graph, record, tensors_in, trace
+from torchq.graph import call_model, flow_of_graph, record, tensors_in, trace
 
 
 class Net(nn.Module):
@@ -110,7 +110,11 @@ def test_reading_the_same_result_twice_counts_twice():
         assert len(flow.consumers(flow.calls_of(model.conv)[0])) == 2
 
 
-@pytest.mark.parametrize("example", [X, (X,), [X], {"x": X}, {"x": X, "scale": 2.0}], ids=["tensor", "tuple", "list", "dict", "keywords"])
+@pytest.mark.parametrize(
+    "example",
+    [X, (X,), [X], {"x": X}, {"x": X, "scale": 2.0}],
+    ids=["tensor", "tuple", "list", "dict", "keywords"],
+)
 def test_examples(example):
     assert call_model(Net().eval(), example)["out"].shape == (2, 2)
 

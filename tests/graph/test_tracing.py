@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.graph.core import ForwardTracer, trace
+from torchq.graph import ForwardTracer, trace
 
 X = torch.arange(24.0).reshape(2, 4, 3)
 
@@ -53,7 +53,9 @@ def test_fewer_chunks_than_asked_for_are_an_error_and_no_other_result() -> None:
 
 
 class Options(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, **rest: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, **rest: Tensor
+    ) -> Tensor:
         return x * scale if mask is None else x * mask
 
 

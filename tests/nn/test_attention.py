@@ -32,8 +32,14 @@ MASKS: list[dict[str, Any]] = [
     {"need_weights": False},
     {"average_attn_weights": False, "attn_mask": torch.ones(4, 5).triu(2).bool()},
     {"need_weights": False, "attn_mask": torch.ones(4, 5).triu(2).bool()},
-    {"attn_mask": torch.linspace(-2, 1, 6 * 20).view(6, 4, 5), "key_padding_mask": torch.tensor([[0.0, 0, 0, 0, -1.5], [0, 0, 0, -3, -3]])},
-    {"need_weights": False, "key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
+    {
+        "attn_mask": torch.linspace(-2, 1, 6 * 20).view(6, 4, 5),
+        "key_padding_mask": torch.tensor([[0.0, 0, 0, 0, -1.5], [0, 0, 0, -3, -3]]),
+    },
+    {
+        "need_weights": False,
+        "key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
+    },
 ]
 
 
@@ -49,7 +55,10 @@ def tokens(module: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
     shapes = [(4, 12), (5, module.kdim), (5, module.vdim)]
     if not batched:
         return [torch.randn(shape) for shape in shapes]
-    return [torch.randn((2, *shape)) if module.batch_first else torch.randn(shape[0], 2, shape[1]) for shape in shapes]
+    return [
+        torch.randn((2, *shape)) if module.batch_first else torch.randn(shape[0], 2, shape[1])
+        for shape in shapes
+    ]
 
 
 def set_modes(module: nn.Module, mode: str) -> None:
@@ -59,7 +68,9 @@ def set_modes(module: nn.Module, mode: str) -> None:
 
 
 def same(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+    )  # type: ignore[arg-type]
 
 
 def quantized(module: nn.Module) -> Any:
@@ -68,7 +79,9 @@ def quantized(module: nn.Module) -> Any:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("masks", MASKS, ids=range(len(MASKS)))
-def test_off_is_torch_and_observing_is_the_same_arithmetic(options: dict[str, Any], masks: dict[str, Any]) -> None:
+def test_off_is_torch_and_observing_is_the_same_arithmetic(
+    options: dict[str, Any], masks: dict[str, Any]
+) -> None:
     module = attention(**options)
     twin, inputs = quantized(module), tokens(module)
     set_modes(twin, "off")
@@ -90,11 +103,15 @@ def test_unbatched(batch_first: bool) -> None:
     twin, inputs = quantized(module), tokens(module, batched=False)
     set_modes(twin, "observe")
     mask = torch.tensor([False, False, False, False, True])
-    for found, want in zip(twin(*inputs, key_padding_mask=mask), module(*inputs, key_padding_mask=mask), strict=True):
+    for found, want in zip(
+        twin(*inputs, key_padding_mask=mask), module(*inputs, key_padding_mask=mask), strict=True
+    ):
         torch.testing.assert_close(found, want, rtol=0, atol=5e-6)
 
 
-def by_hand(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, products: bool) -> tuple[Tensor, Tensor]:
+def by_hand(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, products: bool
+) -> tuple[Tensor, Tensor]:
     """Batch first, no masks, no extras: the formula, with every operand rounded to its grid."""
 
     def q(x: Tensor, axis: int | None = None, unsigned: bool = False) -> Tensor:
@@ -105,7 +122,10 @@ def by_hand(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Te
         return x.reshape(x.shape[0], x.shape[1], 3, 4).permute(0, 2, 1, 3)
 
     weights, biases = module.in_proj_weight.split(12), module.in_proj_bias.split(12)
-    heads = [split(F.linear(q(x), q(w, 0), b)) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+    heads = [
+        split(F.linear(q(x), q(w, 0), b))
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+    ]
     rounded = q if products else lambda x, *_: x
     scores = rounded(heads[0] * (1 / math.sqrt(4))) @ rounded(heads[1]).mT
     softmax = scores.softmax(-1)
@@ -142,7 +162,10 @@ def test_training_reaches_every_parameter() -> None:
     inputs = tokens(twin)
     assert not torch.equal(twin(*inputs)[0], twin(*inputs)[0])  # dropout
     twin(*inputs, need_weights=False)[0].square().sum().backward()
-    assert all(parameter.grad is not None and bool(parameter.grad.abs().sum() > 0) for parameter in twin.parameters())
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        for parameter in twin.parameters()
+    )
 
 
 def test_rows_without_a_key_stay_finite() -> None:
@@ -152,8 +175,14 @@ def test_rows_without_a_key_stay_finite() -> None:
     for dtype in (torch.float32, torch.float16):
         twin = quantized(module).to(dtype)
         twin.quantize_products()
-        y, weights = twin(*(x.to(dtype) for x in inputs), key_padding_mask=hidden, attn_mask=torch.ones(4, 5).triu(2).bool())
-        assert bool(y.isfinite().all()) and torch.allclose(weights.sum(-1), torch.ones((), dtype=dtype), atol=0.1)
+        y, weights = twin(
+            *(x.to(dtype) for x in inputs),
+            key_padding_mask=hidden,
+            attn_mask=torch.ones(4, 5).triu(2).bool(),
+        )
+        assert bool(y.isfinite().all()) and torch.allclose(
+            weights.sum(-1), torch.ones((), dtype=dtype), atol=0.1
+        )
 
 
 def test_revert_copies_and_state() -> None:
@@ -191,7 +220,9 @@ class Seq2Seq(nn.Module):
         self.decoder = nn.TransformerDecoderLayer(16, 2, 32, batch_first=batch_first)
 
     def forward(self, x: Tensor, pad: Tensor) -> Tensor:
-        return self.decoder(x, self.encoder(x, src_key_padding_mask=pad), memory_key_padding_mask=pad)
+        return self.decoder(
+            x, self.encoder(x, src_key_padding_mask=pad), memory_key_padding_mask=pad
+        )
 
 
 def batch() -> dict[str, Tensor]:
@@ -212,7 +243,9 @@ def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
         assert report.skipped == () and len([d for d in report.replaced if d.weight]) == 10
         torchq.calibrate(model, [given], progress=False)
         found = model(**given)
-        noise = (found - expected)[~given["pad"]].square().sum() / expected[~given["pad"]].square().sum()
+        noise = (found - expected)[~given["pad"]].square().sum() / expected[
+            ~given["pad"]
+        ].square().sum()
         assert 1e-7 < noise < 1e-3  # 8 bits: measured 48 dB
         on = {name for name, q in torchq.workflow.quantizers(model).items() if q.mode == "quantize"}
         assert ("decoder.multihead_attn.softmax_quantizer" in on) == (target is not None)
@@ -234,7 +267,11 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
@@ -285,7 +322,9 @@ def test_blocks_follow_the_axis_that_is_summed_over() -> None:
     blocks = QuantDescriptor((4, 3), block_size=32, scale_format="e8m0", dynamic=True)
     convert_(module, input=blocks, weight=blocks)
     module.quantize_products()
-    axes = {slot: getattr(module, f"{slot}_quantizer").descriptor.block_axis for slot in module.products}
+    axes = {
+        slot: getattr(module, f"{slot}_quantizer").descriptor.block_axis for slot in module.products
+    }
     assert axes == {"query_heads": -1, "key_heads": -2, "value_heads": -2, "softmax": -1}
     x = torch.randn(2, 32, 64)
     assert module(x, x, x)[0].shape == x.shape

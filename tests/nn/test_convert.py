@@ -14,7 +14,16 @@ import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.nn import QUANTIZED, QuantLinear, QuantModule, TensorQuantizer, convert_, is_weight_quantizer, register, revert_
+from torchq.nn import (
+    QUANTIZED,
+    QuantLinear,
+    QuantModule,
+    TensorQuantizer,
+    convert_,
+    is_weight_quantizer,
+    register,
+    revert_,
+)
 
 INT8 = QuantDescriptor()
 ROWS = QuantDescriptor(axis=0)
@@ -42,7 +51,10 @@ def with_attribute() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (nn.ReLU, r"torch.nn.modules.activation.ReLU: has no quantized twin; expected one of the registered classes. See torchq.register"),
+        (
+            nn.ReLU,
+            r"torch.nn.modules.activation.ReLU: has no quantized twin; expected one of the registered classes. See torchq.register",
+        ),
         (lambda: OwnLinear(2, 2), "OwnLinear: has no quantized twin"),
         (lambda: QuantLinear(2, 2), "QuantLinear: has no quantized twin"),
         (with_forward, "Linear: forward was replaced on the instance; expected the class's own"),
@@ -70,7 +82,9 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
     module = convert_(copy.deepcopy(plain), weight=ROWS)
     assert type(module.input_quantizer) is nn.Identity
     assert list(module.state_dict()) == ["weight", "bias", "weight_quantizer.amax"]
-    rows = fake_quantize(plain.weight, reduce_amax(plain.weight, ROWS.granularity), granularity=ROWS.granularity)
+    rows = fake_quantize(
+        plain.weight, reduce_amax(plain.weight, ROWS.granularity), granularity=ROWS.granularity
+    )
     assert torch.equal(module(x), nn.functional.linear(x, rows, plain.bias))
     only_input = convert_(copy.deepcopy(plain), input=INT8)
     assert list(only_input.quantized_weights()) == []  # type: ignore[operator]
@@ -79,8 +93,12 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
 
 def test_quantized_weights() -> None:
     module = QuantLinear(4, 2)
-    assert [(q, w is module.weight) for q, w in module.quantized_weights()] == [(module.weight_quantizer, True)]
-    assert is_weight_quantizer(module, module.weight_quantizer) and not is_weight_quantizer(module, module.input_quantizer)
+    assert [(q, w is module.weight) for q, w in module.quantized_weights()] == [
+        (module.weight_quantizer, True)
+    ]
+    assert is_weight_quantizer(module, module.weight_quantizer) and not is_weight_quantizer(
+        module, module.input_quantizer
+    )
 
 
 def test_quantizers_are_where_the_weight_is() -> None:
@@ -94,8 +112,13 @@ def test_legacy_checkpoint_of_a_module() -> None:
     for shape in ((), (1,), (8,), (8, 1, 1, 1)):
         module = convert_(nn.Conv2d(3, 8, 3), input=INT8, weight=ROWS)
         state = {k: v for k, v in module.state_dict().items() if "quantizer" not in k}
-        state |= {"_input_quantizer._amax": torch.tensor(2.0), "_weight_quantizer._amax": torch.full(shape, 0.5)}
-        nn.Sequential(module).load_state_dict({f"0.{key}": value for key, value in state.items()}, strict=True)
+        state |= {
+            "_input_quantizer._amax": torch.tensor(2.0),
+            "_weight_quantizer._amax": torch.full(shape, 0.5),
+        }
+        nn.Sequential(module).load_state_dict(
+            {f"0.{key}": value for key, value in state.items()}, strict=True
+        )
         assert module.input_quantizer.amax.item() == 2.0  # type: ignore[union-attr, operator]
         expected = convert_(copy.deepcopy(revert_(copy.deepcopy(module))), input=INT8, weight=ROWS)  # type: ignore[arg-type]
         expected.input_quantizer.set_amax(2.0)  # type: ignore[union-attr, operator]
@@ -118,7 +141,9 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "weight" in name:
-                parameter.mul_(torch.linspace(1, 3, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1)))
+                parameter.mul_(
+                    torch.linspace(1, 3, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
+                )
     torchq.calibrate(model, [x], progress=False)
     model(x)
     weight = model[0].weight.detach()
@@ -131,8 +156,14 @@ def layer(**options: Any) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options).eval()
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"norm_first": True}, {"activation": nn.SiLU()}], ids=str)
-def test_transformer_layer_does_not_bypass_its_children(options: dict[str, Any], generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation": "gelu"}, {"norm_first": True}, {"activation": nn.SiLU()}],
+    ids=str,
+)
+def test_transformer_layer_does_not_bypass_its_children(
+    options: dict[str, Any], generator: torch.Generator
+) -> None:
     """In eval mode without gradients torch would read the weights of the linears past their quantizers."""
     x, model = torch.randn(2, 5, 8, generator=generator), layer(**options)
     with torch.no_grad():
@@ -152,9 +183,15 @@ def test_transformer_layer_does_not_bypass_its_children(options: dict[str, Any],
 
 
 def test_register_checks_its_class() -> None:
-    with pytest.raises(ConfigError, match=r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it",
+    ):
         register(OwnLinear)(nn.Linear)  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match=r"quantized twin of torch.nn.modules.linear.Linear is registered already, as .*QuantLinear"):
+    with pytest.raises(
+        ConfigError,
+        match=r"quantized twin of torch.nn.modules.linear.Linear is registered already, as .*QuantLinear",
+    ):
         register(nn.Linear)(QuantLinear)
     assert OwnLinear not in QUANTIZED
 
@@ -163,7 +200,12 @@ class QuantOwnLinear(QuantModule, OwnLinear):
     """Its twin, for the test below."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias) + 1
+        return (
+            nn.functional.linear(
+                self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias
+            )
+            + 1
+        )
 
 
 def test_a_registered_class_is_swapped() -> None:
@@ -183,10 +225,21 @@ def test_a_registered_class_is_swapped() -> None:
 
 
 def test_direct_construction_takes_descriptors() -> None:
-    module = torchq.nn.QuantConv2d(3, 4, 3, padding=1, input_descriptor=QuantDescriptor(4), weight_descriptor=QuantDescriptor(4, axis=0))
-    assert isinstance(module.input_quantizer, TensorQuantizer) and module.input_quantizer.descriptor.num_bits == 4
+    module = torchq.nn.QuantConv2d(
+        3,
+        4,
+        3,
+        padding=1,
+        input_descriptor=QuantDescriptor(4),
+        weight_descriptor=QuantDescriptor(4, axis=0),
+    )
+    assert (
+        isinstance(module.input_quantizer, TensorQuantizer)
+        and module.input_quantizer.descriptor.num_bits == 4
+    )
     assert module(torch.randn(1, 3, 4, 4)).shape == (1, 4, 4, 4)
-    assert "QuantConv2d(\n  3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)\n  (input_quantizer): TensorQuantizer(int4" in repr(
-        module
+    assert (
+        "QuantConv2d(\n  3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)\n  (input_quantizer): TensorQuantizer(int4"
+        in repr(module)
     )
     assert math.isfinite(module(torch.zeros(1, 3, 4, 4)).sum().item())

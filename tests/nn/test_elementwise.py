@@ -16,7 +16,15 @@ import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
-from torchq.nn import QuantModule, WiredModule, convert_, revert_, share_quantizers_, trace_forward, wire_
+from torchq.nn import (
+    QuantModule,
+    WiredModule,
+    convert_,
+    revert_,
+    share_quantizers_,
+    trace_forward,
+    wire_,
+)
 
 BINARY = [
     (torchq.nn.QuantAdd, torch.add),
@@ -25,19 +33,25 @@ BINARY = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "function"), BINARY, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("cls", "function"), BINARY, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_binary_operators(cls: type[Any], function: Any, dtype: torch.dtype) -> None:
     module = cls()
     x, y = torch.randn(4, 4, dtype=dtype), 3 * torch.randn(4, 4, dtype=dtype)
     with torchq.disabled(module):
         assert torch.equal(module(x, y), function(x, y))
-    assert torch.equal(module(x, y), function(fake_quantize(x, x.abs().max()), fake_quantize(y, y.abs().max())))
+    assert torch.equal(
+        module(x, y), function(fake_quantize(x, x.abs().max()), fake_quantize(y, y.abs().max()))
+    )
     module.input_quantizer.set_amax(1.0)
     module.other_quantizer.set_amax(2.0)
     assert torch.equal(module(x, y), function(fake_quantize(x, 1.0), fake_quantize(y, 2.0)))
 
 
-@pytest.mark.parametrize("other", [2, 0.5, torch.tensor([[1, 2], [3, 4]])], ids=["int", "float", "integers"])
+@pytest.mark.parametrize(
+    "other", [2, 0.5, torch.tensor([[1, 2], [3, 4]])], ids=["int", "float", "integers"]
+)
 def test_operands_that_are_no_floats_pass(other: Any) -> None:
     module, x = torchq.nn.QuantMul(), torch.tensor([[1.0, -1.0], [0.5, 0.25]])
     assert torch.equal(module(x, other), fake_quantize(x, 1.0) * other)
@@ -59,7 +73,10 @@ def test_float_modules_are_swapped_and_restored() -> None:
     for module in model.values():
         convert_(module, input=QuantDescriptor(4))
         assert isinstance(module, QuantModule)
-    assert [name for name, _ in model["add"].named_children()] == ["input_quantizer", "other_quantizer"]
+    assert [name for name, _ in model["add"].named_children()] == [
+        "input_quantizer",
+        "other_quantizer",
+    ]
     assert model["add"].other_quantizer.descriptor == QuantDescriptor(4)
     torchq.restore_(model)
     assert [type(m).__name__ for m in model.values()] == ["Add", "Cat", "Tap"]
@@ -93,7 +110,11 @@ def test_wiring_changes_the_forward_alone() -> None:
     before = dict(module.named_parameters())
     wired(module, add=torchq.nn.Add())
     assert isinstance(module, WiredModule) and isinstance(module, Gate)
-    assert torch.equal(module(x), expected) and torch.equal(module(x=x), expected) and torch.equal(module(x, mask=None), expected)
+    assert (
+        torch.equal(module(x), expected)
+        and torch.equal(module(x=x), expected)
+        and torch.equal(module(x, mask=None), expected)
+    )
     assert all(value is before[name] for name, value in module.named_parameters())
     seen: list[Tensor] = []
     handle = module.q_add.register_forward_hook(lambda m, args, out: seen.append(out))
@@ -101,7 +122,9 @@ def test_wiring_changes_the_forward_alone() -> None:
     handle.remove()
     assert torch.equal(seen[0], module.linear(x) + x)
     assert type(revert_(module)) is Gate
-    assert list(vars(module)) == list(vars(Gate())) and [n for n, _ in module.named_children()] == ["linear"]
+    assert list(vars(module)) == list(vars(Gate())) and [n for n, _ in module.named_children()] == [
+        "linear"
+    ]
     assert torch.equal(module(x), expected)
 
 
@@ -111,7 +134,9 @@ def test_wired_modules_follow_the_training_mode() -> None:
     assert not (module.eval()(x) == 0).any()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_wired_modules_copy(copied: Any) -> None:
     module, x = wired(Gate(), add=torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
     twin = copied(module)
@@ -129,7 +154,10 @@ def test_an_argument_that_the_wiring_did_not_see_is_refused() -> None:
 
 def test_wiring_needs_the_operator() -> None:
     module = Gate()
-    with pytest.raises(QuantizationError, match=r"Gate: its forward has no operator sub; expected the code that was wired"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"Gate: its forward has no operator sub; expected the code that was wired",
+    ):
         wired(module, sub=torchq.nn.Add())
     assert type(module) is Gate
     module.forward = module.forward  # type: ignore[method-assign]
@@ -162,7 +190,9 @@ def test_traces_are_the_modules_own() -> None:
     assert module.training
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch 2.6
+@pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)  # torch 2.6
 def test_wired_modules_compile_whole() -> None:
     torch._dynamo.reset()
     module, x = wired(Gate(), add=torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)
@@ -205,11 +235,19 @@ def test_sharing_takes_the_largest_known_range() -> None:
 def test_what_cannot_be_shared_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     torchq.quantize_(model)
-    with pytest.raises(ConfigError, match=r"share_range: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"):
+    with pytest.raises(
+        ConfigError,
+        match=r"share_range: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two",
+    ):
         torchq.qat.share_range(model, "0.*")
-    with pytest.raises(QuantizationError, match="share: 0 is QuantLinear; expected the path of a quantizer"):
+    with pytest.raises(
+        QuantizationError, match="share: 0 is QuantLinear; expected the path of a quantizer"
+    ):
         share_quantizers_(model, ["0", "1"])
-    with pytest.raises(ConfigError, match=r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max"):
+    with pytest.raises(
+        ConfigError,
+        match=r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max",
+    ):
         share_quantizers_(model, ["1.input_quantizer", "0.weight_quantizer"])
     with pytest.raises(ConfigError, match="expected a range per tensor"):
         share_quantizers_(model, ["1.weight_quantizer", "0.weight_quantizer"])

@@ -15,12 +15,19 @@ from torchq import QuantDescriptor
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_, revert_
 
 # "same" padding of even kernels: torch says once per process that it pads unevenly
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel lengths:UserWarning"
+)
 
 
 # One row for each class, and those whose code differs: what does not depend on the options runs over these.
 FEW = [*{type(case.make()): case for case in reversed(CASES)}.values()]
-FEW += [case for case in CASES if case.name in ("Conv2d circular", "Conv2d same", "ConvTranspose2d output_size", "Embedding max_norm")]
+FEW += [
+    case
+    for case in CASES
+    if case.name
+    in ("Conv2d circular", "Conv2d same", "ConvTranspose2d output_size", "Embedding max_norm")
+]
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -34,13 +41,24 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    return all(x.dtype is y.dtype and x.stride() == y.stride() and torch.equal(x, y) for x, y in zip(flat(a), flat(b), strict=True))
+    return all(
+        x.dtype is y.dtype and x.stride() == y.stride() and torch.equal(x, y)
+        for x, y in zip(flat(a), flat(b), strict=True)
+    )
 
 
 def test_the_table_is_complete() -> None:
-    torch_layers = {cls for cls, twin in QUANTIZED._entries.items() if cls.__module__.startswith("torch.nn") and not twin.is_container}
-    torch_layers.remove(nn.MultiheadAttention)  # three inputs and four weights: tests/nn/test_attention.py
-    assert {type(case.make()) for case in CASES} == torch_layers, "every twin of a torch layer needs rows in module_contract.CASES"
+    torch_layers = {
+        cls
+        for cls, twin in QUANTIZED._entries.items()
+        if cls.__module__.startswith("torch.nn") and not twin.is_container
+    }
+    torch_layers.remove(
+        nn.MultiheadAttention
+    )  # three inputs and four weights: tests/nn/test_attention.py
+    assert {type(case.make()) for case in CASES} == torch_layers, (
+        "every twin of a torch layer needs rows in module_contract.CASES"
+    )
 
 
 def test_off_is_torch(case: Case) -> None:
@@ -49,12 +67,18 @@ def test_off_is_torch(case: Case) -> None:
     set_modes(module, "off")
     for training in (True, False):
         x, y = case.input(), case.input()
-        expected, got = plain.train(training)(x, **case.kwargs), module.train(training)(y, **case.kwargs)
+        expected, got = (
+            plain.train(training)(x, **case.kwargs),
+            module.train(training)(y, **case.kwargs),
+        )
         assert equal(got, expected)
         if flat(got)[0].requires_grad:
             flat(expected)[0].square().sum().backward()
             flat(got)[0].square().sum().backward()
-            grads = [(x.grad, y.grad), *((p.grad, module.get_parameter(n).grad) for n, p in plain.named_parameters())]
+            grads = [
+                (x.grad, y.grad),
+                *((p.grad, module.get_parameter(n).grad) for n, p in plain.named_parameters()),
+            ]
             assert all((a is None and b is None) or torch.equal(a, b) for a, b in grads)  # type: ignore[arg-type]
 
 
@@ -63,7 +87,9 @@ def test_quantized_is_by_hand(case: Case) -> None:
     x = case.input()
     assert equal(module(x, **case.kwargs), by_hand(case, plain, x))
     if x.numel() and not isinstance(plain, nn.Embedding):
-        assert not equal(module(x, **case.kwargs), plain(x, **case.kwargs)) or isinstance(plain, nn.MaxPool1d)
+        assert not equal(module(x, **case.kwargs), plain(x, **case.kwargs)) or isinstance(
+            plain, nn.MaxPool1d
+        )
 
 
 def test_every_quantizer_works(case: Case) -> None:
@@ -87,8 +113,14 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
         return
     expected.square().sum().backward()
     got.square().sum().backward()
-    for (name, parameter), other in zip(plain.named_parameters(), module.parameters(), strict=False):
-        assert parameter.grad is not None and other.grad is not None and torch.equal(parameter.grad, other.grad), name
+    for (name, parameter), other in zip(
+        plain.named_parameters(), module.parameters(), strict=False
+    ):
+        assert (
+            parameter.grad is not None
+            and other.grad is not None
+            and torch.equal(parameter.grad, other.grad)
+        ), name
     if x.is_floating_point():
         assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
 
@@ -105,9 +137,9 @@ def test_convert_and_revert_are_inverse(case: Case) -> None:
     for _ in range(2):
         assert convert_(module, input=QuantDescriptor(), weight=QuantDescriptor()) is module
         assert isinstance(elsewhere[0], QuantModule) and isinstance(module, type(case.make()))
-        assert {key: snapshot(module)[key] for key in before if key not in ("class", "_modules")} == {
-            key: before[key] for key in before if key not in ("class", "_modules")
-        }
+        assert {
+            key: snapshot(module)[key] for key in before if key not in ("class", "_modules")
+        } == {key: before[key] for key in before if key not in ("class", "_modules")}
         assert not any(part.training for part in module.modules())
         module(case.input(), **case.kwargs)
         assert revert_(module) is module  # type: ignore[arg-type]
@@ -137,7 +169,11 @@ def test_bfloat16_and_double(case: Case) -> None:
             continue  # torch has no such kernel on the CPU
         y = flat(module(x, **case.kwargs))[0]
         assert y.dtype is dtype and bool(y.isfinite().all())
-        assert all(q.amax.dtype is torch.float32 for q in module.modules() if isinstance(q, TensorQuantizer))
+        assert all(
+            q.amax.dtype is torch.float32
+            for q in module.modules()
+            if isinstance(q, TensorQuantizer)
+        )
 
 
 def calibrated(case: Case) -> tuple[QuantModule, torch.Tensor]:
@@ -147,7 +183,9 @@ def calibrated(case: Case) -> tuple[QuantModule, torch.Tensor]:
     for slot, tensor in (("input", x), ("weight", getattr(module, "weight", None))):
         if slot in module.quantizers:
             assert tensor is not None
-            getattr(module, f"{slot}_quantizer").calibrate_on(tensor if tensor.numel() else torch.ones(1))
+            getattr(module, f"{slot}_quantizer").calibrate_on(
+                tensor if tensor.numel() else torch.ones(1)
+            )
     return module.eval(), x
 
 
@@ -169,13 +207,20 @@ def test_exports(case: Case) -> None:
     holder = Holder(module, case.kwargs)
     with torch.no_grad():
         program = torch.export.export(holder, (x,), strict=False).module()
-        assert all(torch.equal(a, b) for a, b in zip(flat(program(x)), flat(holder(x)), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(flat(program(x)), flat(holder(x)), strict=True)
+        )
 
 
 def test_symbolic_trace(case: Case) -> None:
     module, x = calibrated(case)
-    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) or "output_size" in case.kwargs:
-        pytest.skip("torch's own code branches on the shape of its input here; torch.fx goes round that in classes of torch.nn alone")
+    if (
+        isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+        or "output_size" in case.kwargs
+    ):
+        pytest.skip(
+            "torch's own code branches on the shape of its input here; torch.fx goes round that in classes of torch.nn alone"
+        )
     traced = torch.fx.symbolic_trace(Holder(module, case.kwargs))
     assert equal(traced(x), module(x, **case.kwargs))
 
@@ -194,8 +239,13 @@ def test_direct_construction() -> None:
             }
             given = next(value for key, value in args.items() if key in float_class.__name__)
             module = cls(*given, input_descriptor=QuantDescriptor(4))
-            assert isinstance(module, float_class) and cls.__qualname__ == f"Quant{float_class.__name__}"
+            assert (
+                isinstance(module, float_class)
+                and cls.__qualname__ == f"Quant{float_class.__name__}"
+            )
             if "input" in cls.quantizers:
                 assert module.input_quantizer.descriptor == QuantDescriptor(4)
             if "weight" in cls.quantizers:
-                assert module.weight_quantizer.descriptor == QuantDescriptor(axis=1 if "Transpose" in cls.__name__ else 0)
+                assert module.weight_quantizer.descriptor == QuantDescriptor(
+                    axis=1 if "Transpose" in cls.__name__ else 0
+                )

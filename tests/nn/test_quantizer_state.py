@@ -47,15 +47,23 @@ def test_keys_never_change(d: QuantDescriptor, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
-def test_strict_load_into_an_uncalibrated_twin(d: QuantDescriptor, assign: bool, x: torch.Tensor) -> None:
+def test_strict_load_into_an_uncalibrated_twin(
+    d: QuantDescriptor, assign: bool, x: torch.Tensor
+) -> None:
     q, twin = calibrated(d, x), TensorQuantizer(d)
     buffer = io.BytesIO()
     torch.save(q.state_dict(), buffer)
     buffer.seek(0)
     twin.load_state_dict(torch.load(buffer, weights_only=True), strict=True, assign=assign)
-    assert twin.calibrated and torch.equal(twin.amax, q.amax) and isinstance(twin.amax, nn.Parameter) == d.learn_amax
+    assert (
+        twin.calibrated
+        and torch.equal(twin.amax, q.amax)
+        and isinstance(twin.amax, nn.Parameter) == d.learn_amax
+    )
     assert torch.equal(twin(x), q(x))
-    twin.load_state_dict(TensorQuantizer(d.replace(amax=None)).state_dict(), strict=True, assign=assign)
+    twin.load_state_dict(
+        TensorQuantizer(d.replace(amax=None)).state_dict(), strict=True, assign=assign
+    )
     assert not twin.calibrated  # an uncalibrated checkpoint is one too
 
 
@@ -67,7 +75,9 @@ def test_legacy_keys_and_shapes(key: str, shape: tuple[int, ...], x: torch.Tenso
     q.load_state_dict({key: values}, strict=True)
     assert q.amax.shape == shape
     by_row = values.reshape(-1, 1).expand(4, 1)
-    assert torch.equal(q(x), torchq.functional.fake_quantize(x, by_row, granularity=q.descriptor.granularity))
+    assert torch.equal(
+        q(x), torchq.functional.fake_quantize(x, by_row, granularity=q.descriptor.granularity)
+    )
 
 
 def test_legacy_pre_quant_scale() -> None:
@@ -115,10 +125,14 @@ def test_a_whole_model_loads_in_another_process(x: torch.Tensor, tmp_path: Path)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
     torch.save({"model": model, "x": x, "y": model(x).detach()}, tmp_path / "model.pt")
-    code = (
-        "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); assert torch.equal(d['model'](d['x']), d['y']); print('same')"
+    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); assert torch.equal(d['model'](d['x']), d['y']); print('same')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout.strip() == "same", done.stderr
 
 
@@ -138,7 +152,9 @@ def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torc
     assert y.dtype is model[0].weight.dtype and bool(y.isfinite().all())
 
 
-@pytest.mark.parametrize("d", [QuantDescriptor(), QuantDescriptor(axis=0, learn_amax=True)], ids=str)
+@pytest.mark.parametrize(
+    "d", [QuantDescriptor(), QuantDescriptor(axis=0, learn_amax=True)], ids=str
+)
 def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
     """Built on the meta device, given memory, loaded: the range lands where the module is, from both kinds of start."""
     q = calibrated(d, x)
@@ -162,7 +178,11 @@ def test_the_range_follows_its_module(device: torch.device, x: torch.Tensor) -> 
     torchq.calibrate(model, [x], progress=False)
     for where in (device, torch.device("cpu"), device):
         model.to(where)
-        assert model.input_quantizer.amax.device.type == model.weight_quantizer.amax.device.type == where.type
+        assert (
+            model.input_quantizer.amax.device.type
+            == model.weight_quantizer.amax.device.type
+            == where.type
+        )
         assert model(x.to(where)).device.type == where.type
 
 

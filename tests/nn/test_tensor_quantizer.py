@@ -13,9 +13,20 @@ from torchq import QuantDescriptor, TensorQuantizer
 from torchq.calib import search_amax
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import CATALOG, INT4, PerAxis, PerBlock
-from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax, step_from_amax
+from torchq.functional import (
+    fake_quantize,
+    learned_fake_quantize,
+    quantize,
+    reduce_amax,
+    scale_from_amax,
+)
 
-MODES = {"off": (False, False), "observe": (True, False), "quantize": (False, True), "observe+quantize": (True, True)}
+MODES = {
+    "off": (False, False),
+    "observe": (True, False),
+    "quantize": (False, True),
+    "observe+quantize": (True, True),
+}
 
 
 @pytest.fixture
@@ -37,7 +48,10 @@ def test_modes(mode: str, x: torch.Tensor) -> None:
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"TensorQuantizer: got mode 'on'; expected one of off, observe, quantize, observe\+quantize"):
+    with pytest.raises(
+        ConfigError,
+        match=r"TensorQuantizer: got mode 'on'; expected one of off, observe, quantize, observe\+quantize",
+    ):
         TensorQuantizer(mode="on")
     q = TensorQuantizer()
     q.name = "layer.input_quantizer"
@@ -67,7 +81,9 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
     assert not q.calibrated and q.amax.shape == (0,)
 
     def by_hand(data: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-        return fake_quantize(data, amax * (d.scale_amax or 1.0), d.format, d.granularity, d.step_format)
+        return fake_quantize(
+            data, amax * (d.scale_amax or 1.0), d.format, d.granularity, d.block_scale_format
+        )
 
     assert torch.equal(q(x), by_hand(x, reduce_amax(x, d.granularity)))
     q.start_calibration()
@@ -79,8 +95,12 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
     assert q.amax.dtype is torch.float32 and q.amax.shape == d.granularity.amax_shape(x.shape)
     fixed = reduce_amax(x.clamp(min=0) if d.unsigned else x, d.granularity)
     assert torch.equal(q.amax, fixed)
-    assert torch.equal(q(x * 3), by_hand(x * 3, reduce_amax(x * 3, d.granularity) if d.dynamic else fixed))
-    assert torch.equal(q.step, step_from_amax(fixed * (d.scale_amax or 1.0), d.format, d.step_format))
+    assert torch.equal(
+        q(x * 3), by_hand(x * 3, reduce_amax(x * 3, d.granularity) if d.dynamic else fixed)
+    )
+    assert torch.equal(
+        q.scale, scale_from_amax(fixed * (d.scale_amax or 1.0), d.format, d.block_scale_format)
+    )
 
 
 def test_codes_instead_of_values(x: torch.Tensor) -> None:
@@ -91,7 +111,7 @@ def test_codes_instead_of_values(x: torch.Tensor) -> None:
 def test_a_fixed_range_is_there_from_the_start() -> None:
     assert TensorQuantizer(QuantDescriptor(amax=2.0)).amax.tolist() == 2.0
     q = TensorQuantizer(QuantDescriptor(axis=0, amax=[[1.0], [2.0]]))
-    assert torch.equal(q.step, torch.tensor([[1.0], [2.0]]) / torch.tensor(127.0))
+    assert torch.equal(q.scale, torch.tensor([[1.0], [2.0]]) / torch.tensor(127.0))
 
 
 def test_pre_quant_scale_multiplies_in_every_mode(x: torch.Tensor) -> None:
@@ -117,7 +137,9 @@ def test_set_amax() -> None:
     q.forget_amax()
     assert not q.calibrated
     for bad in (-1.0, math.inf, math.nan, [1.0, -0.5]):
-        with pytest.raises(ConfigError, match=r"TensorQuantizer: got amax .*; expected finite numbers >= 0"):
+        with pytest.raises(
+            ConfigError, match=r"TensorQuantizer: got amax .*; expected finite numbers >= 0"
+        ):
             q.set_amax(bad)
     assert not q.calibrated
 
@@ -125,8 +147,14 @@ def test_set_amax() -> None:
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        (lambda q: q.step, r"a.b: the step is not known; expected a calibrated amax. Run torchq.calibrate"),
-        (lambda q: q.finish_calibration(), "a.b: has not seen any tensor; expected at least one batch in mode 'observe'"),
+        (
+            lambda q: q.scale,
+            r"a.b: the scale is not known; expected a calibrated amax. Run torchq.calibrate",
+        ),
+        (
+            lambda q: q.finish_calibration(),
+            "a.b: has not seen any tensor; expected at least one batch in mode 'observe'",
+        ),
     ],
 )
 def test_errors_name_the_quantizer(act: Any, text: str) -> None:
@@ -155,7 +183,10 @@ def test_unknown_calibration_method_is_an_error_at_once() -> None:
 
 @pytest.mark.parametrize("method", ["percentile", "entropy", "histogram"])
 def test_a_histogram_of_blocks_is_an_error_at_once(method: str) -> None:
-    with pytest.raises(ConfigError, match=r"^TensorQuantizer: histogram: got PerBlock.* Use method 'max', for weights also 'mse'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^TensorQuantizer: histogram: got PerBlock.* Use method 'max', for weights also 'mse'",
+    ):
         TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method=method))
 
 
@@ -164,7 +195,9 @@ def test_blocks_of_a_weight_are_searched_for_the_least_error() -> None:
     w[:, 5] *= 4
     q = TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method="mse"))
     q.calibrate_on(w)
-    assert torch.equal(q.amax, search_amax(w, INT4, PerBlock(32))) and bool((q.amax < reduce_amax(w, PerBlock(32))).any())
+    assert torch.equal(q.amax, search_amax(w, INT4, PerBlock(32))) and bool(
+        (q.amax < reduce_amax(w, PerBlock(32))).any()
+    )
     q.name = "fc.input_quantizer"
     with pytest.raises(ConfigError, match=r"^fc.input_quantizer: histogram: got PerBlock"):
         q.start_calibration()  # of activations, whose tensors are not at hand
@@ -207,7 +240,11 @@ def test_a_fixed_range_is_no_parameter() -> None:
 
 def test_inference_mode_makes_ordinary_tensors(x: torch.Tensor) -> None:
     """Calibrated, observed, set and forgotten inside inference mode, then trained through outside of it."""
-    for d in (QuantDescriptor(), QuantDescriptor(learn_amax=True), QuantDescriptor(axis=1, calib_method="moving_average")):
+    for d in (
+        QuantDescriptor(),
+        QuantDescriptor(learn_amax=True),
+        QuantDescriptor(axis=1, calib_method="moving_average"),
+    ):
         q = TensorQuantizer(d)
         with torch.inference_mode():
             q.start_calibration()
@@ -229,7 +266,11 @@ def test_half_between_backward_and_step() -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0, learn_amax=True))
     q(torch.randn(8)).sum().backward()
     q.half()
-    assert q.amax.dtype is torch.float32 and q.amax.grad is not None and q.amax.grad.dtype is torch.float32
+    assert (
+        q.amax.dtype is torch.float32
+        and q.amax.grad is not None
+        and q.amax.grad.dtype is torch.float32
+    )
     torch.optim.SGD(q.parameters(), lr=0.1).step()
 
 
@@ -238,7 +279,9 @@ def test_repr_tells_what_it_does() -> None:
     assert "amax=1.5, off" in repr(TensorQuantizer(QuantDescriptor(amax=1.5), mode="off"))
     assert "amax=1..2 (2)" in repr(TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0])))
     assert "amax=dynamic" in repr(TensorQuantizer(QuantDescriptor(dynamic=True)))
-    assert "amax=meta()" in repr(TensorQuantizer(QuantDescriptor(amax=1.0), device=torch.device("meta")))
+    assert "amax=meta()" in repr(
+        TensorQuantizer(QuantDescriptor(amax=1.0), device=torch.device("meta"))
+    )
 
 
 def test_quantizing_needs_no_range_for_an_empty_batch() -> None:

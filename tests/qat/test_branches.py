@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fuse import zoo, zoo_more, zoo_rest
-from tests.fuse.common import error, norms, outputs, randomized
+from tests.fusion import zoo, zoo_more, zoo_rest
+from tests.fusion.common import error, norms, outputs, randomized
 from torchq import recipes
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize, quantize
-from torchq.fuse import find_blocks, fuse_
+from torchq.fusion import find_blocks, fuse_
 from torchq.nn import QuantBranches, QuantConv2d, QuantLinear, TensorQuantizer
 from torchq.qat import freeze_bn_, quantize_branches_
 from torchq.swap import quantize_, restore_
@@ -30,7 +30,13 @@ class Net(nn.Module):
 
 def repvgg():
     torch.manual_seed(0)
-    return randomized(Net(zoo.RepVGGBlock(3, 8, stride=2), zoo.RepVGGBlock(8, 8, groups=2, se=True), zoo.RepVGGBlock(8, 8)))
+    return randomized(
+        Net(
+            zoo.RepVGGBlock(3, 8, stride=2),
+            zoo.RepVGGBlock(8, 8, groups=2, se=True),
+            zoo.RepVGGBlock(8, 8),
+        )
+    )
 
 
 def batch():
@@ -64,12 +70,18 @@ def test_blocks_take_their_deployed_form_around_the_branches():
     report = quantize_branches_(model)
     assert report.blocks == tuple(f"blocks.{i}.rbr_reparam" for i in range(3))
     assert all(isinstance(block.rbr_reparam, QuantBranches) for block in model.blocks)
-    assert {id(p) for p in model.parameters()} == parameters  # the same objects: an optimizer stays valid
+    assert {
+        id(p) for p in model.parameters()
+    } == parameters  # the same objects: an optimizer stays valid
     assert type(model.head) is QuantLinear
     assert type(model.blocks[1].se.down) is QuantConv2d
-    assert not any(isinstance(m, QuantConv2d) for block in model.blocks for m in block.rbr_reparam.modules())
+    assert not any(
+        isinstance(m, QuantConv2d) for block in model.blocks for m in block.rbr_reparam.modules()
+    )
     assert "3 blocks train their branches under one quantized kernel" in str(report)
-    assert "kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=1" in repr(model.blocks[0].rbr_reparam)
+    assert "kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=1" in repr(
+        model.blocks[0].rbr_reparam
+    )
     for quantizer in [m for m in model.modules() if isinstance(m, TensorQuantizer)]:
         quantizer.mode = "off"
     # unquantized, the equivalent kernel computes what the branches do, up to rounding in float32
@@ -84,7 +96,9 @@ def test_the_weight_quantizer_sees_the_equivalent_kernel():
         kernel, bias = trained.rbr_reparam.equivalent()
         assert torch.equal(kernel, merged.rbr_reparam.weight)
         assert torch.equal(bias, merged.rbr_reparam.bias)
-        assert torch.equal(trained.rbr_reparam.weight_quantizer.amax.flatten(), kernel.flatten(1).abs().amax(1))
+        assert torch.equal(
+            trained.rbr_reparam.weight_quantizer.amax.flatten(), kernel.flatten(1).abs().amax(1)
+        )
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -106,12 +120,15 @@ def test_fusing_after_training_changes_no_code(frozen):
         layer, d = block.rbr_reparam, quantizer.descriptor
         assert type(layer) is QuantConv2d
         assert layer.weight_quantizer is quantizer
-        codes = [quantize(w, quantizer.amax, d.format, d.granularity) for w in (kernel, layer.weight)]
+        codes = [
+            quantize(w, quantizer.amax, d.format, d.granularity) for w in (kernel, layer.weight)
+        ]
         assert torch.equal(*codes)
         assert bool(codes[0].any())
     assert torch.equal(outputs(model, x), want)
     assert sorted(k for k in model.state_dict() if k.startswith("blocks.2")) == [
-        "blocks.2.rbr_reparam." + k for k in ("bias", "input_quantizer.amax", "weight", "weight_quantizer.amax")
+        "blocks.2.rbr_reparam." + k
+        for k in ("bias", "input_quantizer.amax", "weight", "weight_quantizer.amax")
     ]
 
 
@@ -158,7 +175,9 @@ def test_gradients_reach_every_branch_through_the_quantized_kernel():
     free = kernel.detach().requires_grad_()
     d = module.weight_quantizer.descriptor
     weight = fake_quantize(free, module.weight_quantizer.amax, d.format, d.granularity)
-    F.conv2d(module.input_quantizer(x), weight, module.equivalent()[1].detach(), padding=1).square().sum().backward()
+    F.conv2d(
+        module.input_quantizer(x), weight, module.equivalent()[1].detach(), padding=1
+    ).square().sum().backward()
     dense = module.branches.rbr_dense
     scale = (dense.bn.weight / (dense.bn.running_var + dense.bn.eps).sqrt()).detach()
     assert error(dense.conv.weight.grad, free.grad * scale.view(-1, 1, 1, 1)) <= 1e-10
@@ -240,21 +259,33 @@ def test_restoring_gives_float_branches_that_still_fuse():
 def test_the_wrong_order_is_explained():
     model = repvgg()
     quantize_(model)
-    with pytest.raises(ConfigError, match=r"blocks.0 holds quantizers; expected the order fuse_, quantize_, calibrate"):
+    with pytest.raises(
+        ConfigError,
+        match=r"blocks.0 holds quantizers; expected the order fuse_, quantize_, calibrate",
+    ):
         quantize_branches_(model)
     report = fuse_(model)
-    assert "is a repvgg block; holds quantizers; expected the order fuse_, quantize_, calibrate" in report.reason("blocks.0")
+    assert (
+        "is a repvgg block; holds quantizers; expected the order fuse_, quantize_, calibrate"
+        in report.reason("blocks.0")
+    )
 
 
 def test_models_without_blocks_and_blocks_that_cannot_be_followed():
-    with pytest.raises(ConfigError, match=r"Sequential has no block with branches; expected RepVGG or the like. Use quantize_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Sequential has no block with branches; expected RepVGG or the like. Use quantize_",
+    ):
         quantize_branches_(nn.Sequential(nn.Conv2d(3, 4, 1)))
     model = randomized(nn.Sequential(zoo_rest.DBB(4, 4)))
     state = list(model.state_dict())
-    with pytest.raises(QuantizationError, match=r"DBB: .*; expected a sum of linear branches. Merge it with fuse_"):
+    with pytest.raises(
+        QuantizationError, match=r"DBB: .*; expected a sum of linear branches. Merge it with fuse_"
+    ):
         quantize_branches_(model)
     assert list(model.state_dict()) == state
     with pytest.raises(
-        ConfigError, match=r"0 is a ghostnetv3 block; expected one whose branches are one module. Merge it with fuse_ first"
+        ConfigError,
+        match=r"0 is a ghostnetv3 block; expected one whose branches are one module. Merge it with fuse_ first",
     ):
         quantize_branches_(nn.Sequential(zoo_more.GhostV3(4, 4)))

@@ -21,7 +21,9 @@ NORMS = [
 
 
 @pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda v: getattr(v, "__name__", ""))
-def test_frozen_norm_survives_train_and_uses_its_statistics(norm: type[nn.Module], shape: tuple[int, ...]) -> None:
+def test_frozen_norm_survives_train_and_uses_its_statistics(
+    norm: type[nn.Module], shape: tuple[int, ...]
+) -> None:
     model = nn.Sequential(norm(3, eps=1e-3, momentum=0.03))
     nn.init.normal_(model[0].running_mean)
     expected = copy.deepcopy(model).eval()

@@ -30,7 +30,10 @@ def test_groups_hold_every_trainable_parameter_once() -> None:
 
 
 def test_float_model_has_no_range_group() -> None:
-    assert [g["name"] for g in param_groups(nn.Linear(2, 2), lr=0.1)] == ["weights", "biases_and_norms"]
+    assert [g["name"] for g in param_groups(nn.Linear(2, 2), lr=0.1)] == [
+        "weights",
+        "biases_and_norms",
+    ]
 
 
 def test_groups_train_ranges_that_were_calibrated_after_the_optimizer_was_built() -> None:
@@ -48,7 +51,9 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
     """One SGD step on amax with ``scale_range_grad`` changes it by the factor that LSQ's step would change by (section 2.2)."""
     x = torch.randn(64, 16)
     plain = torchq.TensorQuantizer(torchq.QuantDescriptor(3, amax=1.0, learn_amax=True))
-    scaled = torchq.TensorQuantizer(torchq.QuantDescriptor(3, amax=1.0, learn_amax=True, scale_range_grad=True))
+    scaled = torchq.TensorQuantizer(
+        torchq.QuantDescriptor(3, amax=1.0, learn_amax=True, scale_range_grad=True)
+    )
     grads = []
     for quantizer in (plain, scaled):
         y = quantizer(x)
@@ -63,7 +68,9 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
 
 def test_plain_sgd_trains_the_w4a4_recipe() -> None:
     """Without the scale the first steps throw the ranges far away: the gradient of a range sums over all its elements."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
+    )
     torchq.quantize_(model, torchq.recipes.w4a4())
     x, target = torch.randn(16, 3, 12, 12), torch.randn(16, 16, 12, 12)
     torchq.calibrate(model, [x], progress=False)

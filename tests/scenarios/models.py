@@ -12,7 +12,11 @@ class Block(nn.Sequential):
     """Conv, BatchNorm, ReLU."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.03), nn.ReLU())
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.03),
+            nn.ReLU(),
+        )
 
 
 class ConvNet(nn.Module):

@@ -23,13 +23,19 @@ def test_s13_poisoned_batch_is_named_and_the_others_are_intact(value: float) -> 
 
     def poison(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         calls.append(1)
-        return (args[0].clone().index_fill_(0, torch.tensor([0]), value) if len(calls) == 2 else args[0],)
+        return (
+            args[0].clone().index_fill_(0, torch.tensor([0]), value)
+            if len(calls) == 2
+            else args[0],
+        )
 
     for net in (clean, model):
         torchq.quantize_(net)
     torchq.calibrate(clean, data, progress=False)
     model.head.register_forward_pre_hook(poison)
-    with pytest.raises(CalibrationError, match=r"head.input_quantizer: .*NaN or infinite values in 1 of 3 batches") as caught:
+    with pytest.raises(
+        CalibrationError, match=r"head.input_quantizer: .*NaN or infinite values in 1 of 3 batches"
+    ) as caught:
         torchq.calibrate(model, data, progress=False)
     assert "stem" not in str(caught.value)
     expected = quantizers(clean)
@@ -58,7 +64,7 @@ def test_s14_dead_channel_dead_activation_and_tiny_channel(recipe: str, dtype: t
             assert tensor is not None and bool(tensor.isfinite().all())
         for q in quantizers(model).values():
             if q.calibrated:
-                assert bool((q.step > 0).all()) and bool(q.step.isfinite().all())
+                assert bool((q.scale > 0).all()) and bool(q.scale.isfinite().all())
 
 
 def test_s15_calibrated_in_inference_mode_then_trained() -> None:

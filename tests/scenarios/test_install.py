@@ -8,7 +8,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = ("onnx", "onnxruntime", "onnxscript", "openvino", "sklearn", "matplotlib", "torchvision", "triton", "absl", "scipy", "yaml")
+EXTRAS = (
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "openvino",
+    "sklearn",
+    "matplotlib",
+    "torchvision",
+    "triton",
+    "absl",
+    "scipy",
+    "yaml",
+)
 CODE = f"""
 import sys, warnings, torch, tqdm.auto
 before = set(sys.modules)
@@ -30,7 +42,14 @@ print("runs", model(torch.ones(1, 4)).shape == (1, 2))
 def test_s01_import_needs_only_torch() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     flags = ["-W", "error::DeprecationWarning:torchq"]
-    done = subprocess.run([sys.executable, *flags, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", CODE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "extras []",

@@ -46,7 +46,9 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
     model, x = calibrated(), batches()[0]
-    state = {k: SHAPES[shape](v) if k.endswith("amax") else v for k, v in model.state_dict().items()}
+    state = {
+        k: SHAPES[shape](v) if k.endswith("amax") else v for k, v in model.state_dict().items()
+    }
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -55,7 +57,10 @@ def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
         twin.load_state_dict(loaded, strict=True)
         assert torch.equal(twin(x), model(x))
     scalar = fresh()
-    scalar.load_state_dict({k: v.max() if k.endswith("amax") else v for k, v in model.state_dict().items()}, strict=True)
+    scalar.load_state_dict(
+        {k: v.max() if k.endswith("amax") else v for k, v in model.state_dict().items()},
+        strict=True,
+    )
     assert bool(scalar(x).isfinite().all())
 
 
@@ -69,7 +74,13 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
         assert torch.equal(twin(x), expected)
     torch.save({"model": model, "x": x, "y": expected}, tmp_path / "m.pt")
     code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); print(torch.equal(d['model'](d['x']), d['y']))"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.pt")], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m.pt")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.stdout.strip() == "True", done.stderr
 
 
@@ -92,7 +103,9 @@ def test_s19_exponential_moving_average() -> None:
                 value += 0.1 * state[key].detach()
     assert list(average.state_dict()) == list(model.state_dict())
     for name, q in quantizers(average).items():
-        torch.testing.assert_close(q.amax, before[name])  # 0.9 a + 0.1 a is a up to float32 rounding
+        torch.testing.assert_close(
+            q.amax, before[name]
+        )  # 0.9 a + 0.1 a is a up to float32 rounding
         assert torch.equal(quantizers(model)[name].amax, before[name])
     y, reference = average(x), model.eval()(x)
     assert (y - reference).norm() < 0.2 * reference.norm()  # behind by about ten steps
@@ -104,19 +117,28 @@ def test_s20_resume_keeps_the_ranges() -> None:
     state = calibrated().state_dict()
     resumed = fresh()
     resumed.load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"8 quantizers are calibrated already and keep their ranges .*force=True"):
+    with pytest.warns(
+        UserWarning, match=r"8 quantizers are calibrated already and keep their ranges .*force=True"
+    ):
         torchq.calibrate(resumed, [9 * x for x in batches()], progress=False)
     assert all(torch.equal(resumed.state_dict()[key], value) for key, value in state.items())
     torchq.calibrate(resumed, [9 * x for x in batches()], progress=False, force=True)
-    assert not torch.equal(resumed.stem[0].input_quantizer.amax, state["stem.0.input_quantizer.amax"])
+    assert not torch.equal(
+        resumed.stem[0].input_quantizer.amax, state["stem.0.input_quantizer.amax"]
+    )
 
 
 def test_s21_checkpoint_of_the_ancestor() -> None:
     model, x = calibrated(), batches()[0]
-    names = {"input_quantizer.amax": "_input_quantizer._amax", "weight_quantizer.amax": "_weight_quantizer._amax"}
+    names = {
+        "input_quantizer.amax": "_input_quantizer._amax",
+        "weight_quantizer.amax": "_weight_quantizer._amax",
+    }
     state = {}
     for key, value in model.state_dict().items():
-        old = next((key.removesuffix(new) + old for new, old in names.items() if key.endswith(new)), key)
+        old = next(
+            (key.removesuffix(new) + old for new, old in names.items() if key.endswith(new)), key
+        )
         state[old] = value
     assert "stem.0._input_quantizer._amax" in state
     twin = fresh()
@@ -139,7 +161,11 @@ def test_s22_moves_keep_the_ranges(move: str) -> None:
     else:
         getattr(model, move)()
     for name, q in quantizers(model).items():
-        assert q.amax.dtype is torch.float32 and q.amax.device.type == "cpu" and torch.equal(q.amax, before[name])
+        assert (
+            q.amax.dtype is torch.float32
+            and q.amax.device.type == "cpu"
+            and torch.equal(q.amax, before[name])
+        )
     dtype = model.head.weight.dtype
     y = model(x.to(dtype))
     assert y.dtype is dtype and bool(y.isfinite().all())
@@ -152,5 +178,7 @@ def test_s22_gpu(device: torch.device) -> None:
     twin = fresh().to(device)
     twin.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})
     x = batches()[0].to(device)
-    assert twin(x).device.type == device.type and all(q.amax.device.type == device.type for q in quantizers(twin).values())
+    assert twin(x).device.type == device.type and all(
+        q.amax.device.type == device.type for q in quantizers(twin).values()
+    )
     assert isinstance(nn.Sequential(twin).to(device)(x), Tensor)

@@ -20,7 +20,11 @@ def test_s02_classes_imported_before_and_model_already_built() -> None:
     model = nn.Sequential(Conv2d(3, 4, 3), nn.ReLU(), Conv2d(4, 4, 3))
     report = torchq.quantize_(model)
     assert [type(m) for m in model] == [QuantConv2d, nn.ReLU, QuantConv2d]
-    assert [d.name for d in report.replaced] == ["0", "2"] and "0 " in str(report) and "2 " in str(report)
+    assert (
+        [d.name for d in report.replaced] == ["0", "2"]
+        and "0 " in str(report)
+        and "2 " in str(report)
+    )
     torchq.restore_(model)
     assert [type(m) for m in model] == [Conv2d, nn.ReLU, Conv2d]
     with torchq.patch():
@@ -57,7 +61,13 @@ def test_s04_optimizer_built_before_swap() -> None:
     optimizer.step()
     assert not torch.equal(conv.weight, before)
     assert calls == ["pre", "post", "pre", "post", "backward"]
-    assert (frozen.i, frozen.f, frozen.weight.requires_grad, frozen.weight.dtype, frozen.training) == (3, -1, False, torch.bfloat16, False)
+    assert (
+        frozen.i,
+        frozen.f,
+        frozen.weight.requires_grad,
+        frozen.weight.dtype,
+        frozen.training,
+    ) == (3, -1, False, torch.bfloat16, False)
     assert not any(m.training for m in model.modules())
 
 
@@ -147,7 +157,9 @@ def test_s08_control_flow_and_structured_data() -> None:
             super().__init__()
             self.small, self.large = Linear(4, 4), Linear(4, 4)
 
-        def forward(self, inputs: list[Tensor], options: dict[str, Any] | None = None) -> dict[str, Any]:
+        def forward(
+            self, inputs: list[Tensor], options: dict[str, Any] | None = None
+        ) -> dict[str, Any]:
             x = torch.cat(inputs)
             y = self.large(x) if x.abs().max() > 1 else self.small(x)
             return {"out": y, "parts": list(y.unbind(0)), "options": options}

@@ -15,7 +15,9 @@ from torchq import QuantConfig, QuantDescriptor, TensorQuantizer
 from torchq.formats import INT8, PerTensor
 
 # torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
-pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)
 
 
 @pytest.fixture
@@ -26,16 +28,26 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", [*layouts(torch.zeros(1, 1, 1, 1)), "empty", "0-d"])
-def test_s23_quantizer_against_the_oracle(layout: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_s23_quantizer_against_the_oracle(
+    layout: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x = torch.randn(2, 3, 4, 2, generator=generator).to(dtype)
-    x = x[:0] if layout == "empty" else x[0, 0, 0, 0].clone() if layout == "0-d" else layouts(x)[layout]
+    x = (
+        x[:0]
+        if layout == "empty"
+        else x[0, 0, 0, 0].clone()
+        if layout == "0-d"
+        else layouts(x)[layout]
+    )
     q = TensorQuantizer(QuantDescriptor(amax=0.8))
     leaf = x.detach().requires_grad_()
     y = q(leaf)
     working = torch.float64 if dtype is torch.float64 else torch.float32
     assert same(y.detach(), expected(x, q.amax.to(working), INT8, PerTensor()))
     y.sum().backward()
-    assert leaf.grad is not None and torch.equal(leaf.grad, (x.to(working).abs() <= q.amax).to(dtype))
+    assert leaf.grad is not None and torch.equal(
+        leaf.grad, (x.to(working).abs() <= q.amax).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
@@ -59,8 +71,13 @@ def test_s24_autocast_trains(recipe: str) -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert all(p.grad is not None and p.grad.dtype is torch.float32 and bool(p.grad.isfinite().all()) for p in model.parameters())
-    assert all(q.amax.dtype is torch.float32 for q in model.modules() if isinstance(q, TensorQuantizer))
+    assert all(
+        p.grad is not None and p.grad.dtype is torch.float32 and bool(p.grad.isfinite().all())
+        for p in model.parameters()
+    )
+    assert all(
+        q.amax.dtype is torch.float32 for q in model.modules() if isinstance(q, TensorQuantizer)
+    )
 
 
 def step(model: nn.Module, x: Tensor, call: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,20 +85,32 @@ def step(model: nn.Module, x: Tensor, call: nn.Module) -> tuple[Tensor, dict[str
     model.zero_grad()
     y = call(x)
     y.square().mean().backward()
-    return y.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
     """fullgraph, float64: a difference beyond the order of sums would be a code that flipped, which is 1e-2, not 1e-9."""
     y, grads = step(model, x, model)
-    compiled_y, compiled_grads = step(model, x, torch.compile(model, fullgraph=True, backend="aot_eager"))  # type: ignore[arg-type]
+    compiled_y, compiled_grads = step(
+        model, x, torch.compile(model, fullgraph=True, backend="aot_eager")
+    )  # type: ignore[arg-type]
     torch.testing.assert_close(compiled_y, y, rtol=1e-9, atol=1e-12)
     assert grads.keys() == compiled_grads.keys() and len(grads) > 0
     for name, grad in grads.items():
-        torch.testing.assert_close(compiled_grads[name], grad, rtol=1e-7, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            compiled_grads[name],
+            grad,
+            rtol=1e-7,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-@pytest.mark.parametrize("recipe", ["w4a4", "mxfp8"])  # learned, and in blocks; int8 is the test below
+@pytest.mark.parametrize(
+    "recipe", ["w4a4", "mxfp8"]
+)  # learned, and in blocks; int8 is the test below
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_s26_compiled_whole_equals_eager(recipe: str) -> None:
     model = ConvNet().double().train()

@@ -76,10 +76,20 @@ def test_rules_see_the_names_as_they_grow() -> None:
             super().__init__()
             self.net = Net()
 
-    config = QuantConfig((Rule("*", input=INT8, weight=INT8), Rule("head.*", skip=True), Rule("net.body.1", skip=True, optional=True)))
+    config = QuantConfig(
+        (
+            Rule("*", input=INT8, weight=INT8),
+            Rule("head.*", skip=True),
+            Rule("net.body.1", skip=True, optional=True),
+        )
+    )
     with torchq.patch(config):
         model = Wrapper()
-    assert [type(m) for m in (*model.net.body, *model.net.head)] == [QuantLinear, Linear, QuantLinear]
+    assert [type(m) for m in (*model.net.body, *model.net.head)] == [
+        QuantLinear,
+        Linear,
+        QuantLinear,
+    ]
     with torchq.patch(config):
         net = Net()
     assert [type(m) for m in (*net.body, *net.head)] == [QuantLinear, QuantLinear, Linear]
@@ -120,7 +130,9 @@ def test_the_model_trains_and_calibrates(generator: torch.Generator) -> None:
 def test_transformer_layers_inside_a_model(generator: torch.Generator) -> None:
     """The fused path of eval mode must not go past the quantizers."""
     with torchq.patch():
-        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+        encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+        )
     encoder.eval()
     x = torch.randn(2, 5, 8, generator=generator)
     with torch.no_grad():

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.export.exported import Residual
+from tests.onnx.exported import Residual
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
 from torchq.swap import TARGETS
-from torchq.swap.operators import find_operators
+from torchq.swap.find_operators import find_operators
 
 KINDS = frozenset(["add", "mul", "matmul", "cat", "pool", "activation"])
 
@@ -37,16 +37,35 @@ class Operators(nn.Module):
         y = y.mul(x) @ x
         y = torch.bmm(y.flatten(0, 1), x.flatten(0, 1)).view_as(x)
         y = torch.cat([F.silu(y), x], dim=1) * count
-        return F.adaptive_avg_pool2d(F.max_pool2d(y, 2), 1) + y.mean((2, 3), keepdim=True) + y.mean()
+        return (
+            F.adaptive_avg_pool2d(F.max_pool2d(y, 2), 1) + y.mean((2, 3), keepdim=True) + y.mean()
+        )
 
 
 def test_operators_between_tensors_are_found() -> None:
     found, failed = find_operators(Operators(), KINDS)
     assert failed == []
     assert [operator.kind for operator in found] == [
-        *("add", "add", "add", "mul", "matmul", "matmul", "activation", "cat", "pool", "pool", "pool", "add", "add"),
+        *(
+            "add",
+            "add",
+            "add",
+            "mul",
+            "matmul",
+            "matmul",
+            "activation",
+            "cat",
+            "pool",
+            "pool",
+            "pool",
+            "add",
+            "add",
+        ),
     ]
-    assert [operator.child for operator in found if operator.kind == "add"] == ["quant_add", *(f"quant_add_{i}" for i in range(1, 5))]
+    assert [operator.child for operator in found if operator.kind == "add"] == [
+        "quant_add",
+        *(f"quant_add_{i}" for i in range(1, 5)),
+    ]
 
 
 def test_operators_become_children_and_go_again() -> None:
@@ -55,7 +74,15 @@ def test_operators_become_children_and_go_again() -> None:
     keys = list(model.state_dict())
     report = torchq.quantize_(model, target="openvino")
     names = {d.name for d in report.replaced}
-    assert {"conv", "quant_add", "quant_add_4", "quant_mul", "quant_matmul_1", "quant_cat", "quant_pool_2"} <= names
+    assert {
+        "conv",
+        "quant_add",
+        "quant_add_4",
+        "quant_mul",
+        "quant_matmul_1",
+        "quant_cat",
+        "quant_pool_2",
+    } <= names
     with torchq.disabled(model):
         assert torch.equal(model(x), expected)
     assert not torch.equal(model(x), expected)
@@ -70,7 +97,11 @@ def test_targets_quantize_what_they_say(target: str) -> None:
     model, x = Residual().eval(), torch.randn(2, 3, 16, 16)
     expected = model(x)
     names = {d.name for d in torchq.quantize_(model, target=target, example=x).replaced}
-    layers = {name for name, module in Residual().named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
+    layers = {
+        name
+        for name, module in Residual().named_modules()
+        if isinstance(module, (nn.Conv2d, nn.Linear))
+    }
     placed = {"blocks.0.quant_add", "blocks.1.quant_add", "quant_cat", "gap"}
     assert names - layers == placed | (set() if target == "tensorrt" else {"pool"})
     with torchq.disabled(model):
@@ -83,8 +114,12 @@ def test_targets_quantize_what_they_say(target: str) -> None:
 def test_tensorrt_opens_the_branch_that_ends_in_a_layer() -> None:
     model = Residual()
     torchq.quantize_(model, target="tensorrt")
-    modes = [(b.quant_add.input_quantizer.mode, b.quant_add.other_quantizer.mode) for b in model.blocks]
-    assert modes == [("off", "quantize")] * 2  # ``out += identity``: out comes from the second convolution, in both
+    modes = [
+        (b.quant_add.input_quantizer.mode, b.quant_add.other_quantizer.mode) for b in model.blocks
+    ]
+    assert (
+        modes == [("off", "quantize")] * 2
+    )  # ``out += identity``: out comes from the second convolution, in both
 
 
 def test_readers_of_one_tensor_share_their_range() -> None:
@@ -92,7 +127,9 @@ def test_readers_of_one_tensor_share_their_range() -> None:
     torchq.quantize_(model, target="onnxruntime", example=x)
     first, second = model.blocks
     # the stem's output, through max pooling, is read by the first block twice
-    assert model.pool.input_quantizer is first.first.input_quantizer is first.quant_add.other_quantizer
+    assert (
+        model.pool.input_quantizer is first.first.input_quantizer is first.quant_add.other_quantizer
+    )
     assert second.first.input_quantizer is second.down.input_quantizer
     assert first.first.input_quantizer is not second.first.input_quantizer
     assert model.quant_cat.input_quantizer is model.side.input_quantizer
@@ -132,14 +169,21 @@ def test_save_and_load_bring_the_operators_back(tmp_path: Path) -> None:
 
 def test_exclude_and_include_reach_operators() -> None:
     model = Residual()
-    report = torchq.quantize_(model, target="onnxruntime", exclude=["blocks.0.quant_add", "quant_cat"])
+    report = torchq.quantize_(
+        model, target="onnxruntime", exclude=["blocks.0.quant_add", "quant_cat"]
+    )
     assert not hasattr(model.blocks[0], "quant_add") and hasattr(model.blocks[1], "quant_add")
-    assert {d.name: d.reason for d in report.skipped if "quant" in d.name} == {"blocks.0.quant_add": "excluded", "quant_cat": "excluded"}
+    assert {d.name: d.reason for d in report.skipped if "quant" in d.name} == {
+        "blocks.0.quant_add": "excluded",
+        "quant_cat": "excluded",
+    }
     model = Residual()
     torchq.quantize_(model, target="onnxruntime", include="blocks.1.*")
-    assert {n.partition(".quant_add")[0] for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and "quant_add" in n} == {
-        "blocks.1"
-    }
+    assert {
+        n.partition(".quant_add")[0]
+        for n, m in model.named_modules()
+        if isinstance(m, TensorQuantizer) and "quant_add" in n
+    } == {"blocks.1"}
 
 
 class Untraceable(nn.Module):
@@ -171,7 +215,9 @@ class Caching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.rows is None:
             self.rows = x.mean(3)
-        return torch.stack([self.conv(x)[:, i] + row[:, None] for i, row in enumerate(self.rows.unbind(1))], 1)
+        return torch.stack(
+            [self.conv(x)[:, i] + row[:, None] for i, row in enumerate(self.rows.unbind(1))], 1
+        )
 
 
 def test_looking_for_operators_leaves_nothing_in_a_module() -> None:
@@ -195,7 +241,11 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
         model = nn.Sequential(Block(), nn.Linear(4, 4))
         names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
     assert names["tensorrt"] == {"0.up", "1"}
-    assert names["onnxruntime"] == names["openvino"] == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+    assert (
+        names["onnxruntime"]
+        == names["openvino"]
+        == {"0.up", "1", "0.quant_matmul", "0.quant_matmul_1"}
+    )
 
 
 class Ghost(nn.Module):
@@ -203,7 +253,11 @@ class Ghost(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+        self.first, self.second, self.last = (
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(4, 4, 1),
+            nn.Conv2d(8, 4, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
@@ -214,7 +268,10 @@ def test_a_concatenated_tensor_has_one_range_for_all_its_readers() -> None:
     model, x = Ghost(), torch.randn(2, 3, 4, 4)
     torchq.quantize_(model, target="onnxruntime", example=x)
     assert model.second.input_quantizer is model.quant_cat.input_quantizer
-    assert len({id(layer.input_quantizer) for layer in (model.first, model.quant_cat, model.last)}) == 3
+    assert (
+        len({id(layer.input_quantizer) for layer in (model.first, model.quant_cat, model.last)})
+        == 3
+    )
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
@@ -231,12 +288,20 @@ def test_products_are_left_out_by_name(target: str) -> None:
     model = nn.Sequential(Block())
     report = torchq.quantize_(model, target=target, exclude=["*.quant_attention", "*.quant_matmul"])
     assert {d.name for d in report.replaced} == {"0.up"}
-    assert {d.name: d.reason for d in report.skipped} == {"0.quant_attention": "excluded", "0.quant_matmul": "excluded"}
+    assert {d.name: d.reason for d in report.skipped} == {
+        "0.quant_attention": "excluded",
+        "0.quant_matmul": "excluded",
+    }
 
 
 def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> None:
-    dynamic = QuantConfig((Rule("*", input=QuantDescriptor(dynamic=True), weight=QuantDescriptor()),))
-    with pytest.raises(ConfigError, match=r"target tensorrt: the config quantizes activations as .*; expected a fixed range per tensor"):
+    dynamic = QuantConfig(
+        (Rule("*", input=QuantDescriptor(dynamic=True), weight=QuantDescriptor()),)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"target tensorrt: the config quantizes activations as .*; expected a fixed range per tensor",
+    ):
         torchq.quantize_(Residual(), dynamic, target="tensorrt")
     model = Residual()
     torchq.quantize_(model, torchq.recipes.int4_weight(), target="onnxruntime")
@@ -251,7 +316,10 @@ def test_four_bit_configs_keep_eight_bits_between_layers() -> None:
 
 
 def test_unknown_targets_are_listed() -> None:
-    with pytest.raises(ConfigError, match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'tensorrt'"):
+    with pytest.raises(
+        ConfigError,
+        match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'tensorrt'",
+    ):
         torchq.plan(Residual(), target="tvm")
 
 
@@ -275,7 +343,9 @@ class C2f(nn.Module):
         super().__init__()
         self.cv1 = nn.Conv2d(channels, channels, 1)
         self.cv2 = nn.Conv2d(channels // 2 * (2 + depth), channels, 1)
-        self.m = nn.ModuleList(nn.Conv2d(channels // 2, channels // 2, 3, padding=1) for _ in range(depth))
+        self.m = nn.ModuleList(
+            nn.Conv2d(channels // 2, channels // 2, 3, padding=1) for _ in range(depth)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = list(self.cv1(x).chunk(2, 1))

@@ -78,7 +78,12 @@ def test_the_last_rule_that_matches_decides() -> None:
     assert found["head.0"] == ("type:Linear", INT4, INT4, "")
     assert found["head.1"] == ("head.1", None, None, "excluded")
     assert found["body.0"] == ("re:^body", None, INT4, "")
-    assert found["body.3"] == ("re:^body", None, None, "the rule has no descriptor for it")  # a pool has no weight
+    assert found["body.3"] == (
+        "re:^body",
+        None,
+        None,
+        "the rule has no descriptor for it",
+    )  # a pool has no weight
     assert [d.name for d in report.replaced] == ["stem", "body.0", "head.0"]
 
 
@@ -105,14 +110,29 @@ def test_nothing_is_changed() -> None:
             r"Net: pattern 'nope\*' matches no module that could .*; candidates are stem",
         ),
         (lambda: torchq.plan(Net(), include=["stem", "nope"]), "pattern 'nope' matches no module"),
-        (lambda: torchq.plan(Net(), exclude="head"), r"pattern 'head' matches no module .* For everything below it write 'head\.\*'"),
+        (
+            lambda: torchq.plan(Net(), exclude="head"),
+            r"pattern 'head' matches no module .* For everything below it write 'head\.\*'",
+        ),
         (lambda: torchq.plan(Net(), exclude=["a", "b"]), "pattern 'a', 'b' matches no module"),
-        (lambda: torchq.plan(Net(), QuantConfig((Rule("body.2", input=INT8),))), "pattern 'body.2' matches no module"),
-        (lambda: torchq.plan(Net(), exclude=nn.Conv1d), "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module"),
+        (
+            lambda: torchq.plan(Net(), QuantConfig((Rule("body.2", input=INT8),))),
+            "pattern 'body.2' matches no module",
+        ),
+        (
+            lambda: torchq.plan(Net(), exclude=nn.Conv1d),
+            "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module",
+        ),
         (lambda: torchq.plan(Net(), exclude=""), "pattern: got an empty string"),
         (lambda: torchq.plan(Net(), include="re:("), r"pattern 're:\(': not a regular expression"),
-        (lambda: torchq.plan(Net(), exclude="*"), r"Net: nothing to quantize \(.*stem: excluded.*\); expected at least one module"),
-        (lambda: torchq.plan(nn.Sequential(nn.ReLU())), r"Sequential: nothing to quantize \(it has no layer that torchq knows\)"),
+        (
+            lambda: torchq.plan(Net(), exclude="*"),
+            r"Net: nothing to quantize \(.*stem: excluded.*\); expected at least one module",
+        ),
+        (
+            lambda: torchq.plan(nn.Sequential(nn.ReLU())),
+            r"Sequential: nothing to quantize \(it has no layer that torchq knows\)",
+        ),
         (lambda: torchq.plan(Net(), QuantConfig(())), r"nothing to quantize \(.*no rule matches"),
     ],
 )
@@ -159,11 +179,23 @@ class OwnAttention(nn.MultiheadAttention):
         (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "1", "parametrized; bake it"),
         (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
         (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),
-        (lambda: nn.LSTM(3, 4), "1", r"no quantized twin of LSTM; register one with torchq.register\(LSTM\)"),
+        (
+            lambda: nn.LSTM(3, 4),
+            "1",
+            r"no quantized twin of LSTM; register one with torchq.register\(LSTM\)",
+        ),
         (lambda: nn.Bilinear(3, 3, 2), "1", "no quantized twin of Bilinear"),
         (Functional, "1", "no quantized twin of Functional"),
-        (lambda: OwnAttention(4, 2), "1.out_proj", "its weight is read by nn.MultiheadAttention directly"),
-        (lambda: OwnAttention(4, 2), "1", r"a subclass of MultiheadAttention may compute .*; register a twin"),
+        (
+            lambda: OwnAttention(4, 2),
+            "1.out_proj",
+            "its weight is read by nn.MultiheadAttention directly",
+        ),
+        (
+            lambda: OwnAttention(4, 2),
+            "1",
+            r"a subclass of MultiheadAttention may compute .*; register a twin",
+        ),
         (lambda: torchq.nn.QuantLinear(2, 2), "1", "quantized already"),
         (lambda: nn.MaxPool2d(2), "1", "no rule matches"),
     ],
@@ -180,11 +212,24 @@ def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, rea
 def test_report_reads_well() -> None:
     model = nn.Sequential(nn.Linear(2, 2), SamePad(1, 1, 3), nn.Linear(2, 2))
     lines = str(torchq.plan(model, exclude="2")).splitlines()
-    assert len({line.index(word) for line, word in zip(lines, ("what", "input", "SKIPPED", "SKIPPED"), strict=False)}) == 1  # aligned
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(lines, ("what", "input", "SKIPPED", "SKIPPED"), strict=False)
+            }
+        )
+        == 1
+    )  # aligned
     skipped = "a subclass of Conv2d may compute something else; register a twin with torchq.register(SamePad)"
     assert [re.split(r"  +", line) for line in lines] == [
         ["module", "type", "what", "rule"],
-        ["0", "Linear", "input int8 per-tensor max, weight int8 axis=0 max", "type:torch.nn.modules.linear.Linear"],
+        [
+            "0",
+            "Linear",
+            "input int8 per-tensor max, weight int8 axis=0 max",
+            "type:torch.nn.modules.linear.Linear",
+        ],
         ["1", "SamePad", f"SKIPPED: {skipped}"],
         ["2", "Linear", "SKIPPED: excluded", "2"],
         ["1 quantized, 2 skipped, recipe int8"],

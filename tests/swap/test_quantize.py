@@ -13,7 +13,7 @@ import torchq
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import QuantLinear, QuantModule
-from torchq.swap import modules as swap_modules
+from torchq.swap import apply as swap_modules
 
 
 def net() -> nn.Sequential:
@@ -26,7 +26,9 @@ X = torch.linspace(-1, 1, 48).view(1, 3, 4, 4)
 def test_a_bare_layer_is_quantized_in_place() -> None:
     layer = nn.Linear(3, 2)
     report = torchq.quantize_(layer)
-    assert type(layer) is QuantLinear and report.replaced[0].names == ("",) and "(root)" in str(report)
+    assert (
+        type(layer) is QuantLinear and report.replaced[0].names == ("",) and "(root)" in str(report)
+    )
     assert layer.input_quantizer.name == "input_quantizer"
 
 
@@ -61,7 +63,9 @@ def test_a_second_time_quantizes_what_is_left() -> None:
     assert [d.name for d in report.replaced] == ["3"]
     assert {d.name: d.reason for d in report.skipped} == {"0": "quantized already"}
     assert model[0].input_quantizer is first
-    with pytest.raises(ConfigError, match=r"nothing to quantize \(0: quantized already; 3: quantized already\)"):
+    with pytest.raises(
+        ConfigError, match=r"nothing to quantize \(0: quantized already; 3: quantized already\)"
+    ):
         torchq.quantize_(model)
 
 
@@ -114,7 +118,11 @@ def test_user_placed_quantizers_are_left_alone() -> None:
     model, x = Block(), torch.randn(3, 4)
     own = model.residual
     report = torchq.quantize_(model)
-    assert [d.name for d in report.decisions] == ["fc"] and model.residual is own and own.name == "residual"
+    assert (
+        [d.name for d in report.decisions] == ["fc"]
+        and model.residual is own
+        and own.name == "residual"
+    )
     torchq.calibrate(model, [x], progress=False)
     assert own.calibrated and own.amax.item() == x.abs().max().item()
     torchq.restore_(model)

@@ -57,7 +57,9 @@ def test_any_name_of_a_shared_module_will_do() -> None:
 
 
 def test_types_are_judged_by_the_class_given() -> None:
-    assert matches("type:Linear", ["a"], nn.ReLU(), nn.Linear) and matches(nn.Linear, ["a"], nn.ReLU(), nn.Linear)
+    assert matches("type:Linear", ["a"], nn.ReLU(), nn.Linear) and matches(
+        nn.Linear, ["a"], nn.ReLU(), nn.Linear
+    )
 
 
 @pytest.mark.parametrize("pattern", ["", "re:(", 3, None, ["a"]])
@@ -107,8 +109,16 @@ def test_registry() -> None:
     registry: Registry[str, int] = Registry("thing")
     assert registry.add("a", 1) == 1
     registry.register("b")(2)
-    assert (list(registry), len(registry), "a" in registry, registry["b"], registry.get("c")) == (["a", "b"], 2, True, 2, None)
-    with pytest.raises(ConfigError, match="thing 'a' is registered already, as 1; expected a new key"):
+    assert (list(registry), len(registry), "a" in registry, registry["b"], registry.get("c")) == (
+        ["a", "b"],
+        2,
+        True,
+        2,
+        None,
+    )
+    with pytest.raises(
+        ConfigError, match="thing 'a' is registered already, as 1; expected a new key"
+    ):
         registry.add("a", 3)
     with pytest.raises(ConfigError, match="unknown thing 'c'; expected one of: 'a', 'b'"):
         registry["c"]

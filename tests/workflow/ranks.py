@@ -60,10 +60,16 @@ def batches(rank: int) -> list[Tensor]:
 
 
 def ranges(model: nn.Module) -> dict[str, Tensor]:
-    return {name: q.amax.detach() for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+    return {
+        name: q.amax.detach()
+        for name, q in model.named_modules()
+        if isinstance(q, torchq.TensorQuantizer)
+    }
 
 
-def calibrated(wrap: Callable[[nn.Module], nn.Module], data: list[Tensor], **options: Any) -> dict[str, Tensor] | str:
+def calibrated(
+    wrap: Callable[[nn.Module], nn.Module], data: list[Tensor], **options: Any
+) -> dict[str, Tensor] | str:
     """The ranges, or the text of the error."""
     model = quantized()
     wrapped = wrap(model)
@@ -96,7 +102,9 @@ def train_step(model: nn.Module, x: Tensor) -> float:
     return loss.item()
 
 
-def without_group(data: list[Tensor], group: dist.ProcessGroup | None) -> tuple[dict[str, Tensor] | str, list[str]]:
+def without_group(
+    data: list[Tensor], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Tensor] | str, list[str]]:
     """The ranges of this rank alone, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -120,11 +128,17 @@ def run(folder: Path) -> None:
     found["nan"] = calibrated(lambda model: model, bad, group=world)
     found["unseen"] = calibrated(lambda model: model, data if not rank else [], group=world)
     found["alone"], found["warned"] = without_group(data, None)
-    found["alone on purpose"], found["not warned"] = without_group(data, [dist.new_group([i]) for i in range(2)][rank])
+    found["alone on purpose"], found["not warned"] = without_group(
+        data, [dist.new_group([i]) for i in range(2)][rank]
+    )
     found["fsdp"] = fsdp_runs_here()
     if found["fsdp"]:
         # Its forward gathers weights, so both ranks need as many batches and the same branches.
-        same = [torch.full_like(x, 150.0) + x for x in batches(0)] if not rank else [torch.full((4, 3, 8, 8), 170.0)] * 2
+        same = (
+            [torch.full_like(x, 150.0) + x for x in batches(0)]
+            if not rank
+            else [torch.full((4, 3, 8, 8), 170.0)] * 2
+        )
         found["fsdp data"] = same
         model = quantized()
         wrapped = sharded(model)

@@ -84,7 +84,10 @@ def test_own_forward_takes_any_batch(data: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("batch", ["text", 3, (), ("a", torch.ones(1)), {1, 2}])
 def test_unknown_kinds_of_batches_are_named(batch: Any) -> None:
-    with pytest.raises(ConfigError, match=r"got a batch of (str|int|tuple|set); expected a tensor, \(tensor, ...\) or a dict. .*forward="):
+    with pytest.raises(
+        ConfigError,
+        match=r"got a batch of (str|int|tuple|set); expected a tensor, \(tensor, ...\) or a dict. .*forward=",
+    ):
         torchq.calibrate(net(), [batch], progress=False)
 
 
@@ -115,9 +118,14 @@ def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
     floats, model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Sequential()
     model.extend(floats)  # the same layers
     hidden = [floats[:2](x) for x in data]
-    torchq.quantize_(model, QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),)))
+    torchq.quantize_(
+        model, QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),))
+    )
     model[0].input_quantizer.set_amax(0.01)
-    with pytest.warns(UserWarning, match=r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)",
+    ):
         torchq.calibrate(model, data, progress=False)
     assert model[2].input_quantizer.amax.item() == max(h.abs().max() for h in hidden).item()
     assert model[0].weight_quantizer.amax.item() == model[0].weight.abs().max().item()
@@ -159,7 +167,10 @@ def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None
 def test_weights_need_no_data(data: list[Tensor]) -> None:
     model = net()
     torchq.calibrate(model)
-    assert torch.equal(model[0].weight_quantizer.amax, reduce_amax(model[0].weight, model[0].weight_quantizer.descriptor.granularity))
+    assert torch.equal(
+        model[0].weight_quantizer.amax,
+        reduce_amax(model[0].weight, model[0].weight_quantizer.descriptor.granularity),
+    )
     assert not model[0].input_quantizer.calibrated
     weights_only = net(torchq.recipes.int4_weight())
     torchq.calibrate(weights_only, data, progress=False)
@@ -183,14 +194,26 @@ def test_every_method(method: str, data: list[Tensor]) -> None:
 
 def test_what_is_known_is_kept(data: list[Tensor]) -> None:
     """A second run warns and changes nothing; ``force`` replaces; a fixed range is never replaced and never mentioned."""
-    model = net(QuantConfig((Rule("*", input=QuantDescriptor(), weight=QuantDescriptor()), Rule("2", input=QuantDescriptor(amax=7.0)))))
+    model = net(
+        QuantConfig(
+            (
+                Rule("*", input=QuantDescriptor(), weight=QuantDescriptor()),
+                Rule("2", input=QuantDescriptor(amax=7.0)),
+            )
+        )
+    )
     torchq.calibrate(model, data, progress=False)
     before = ranges(model)
-    with pytest.warns(UserWarning, match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True replaces them"):
+    with pytest.warns(
+        UserWarning,
+        match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True replaces them",
+    ):
         torchq.calibrate(model, [10 * data[0]], progress=False)
     assert same(ranges(model), before)
     torchq.calibrate(model, [10 * x for x in data], progress=False, force=True)
-    assert model[0].input_quantizer.amax.item() == pytest.approx(10 * before["0.input_quantizer"].item())
+    assert model[0].input_quantizer.amax.item() == pytest.approx(
+        10 * before["0.input_quantizer"].item()
+    )
     assert model[2].input_quantizer.amax.item() == 7.0
 
 
@@ -209,14 +232,46 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: torchq.calibrate(nn.Linear(2, 2), []), ConfigError, "calibrate: Linear has no quantizer; .*Run torchq.quantize_"),
-        (lambda: torchq.calibrate(net(), [], progress=False), CalibrationError, "calibrate: got no batch; expected at least one"),
-        (lambda: torchq.calibrate(net(), iter(()), progress=False), CalibrationError, "got no batch; .*make a new one"),
-        (lambda: torchq.calibrate(net(), torch.ones(1, 4)), ConfigError, r"got a Tensor as batches; .*Pass \[batch\] for one batch"),
-        (lambda: torchq.calibrate(net(), {"x": torch.ones(1, 4)}), ConfigError, "got a dict as batches; expected an iterable of batches"),
-        (lambda: torchq.calibrate(net(), [], on_unseen="ignore"), ConfigError, "got on_unseen='ignore'; expected 'error', 'disable' or"),
-        (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"), ConfigError, "unknown calibration method 'maximum'"),
-        (lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9), ConfigError, r"got options \['percentile'\]"),
+        (
+            lambda: torchq.calibrate(nn.Linear(2, 2), []),
+            ConfigError,
+            "calibrate: Linear has no quantizer; .*Run torchq.quantize_",
+        ),
+        (
+            lambda: torchq.calibrate(net(), [], progress=False),
+            CalibrationError,
+            "calibrate: got no batch; expected at least one",
+        ),
+        (
+            lambda: torchq.calibrate(net(), iter(()), progress=False),
+            CalibrationError,
+            "got no batch; .*make a new one",
+        ),
+        (
+            lambda: torchq.calibrate(net(), torch.ones(1, 4)),
+            ConfigError,
+            r"got a Tensor as batches; .*Pass \[batch\] for one batch",
+        ),
+        (
+            lambda: torchq.calibrate(net(), {"x": torch.ones(1, 4)}),
+            ConfigError,
+            "got a dict as batches; expected an iterable of batches",
+        ),
+        (
+            lambda: torchq.calibrate(net(), [], on_unseen="ignore"),
+            ConfigError,
+            "got on_unseen='ignore'; expected 'error', 'disable' or",
+        ),
+        (
+            lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"),
+            ConfigError,
+            "unknown calibration method 'maximum'",
+        ),
+        (
+            lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9),
+            ConfigError,
+            r"got options \['percentile'\]",
+        ),
     ],
 )
 def test_refusals(call: Any, error: type[Exception], text: str) -> None:
@@ -233,7 +288,9 @@ def test_a_bad_weight_is_named(data: list[Tensor]) -> None:
     assert model[0].input_quantizer.calibrated and model[0].weight_quantizer.calibrated
 
 
-def test_progress_and_logs(data: list[Tensor], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_and_logs(
+    data: list[Tensor], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """A bar by default, nothing without; never more than a line of log, at debug."""
     with caplog.at_level(logging.INFO):
         torchq.calibrate(net(), data)

@@ -24,7 +24,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(folder)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+        str(folder),
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -76,7 +84,10 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
 
 def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:
     for found in results:
-        assert "stem.input_quantizer: MaxCalibrator: got NaN or infinite values in 1 of 5 batches" in found["nan"]
+        assert (
+            "stem.input_quantizer: MaxCalibrator: got NaN or infinite values in 1 of 5 batches"
+            in found["nan"]
+        )
 
 
 def test_unseen_on_all_ranks_is_an_error_on_all(results: Results) -> None:
@@ -91,5 +102,7 @@ def test_without_a_group_each_rank_is_alone_and_says_so(results: Results) -> Non
             assert found[kind].keys() == expected.keys()
             assert all(torch.equal(found[kind][name], amax) for name, amax in expected.items())
         assert len(found["warned"]) == 1 and not found["not warned"]
-        assert found["warned"][0].startswith("calibrate: this is one of 2 processes and uses its own batches alone")
+        assert found["warned"][0].startswith(
+            "calibrate: this is one of 2 processes and uses its own batches alone"
+        )
         assert "group=torch.distributed.group.WORLD" in found["warned"][0]

@@ -43,7 +43,11 @@ def data(generator: torch.Generator) -> list[Tensor]:
 
 
 def ranges(model: nn.Module) -> dict[str, Tensor]:
-    return {name: q.amax.clone() for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+    return {
+        name: q.amax.clone()
+        for name, q in model.named_modules()
+        if isinstance(q, torchq.TensorQuantizer)
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -62,7 +66,9 @@ def test_unseen_quantizers_are_named_and_only_those(model: Branched, data: list[
 def test_unseen_branches_can_stay_float(model: Branched, data: list[Tensor]) -> None:
     torchq.calibrate(model, data, on_unseen="disable", progress=False)
     seen: list[Tensor] = []
-    model.aux[0].input_quantizer.register_forward_hook(lambda module, args, out: seen.append(args[0] - out))
+    model.aux[0].input_quantizer.register_forward_hook(
+        lambda module, args, out: seen.append(args[0] - out)
+    )
     model.use_aux = True
     assert model(data[0]).isfinite().all()
     assert seen[0].count_nonzero() == 0
@@ -70,7 +76,9 @@ def test_unseen_branches_can_stay_float(model: Branched, data: list[Tensor]) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_poisoned_quantizer_is_named_and_the_others_keep_their_ranges(method: str, value: float, data: list[Tensor]) -> None:
+def test_a_poisoned_quantizer_is_named_and_the_others_keep_their_ranges(
+    method: str, value: float, data: list[Tensor]
+) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,15 +89,22 @@ def test_a_poisoned_quantizer_is_named_and_the_others_keep_their_ranges(method: 
 
     model = Two()
     torchq.quantize_(model)
-    with pytest.raises(CalibrationError, match=r"bad\.input_quantizer: .*got NaN or infinite values in 1 of 2 batches") as caught:
-        torchq.calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 3.0)], method=method, progress=False)
+    with pytest.raises(
+        CalibrationError,
+        match=r"bad\.input_quantizer: .*got NaN or infinite values in 1 of 2 batches",
+    ) as caught:
+        torchq.calibrate(
+            model, [torch.ones(2, 4), torch.full((2, 4), 3.0)], method=method, progress=False
+        )
     assert "good" not in str(caught.value)
     assert model.good.input_quantizer.calibrated
     assert not model.bad.input_quantizer.calibrated
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_training_works_after_calibrating_in_inference_mode(method: str, model: Branched, data: list[Tensor]) -> None:
+def test_training_works_after_calibrating_in_inference_mode(
+    method: str, model: Branched, data: list[Tensor]
+) -> None:
     with torch.inference_mode():
         torchq.calibrate(model, data, method=method, on_unseen="disable", progress=False)
     assert not any(amax.is_inference() for amax in ranges(model).values())
@@ -99,7 +114,9 @@ def test_training_works_after_calibrating_in_inference_mode(method: str, model: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_batches_in_inference_mode_do_not_matter_either(method: str, model: Branched, data: list[Tensor]) -> None:
+def test_batches_in_inference_mode_do_not_matter_either(
+    method: str, model: Branched, data: list[Tensor]
+) -> None:
     with torch.inference_mode():
         frozen = [x.clone() for x in data]
     torchq.calibrate(model, frozen, method=method, on_unseen="disable", progress=False)
@@ -115,8 +132,8 @@ def test_dead_channels_and_dead_activations_give_zero_and_finite_gradients(metho
     torchq.quantize_(model)
     torchq.calibrate(model, [torch.ones(2, 4)], method=method, progress=False)
     assert model[2].input_quantizer.amax.item() == 0.0
-    assert (model[2].input_quantizer.step > 0).all()
-    assert (model[0].weight_quantizer.step > 0).all()
+    assert (model[2].input_quantizer.scale > 0).all()
+    assert (model[0].weight_quantizer.scale > 0).all()
     assert model[0].weight_quantizer(model[0].weight)[1].count_nonzero() == 0
     x = torch.ones(2, 4, requires_grad=True)
     out = model(x)
@@ -125,7 +142,9 @@ def test_dead_channels_and_dead_activations_give_zero_and_finite_gradients(metho
     assert x.grad.isfinite().all()
 
 
-def test_resuming_keeps_ranges_with_one_warning_unless_forced(model: Branched, data: list[Tensor]) -> None:
+def test_resuming_keeps_ranges_with_one_warning_unless_forced(
+    model: Branched, data: list[Tensor]
+) -> None:
     torchq.calibrate(model, data, on_unseen="disable", progress=False)
     resumed = Branched()
     torchq.quantize_(resumed)
@@ -151,19 +170,28 @@ def test_weights_with_mse_are_searched_directly(generator: torch.Generator) -> N
     torchq.calibrate(model, None, progress=False)
     quantizer = model[0].weight_quantizer
     descriptor = quantizer.descriptor
-    assert torch.equal(quantizer.amax, torchq.calib.search_amax(model[0].weight, descriptor.format, descriptor.granularity))
+    assert torch.equal(
+        quantizer.amax,
+        torchq.calib.search_amax(model[0].weight, descriptor.format, descriptor.granularity),
+    )
     model[0].weight.data[3, 4] = torch.nan
-    with pytest.raises(CalibrationError, match=r"0\.weight_quantizer: search_amax: got NaN or infinite values"):
+    with pytest.raises(
+        CalibrationError, match=r"0\.weight_quantizer: search_amax: got NaN or infinite values"
+    ):
         torchq.calibrate(model, None, force=True, progress=False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interruption_leaves_everything_as_it_was(error: type[BaseException], model: Branched, data: list[Tensor]) -> None:
+def test_an_interruption_leaves_everything_as_it_was(
+    error: type[BaseException], model: Branched, data: list[Tensor]
+) -> None:
     def interrupted() -> Iterator[Tensor]:
         yield data[0]
         raise error
 
-    before = {name: q.mode for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)}
+    before = {
+        name: q.mode for name, q in model.named_modules() if isinstance(q, torchq.TensorQuantizer)
+    }
     model.train()
     with pytest.raises(error):
         torchq.calibrate(model, interrupted(), progress=False)
@@ -177,5 +205,8 @@ def test_an_interruption_leaves_everything_as_it_was(error: type[BaseException],
 def test_tensors_that_cannot_be_observed_are_named(model: Branched) -> None:
     quantizer = model.head.input_quantizer
     quantizer.start_calibration()
-    with pytest.raises(CalibrationError, match=r"^head.input_quantizer: MaxCalibrator.collect: got a tensor of torch.int64"):
+    with pytest.raises(
+        CalibrationError,
+        match=r"^head.input_quantizer: MaxCalibrator.collect: got a tensor of torch.int64",
+    ):
         quantizer(torch.ones(2, 2, dtype=torch.int64))

@@ -55,7 +55,9 @@ def test_a_pattern_that_selects_nothing(model: nn.Module, pattern: Any) -> None:
     assert {q.mode for q in quantizers(model).values()} == {"quantize"}
 
 
-def test_disabled_is_reentrant_and_gives_every_mode_back(model: nn.Module, generator: torch.Generator) -> None:
+def test_disabled_is_reentrant_and_gives_every_mode_back(
+    model: nn.Module, generator: torch.Generator
+) -> None:
     x = torch.randn(3, 4, generator=generator)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     plain.load_state_dict(model.state_dict(), strict=False)
@@ -85,7 +87,10 @@ def test_freezing_lasts(generator: torch.Generator) -> None:
     model.train()
     model(x).square().sum().backward()
     optimizer.step()
-    assert all(torch.equal(q.amax, before[n]) and q.mode == "quantize" for n, q in quantizers(model).items())
+    assert all(
+        torch.equal(q.amax, before[n]) and q.mode == "quantize"
+        for n, q in quantizers(model).items()
+    )
     assert model[0].weight.grad is not None
 
 
@@ -101,11 +106,17 @@ def test_summary(model: nn.Sequential, generator: torch.Generator) -> None:
     assert rows[2].amax == f"{model[1][1].input_quantizer.amax.item():.4g}"
     assert rows[3].amax.endswith("(2)") and " .. " in rows[3].amax
     assert rows[3].descriptor == "int8 axis=0 max"
-    assert "float: 2" in text and "simulated" in text and text.splitlines()[0].split() == ["quantizer", "in", "format", "amax", "mode"]
+    assert (
+        "float: 2" in text
+        and "simulated" in text
+        and text.splitlines()[0].split() == ["quantizer", "in", "format", "amax", "mode"]
+    )
 
 
 def test_summary_of_other_models() -> None:
-    assert torchq.summary(nn.Linear(2, 2)).rows == () and torchq.summary(nn.Linear(2, 2)).float_modules == ("(root)",)
+    assert torchq.summary(nn.Linear(2, 2)).rows == () and torchq.summary(
+        nn.Linear(2, 2)
+    ).float_modules == ("(root)",)
     dynamic = nn.Linear(32, 2)
     torchq.quantize_(dynamic, torchq.recipes.mxfp8())
     assert {r.amax for r in torchq.summary(dynamic).rows} == {"of each call"}

@@ -39,7 +39,11 @@ class Net(nn.Module):
 CONFIG = QuantConfig(
     (
         Rule("*", input=QuantDescriptor(), weight=QuantDescriptor(axis=0)),
-        Rule("head", input=QuantDescriptor(4, learn_amax=True, scale_amax=0.9), weight=QuantDescriptor(4, block_size=4)),
+        Rule(
+            "head",
+            input=QuantDescriptor(4, learn_amax=True, scale_amax=0.9),
+            weight=QuantDescriptor(4, block_size=4),
+        ),
         Rule("layer.linear2", weight=QuantDescriptor((4, 3))),
     )
 )
@@ -67,7 +71,9 @@ def test_round_trip(model: Net, x: torch.Tensor, tmp_path: Path) -> None:
         assert loaded is target
         assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
         found, expected = quantizers(loaded), quantizers(model)
-        assert {n: (q.descriptor, q.mode, q.name) for n, q in found.items()} == {n: (q.descriptor, q.mode, n) for n, q in expected.items()}
+        assert {n: (q.descriptor, q.mode, q.name) for n, q in found.items()} == {
+            n: (q.descriptor, q.mode, n) for n, q in expected.items()
+        }
         with torch.no_grad():
             assert torch.equal(loaded(x), model(x))
     assert swap_record(target) == swap_record(model)
@@ -84,7 +90,13 @@ def test_in_another_process(model: Net, x: torch.Tensor, tmp_path: Path) -> None
         "m = torchq.load(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), sys.argv[1] + '/m.pt')\n"
         "x, y = torch.load(sys.argv[1] + '/xy.pt'); print(torch.equal(m(x), y), m[0].input_quantizer.name)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.stdout.split() == ["True", "0.input_quantizer"], done.stderr
 
 
@@ -107,8 +119,14 @@ def test_records_are_json(model: Net) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: nn.Sequential(nn.Conv2d(1, 1, 1)), r"0: got torch.nn.modules.conv.Conv2d; expected torch.nn.modules.linear.Linear"),
-        (lambda: nn.Sequential(), r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the architecture"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 1, 1)),
+            r"0: got torch.nn.modules.conv.Conv2d; expected torch.nn.modules.linear.Linear",
+        ),
+        (
+            lambda: nn.Sequential(),
+            r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the architecture",
+        ),
     ],
 )
 def test_another_architecture_is_named_and_left_alone(make: Any, text: str, tmp_path: Path) -> None:
@@ -124,7 +142,9 @@ def test_another_architecture_is_named_and_left_alone(make: Any, text: str, tmp_
 
 def test_foreign_files(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match=r"load: .*w.pt was not written by torchq.save; .*Use load_state_dict"):
+    with pytest.raises(
+        ConfigError, match=r"load: .*w.pt was not written by torchq.save; .*Use load_state_dict"
+    ):
         torchq.load(nn.Linear(2, 2), tmp_path / "w.pt")
     torch.save([1], tmp_path / "l.pt")
     with pytest.raises(ConfigError, match=r"was not written by torchq.save"):

@@ -8,8 +8,8 @@ function of a histogram added to ``ESTIMATORS``, or else a :class:`Calibrator` a
 from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator
 from torchq.calib.distributed import sync
 from torchq.calib.histogram import Histogram
+from torchq.calib.mse_search import search_amax
 from torchq.calib.registry import CALIBRATORS, make_calibrator, methods
-from torchq.calib.search import search_amax
 
 __all__ = [
     "CALIBRATORS",

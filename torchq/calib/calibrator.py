@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchq.calib import estimators
-from torchq.calib.groups import whole
 from torchq.calib.histogram import Histogram, HistogramObserver
 from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
+from torchq.calib.statistics import whole
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerAxis, PerTensor, by_bits
 from torchq.utils import Registry
@@ -47,7 +47,11 @@ class Calibrator(ABC):
     ) -> None:
         self.format = format or by_bits(num_bits, unsigned=unsigned)
         if granularity is None:
-            granularity = PerTensor() if axis is None else PerAxis((axis,) if isinstance(axis, int) else tuple(axis))
+            granularity = (
+                PerTensor()
+                if axis is None
+                else PerAxis((axis,) if isinstance(axis, int) else tuple(axis))
+            )
         self.granularity = granularity
 
     @property
@@ -156,7 +160,9 @@ class MaxCalibrator(Calibrator):
         if momentum is None:
             self.observer = MaxObserver(self.granularity, signed=self.format.signed)
         else:
-            self.observer = MovingAverageObserver(self.granularity, signed=self.format.signed, momentum=momentum)
+            self.observer = MovingAverageObserver(
+                self.granularity, signed=self.format.signed, momentum=momentum
+            )
 
     def _compute(self, method: str | None, options: dict[str, Any]) -> Tensor:
         own = "max" if isinstance(self.observer, MaxObserver) else "moving_average"
@@ -165,7 +171,11 @@ class MaxCalibrator(Calibrator):
                 f"MaxCalibrator.compute_amax: got method={method!r} with options {options}; expected method={own!r} without options. "
                 "Collect with a HistogramCalibrator for other methods"
             )
-        return self.observer.amax.clone() if isinstance(self.observer, MaxObserver) else self.observer.average()
+        return (
+            self.observer.amax.clone()
+            if isinstance(self.observer, MaxObserver)
+            else self.observer.average()
+        )
 
 
 #: What a histogram can be read by: ``function(histogram, format, *, option=default, ..) -> amax``.
@@ -216,7 +226,9 @@ class HistogramCalibrator(Calibrator):
         _check_options(method, options)
         self.method = method
         self.options = options
-        self.observer = HistogramObserver(self.granularity, signed=self.format.signed, num_bins=num_bins, skip_zeros=skip_zeros)
+        self.observer = HistogramObserver(
+            self.granularity, signed=self.format.signed, num_bins=num_bins, skip_zeros=skip_zeros
+        )
 
     def histogram(self) -> Histogram:
         """The statistics collected so far.
@@ -234,11 +246,15 @@ class HistogramCalibrator(Calibrator):
             options = {**self.options, **options}
         histogram = self.observer.histogram()
         # On the CPU whatever the device: float64 is not everywhere, and every device and rank gets the same bits.
-        return ESTIMATORS[method](histogram.to("cpu"), self.format, **options).to(histogram.counts.device)
+        return ESTIMATORS[method](histogram.to("cpu"), self.format, **options).to(
+            histogram.counts.device
+        )
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
-        raise ConfigError(f"calibration method {method!r}: got options {unknown}; expected {sorted(known) or 'none'}")
+        raise ConfigError(
+            f"calibration method {method!r}: got options {unknown}; expected {sorted(known) or 'none'}"
+        )

@@ -58,7 +58,9 @@ def sync(
         _agree(link, observers)
         counts = link.gather([observer.batches for observer in observers])
         seen = [i for i, column in enumerate(counts) if any(column)]
-        _share_shapes(link, observers, seen, names or [f"calibrator {i}" for i in range(len(observers))])
+        _share_shapes(
+            link, observers, seen, names or [f"calibrator {i}" for i in range(len(observers))]
+        )
         nonfinite = link.reduce("sum", [observers[i].nonfinite for i in seen])
         _advance(link, [observers[i].exchange(counts[i], link.rank) for i in seen])
         for i, bad in zip(seen, nonfinite, strict=True):
@@ -69,14 +71,24 @@ def sync(
 class _Link:
     """Reductions over one process group: bucketed, on one device, with a time limit."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise CalibrationError("sync: got no process group; expected one. Start with torchrun and call init_process_group()")
+            raise CalibrationError(
+                "sync: got no process group; expected one. Start with torchrun and call init_process_group()"
+            )
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise CalibrationError("sync: this process is not in the group; expected a call from the group's ranks only")
+            raise CalibrationError(
+                "sync: this process is not in the group; expected a call from the group's ranks only"
+            )
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+            device = (
+                torch.device("cuda", torch.cuda.current_device())
+                if dist.get_backend(group) == "nccl"
+                else torch.device("cpu")
+            )
         self.group, self.device, self.timeout = group, device, timeout
 
     def reduce(self, op: str, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -100,7 +112,12 @@ class _Link:
     def _reduce_together(self, op: str, tensors: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([t.to(self.device).reshape(-1) for t in tensors])
         try:
-            work = dist.all_reduce(flat, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.group, async_op=True)
+            work = dist.all_reduce(
+                flat,
+                dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM,
+                group=self.group,
+                async_op=True,
+            )
             assert work is not None
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -109,7 +126,10 @@ class _Link:
                 "expected every rank to take part. Look for the rank that failed first, or raise the timeout"
             ) from error
         parts = flat.split([t.numel() for t in tensors])
-        return [part.view(t.shape).to(t.device, copy=True) for part, t in zip(parts, tensors, strict=True)]
+        return [
+            part.view(t.shape).to(t.device, copy=True)
+            for part, t in zip(parts, tensors, strict=True)
+        ]
 
 
 def _agree(link: _Link, observers: list[Observer]) -> None:
@@ -124,7 +144,9 @@ def _agree(link: _Link, observers: list[Observer]) -> None:
         )
 
 
-def _share_shapes(link: _Link, observers: list[Observer], seen: list[int], names: Sequence[str]) -> None:
+def _share_shapes(
+    link: _Link, observers: list[Observer], seen: list[int], names: Sequence[str]
+) -> None:
     """Prepare the observers that saw data elsewhere only; check that the shapes agree."""
     table = torch.full((len(seen), 2, _MAX_DIMS + 1), _UNSEEN)
     for row, i in enumerate(seen):
@@ -151,12 +173,20 @@ def _advance(link: _Link, exchanges: list[Exchange]) -> None:
         answers: dict[Exchange, Tensor] = {}
         kinds = sorted({(request.op, str(request.tensor.dtype)) for request in waiting.values()})
         for op, dtype in kinds:
-            chosen = [e for e, request in waiting.items() if (request.op, str(request.tensor.dtype)) == (op, dtype)]
-            answers.update(zip(chosen, link.reduce(op, [waiting[e].tensor for e in chosen]), strict=True))
+            chosen = [
+                e
+                for e, request in waiting.items()
+                if (request.op, str(request.tensor.dtype)) == (op, dtype)
+            ]
+            answers.update(
+                zip(chosen, link.reduce(op, [waiting[e].tensor for e in chosen]), strict=True)
+            )
         waiting = dict(_answered(answers, waiting))
 
 
-def _answered(answers: dict[Exchange, Tensor], order: dict[Exchange, Reduce]) -> list[tuple[Exchange, Reduce]]:
+def _answered(
+    answers: dict[Exchange, Tensor], order: dict[Exchange, Reduce]
+) -> list[tuple[Exchange, Reduce]]:
     """Send the answers in the common order; the exchanges that go on, with their next request."""
     going = []
     for exchange in order:

@@ -40,7 +40,9 @@ def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.9
         ConfigError: a percentile out of range.
     """
     if not 0.0 < percentile <= 100.0:
-        raise ConfigError(f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99")
+        raise ConfigError(
+            f"percentile: got {percentile}; expected 0 < percentile <= 100, for example 99.99"
+        )
     total = histogram.counts.cumsum(1).double()
     wanted = total[:, -1:] * (percentile / 100.0)
     index = torch.searchsorted(total, wanted).clamp_(max=total.shape[1] - 1)
@@ -66,8 +68,8 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
     candidates = torch.arange(1, counts.shape[0] + 1, device=counts.device)
     errors = []
     for part in candidates.split(_ROWS):
-        step = (part.double() / format.qmax).unsqueeze(1)
-        errors.append(format.snap_(centers / step).mul_(step).sub_(centers).square_() @ counts)
+        scale = (part.double() / format.qmax).unsqueeze(1)
+        errors.append(format.snap_(centers / scale).mul_(scale).sub_(centers).square_() @ counts)
     energy = centers.square() @ counts  # 0, and the score NaN, where there is nothing to compare
     return _bounded(_least((torch.cat(errors) / energy).t(), candidates, histogram), histogram)
 
@@ -93,14 +95,18 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
     border = torch.outer(candidates.double(), starts).div_(starts[-1]).ceil_().long()
     # Most runs serve many candidates: take the logarithm of each once.
     names = border[:, :-1] * (bins + 1) + border[:, 1:]
-    runs, used = torch.unique(names.int() if bins < 1 << 15 else names, return_inverse=True)  # the narrower, the faster to sort
+    runs, used = torch.unique(
+        names.int() if bins < 1 << 15 else names, return_inverse=True
+    )  # the narrower, the faster to sort
     begin, end = runs // (bins + 1), runs % (bins + 1)
     parts = histogram.counts.double().split(_GROUPS)
     divergences = [_divergence(counts.t(), begin, end, used, candidates) for counts in parts]
     return _bounded(_least(torch.cat(divergences), candidates, histogram), histogram)
 
 
-def _divergence(counts: Tensor, begin: Tensor, end: Tensor, used: Tensor, candidates: Tensor) -> Tensor:
+def _divergence(
+    counts: Tensor, begin: Tensor, end: Tensor, used: Tensor, candidates: Tensor
+) -> Tensor:
     """(groups, candidates): the divergence of each candidate; NaN where there is nothing to compare.
 
     Args:
@@ -112,12 +118,20 @@ def _divergence(counts: Tensor, begin: Tensor, end: Tensor, used: Tensor, candid
     counts = torch.cat([counts[1:2], counts[1:]])
     total, occupied = _total_below(counts), _total_below((counts > 0).double())
     shared = total[end] - total[begin]
-    mean_log = torch.log(shared / (occupied[end] - occupied[begin]).clamp_(min=1)).nan_to_num_(neginf=0.0)
+    mean_log = torch.log(shared / (occupied[end] - occupied[begin]).clamp_(min=1)).nan_to_num_(
+        neginf=0.0
+    )
     inside = torch.nn.functional.embedding_bag(used, shared.mul_(mean_log), mode="sum")
     beyond = total[-1] - total[candidates]
     last = counts[candidates - 1]
-    reference = _total_below(torch.xlogy(counts, counts))[candidates] - torch.xlogy(last, last) + torch.xlogy(last + beyond, last + beyond)
-    divergence = (reference - inside - beyond * mean_log[used[:, -1]]) / total[-1] - torch.log(total[-1] / total[candidates])
+    reference = (
+        _total_below(torch.xlogy(counts, counts))[candidates]
+        - torch.xlogy(last, last)
+        + torch.xlogy(last + beyond, last + beyond)
+    )
+    divergence = (reference - inside - beyond * mean_log[used[:, -1]]) / total[-1] - torch.log(
+        total[-1] / total[candidates]
+    )
     return torch.where((last == 0) & (beyond > 0), torch.inf, divergence).t()
 
 
@@ -132,7 +146,9 @@ def _grid(format: Format, histogram: Histogram) -> Tensor | None:
 def _least(scores: Tensor, candidates: Tensor, histogram: Histogram) -> Tensor:
     """(groups,) float32: for each row of scores the largest candidate edge of least score within the data; infinity where none is."""
     counts = histogram.counts
-    end = torch.where(counts > 0, torch.arange(1, counts.shape[1] + 1, device=counts.device), 0).amax(1, keepdim=True)
+    end = torch.where(
+        counts > 0, torch.arange(1, counts.shape[1] + 1, device=counts.device), 0
+    ).amax(1, keepdim=True)
     valid = candidates <= end
     score = torch.where(valid, scores, torch.inf).nan_to_num_(nan=torch.inf, posinf=torch.inf)
     near = score <= score.amin(1, keepdim=True) + _TIE

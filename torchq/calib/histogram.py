@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchq.calib.counting import MIN_EXPONENT, bin_exponent, count_bins_, merge_bins, power_of_two
-from torchq.calib.groups import on_host
+from torchq.calib.binning import MIN_EXPONENT, bin_exponent, count_bins_, merge_bins, power_of_two
 from torchq.calib.observer import Exchange, Observer, Reduce
+from torchq.calib.statistics import on_host
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
 
@@ -44,11 +44,15 @@ class Histogram:
     @property
     def edges(self) -> Tensor:
         """(groups, bins + 1) float32: the edges of the bins, exact."""
-        return torch.arange(self.counts.shape[1] + 1, device=self.width.device) * self.width.unsqueeze(1)
+        return torch.arange(
+            self.counts.shape[1] + 1, device=self.width.device
+        ) * self.width.unsqueeze(1)
 
     def to(self, device: torch.device | str) -> Histogram:
         """The same histogram on ``device``."""
-        return Histogram(self.counts.to(device), self.width.to(device), self.amax.to(device), self.shape)
+        return Histogram(
+            self.counts.to(device), self.width.to(device), self.amax.to(device), self.shape
+        )
 
 
 class HistogramObserver(Observer):
@@ -69,7 +73,14 @@ class HistogramObserver(Observer):
     exponent: Tensor
     amax: Tensor
 
-    def __init__(self, granularity: Granularity, *, signed: bool = True, num_bins: int = 2048, skip_zeros: bool = False) -> None:
+    def __init__(
+        self,
+        granularity: Granularity,
+        *,
+        signed: bool = True,
+        num_bins: int = 2048,
+        skip_zeros: bool = False,
+    ) -> None:
         if not isinstance(granularity, (PerTensor, PerAxis)):
             raise ConfigError(
                 f"histogram: got {granularity}; expected one amax per tensor or per axis, since a block holds too few elements for a "
@@ -95,18 +106,31 @@ class HistogramObserver(Observer):
         while groups * bins > MAX_COUNTS and bins >= 2 * _FEWEST_BINS:
             bins //= 2
         if groups * bins > MAX_COUNTS:
-            raise ConfigError(f"histogram: got {groups} groups; expected at most {MAX_COUNTS // bins} with {bins} bins. Use method='max'")
+            raise ConfigError(
+                f"histogram: got {groups} groups; expected at most {MAX_COUNTS // bins} with {bins} bins. Use method='max'"
+            )
         self.counts = torch.zeros(groups, bins, dtype=torch.int64, device=device)
         self.exponent = torch.full((groups,), MIN_EXPONENT, dtype=torch.int32, device=device)
         self.amax = torch.zeros(groups, dtype=torch.float32, device=device)
 
     def _move(self, device: torch.device) -> None:
-        self.counts, self.exponent, self.amax = self.counts.to(device), self.exponent.to(device), self.amax.to(device)
+        self.counts, self.exponent, self.amax = (
+            self.counts.to(device),
+            self.exponent.to(device),
+            self.amax.to(device),
+        )
 
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
         self._grow(torch.maximum(self.exponent, bin_exponent(amax, self.counts.shape[1])))
         self.amax = torch.maximum(self.amax, amax)
-        count_bins_(self.counts, parts, self.exponent, finite, signed=self.signed, skip_zeros=self.skip_zeros)
+        count_bins_(
+            self.counts,
+            parts,
+            self.exponent,
+            finite,
+            signed=self.signed,
+            skip_zeros=self.skip_zeros,
+        )
 
     def _grow(self, exponent: Tensor) -> None:
         """Widen the bins to ``exponent``, nowhere below the present one."""

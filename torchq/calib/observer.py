@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchq.calib.groups import magnitude
+from torchq.calib.statistics import magnitude
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity
 from torchq.functional.kernels import group_view
@@ -88,7 +88,9 @@ class Observer(ABC):
             CalibrationError: the other gathers different statistics or amax shapes.
         """
         if self.settings() != other.settings():
-            raise CalibrationError(f"merge: got {other.settings()}; expected {self.settings()}. Make both with the same arguments")
+            raise CalibrationError(
+                f"merge: got {other.settings()}; expected {self.settings()}. Make both with the same arguments"
+            )
         if other.shape is None or other.nonfinite is None:
             return
         device = other.nonfinite.device if self.nonfinite is None else self.nonfinite.device
@@ -183,9 +185,13 @@ class MovingAverageObserver(Observer):
 
     recent: deque[Tensor]
 
-    def __init__(self, granularity: Granularity, *, signed: bool = True, momentum: float = 0.9) -> None:
+    def __init__(
+        self, granularity: Granularity, *, signed: bool = True, momentum: float = 0.9
+    ) -> None:
         if not 0.0 <= momentum < 1.0:
-            raise ConfigError(f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past")
+            raise ConfigError(
+                f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
+            )
         self.momentum = momentum
         self.window = 1 if momentum == 0 else max(1, math.ceil(-25 / math.log2(momentum)))
         super().__init__(granularity, signed=signed)
@@ -220,7 +226,9 @@ class MovingAverageObserver(Observer):
         assert self.shape is not None and self.nonfinite is not None
         kept = [min(count, self.window) for count in batches]
         # Every rank fills its own rows and zero elsewhere; a sum with zeros is exact, so this is a gather that any backend has.
-        rows = torch.zeros(sum(kept), *self.shape, dtype=torch.float32, device=self.nonfinite.device)
+        rows = torch.zeros(
+            sum(kept), *self.shape, dtype=torch.float32, device=self.nonfinite.device
+        )
         first = sum(kept[:rank])
         for offset, amax in enumerate(self.recent):
             rows[first + offset] = amax

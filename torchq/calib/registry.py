@@ -35,7 +35,9 @@ def methods() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
 
 
-def make_calibrator(method: str, *, format: Format, granularity: Granularity, **options: Any) -> Calibrator:
+def make_calibrator(
+    method: str, *, format: Format, granularity: Granularity, **options: Any
+) -> Calibrator:
     """A new calibrator whose ``compute_amax()`` gives ``method``.
 
     Args:
@@ -53,9 +55,13 @@ def make_calibrator(method: str, *, format: Format, granularity: Granularity, **
         'percentile'
     """
     if method not in methods():
-        raise ConfigError(f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}")
+        raise ConfigError(
+            f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
+        )
     factory = CALIBRATORS.get(method) or partial(HistogramCalibrator, method=method)
     try:
         return factory(format=format, granularity=granularity, **options)
     except TypeError as error:
-        raise ConfigError(f"calibration method {method!r}: got options {sorted(options)}; {error}") from None
+        raise ConfigError(
+            f"calibration method {method!r}: got options {sorted(options)}; {error}"
+        ) from None

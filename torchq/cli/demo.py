@@ -48,14 +48,24 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     data, test = load_digits(seed)
-    print(f"torchq {torchq.__version__}, torch {torch.__version__}: {len(data.labels)} digits to train, {len(test.labels)} to test")
+    print(
+        f"torchq {torchq.__version__}, torch {torch.__version__}: {len(data.labels)} digits to train, {len(test.labels)} to test"
+    )
 
     model = DemoNet()
     print("train a small RepVGG in FP32")
-    train(model, data, torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3), epochs=epochs, seed=seed)
+    train(
+        model,
+        data,
+        torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3),
+        epochs=epochs,
+        seed=seed,
+    )
     before = predictions(model, test)
     report = torchq.fuse_(model, data.images[:8])
-    print(f"fuse its branches into plain convolutions: {len(report.fused)} merges, every one verified")
+    print(
+        f"fuse its branches into plain convolutions: {len(report.fused)} merges, every one verified"
+    )
     fp32 = predictions(model, test)
     rows = [
         Row("FP32, training branches", accuracy(before, test), _same(before, fp32)),
@@ -66,7 +76,9 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
     int8 = _quantized(model, torchq.recipes.int8(), data)
     rows.append(_exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx"))
     torchq.save(int8, out / "int8.pt")
-    rows.append(_row("INT8 in PyTorch", predictions(torchq.deploy(int8, data.images[:8]), test), test, fp32))
+    rows.append(
+        _row("INT8 in PyTorch", predictions(torchq.deploy(int8, data.images[:8]), test), test, fp32)
+    )
 
     print("quantize to W4A4, then train it (QAT) to get back what that costs")
     w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
@@ -79,7 +91,9 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
     text = table(rows)
     (out / "table.md").write_text(text + "\n")
     (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    print(f"\n{text}\n\nwrote {', '.join(sorted(p.name for p in out.iterdir()))} to {out} in {time.perf_counter() - started:.0f} s")
+    print(
+        f"\n{text}\n\nwrote {', '.join(sorted(p.name for p in out.iterdir()))} to {out} in {time.perf_counter() - started:.0f} s"
+    )
     return rows
 
 
@@ -98,7 +112,9 @@ def _row(name: str, predicted: Tensor, test: Split, fp32: Tensor) -> Row:
     return Row(name, accuracy(predicted, test), _same(predicted, fp32))
 
 
-def _exported(name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path) -> Row:
+def _exported(
+    name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path
+) -> Row:
     """The row of a model that is also written as ONNX and run there.
 
     Raises:
@@ -106,27 +122,47 @@ def _exported(name: str, model: nn.Module, predicted: Tensor, test: Split, fp32:
     """
     row = _row(name, predicted, test, fp32)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no active quantizer")  # the FP32 file is there to compare with
+        warnings.filterwarnings(
+            "ignore", message=".*no active quantizer"
+        )  # the FP32 file is there to compare with
         torchq.export_onnx(model, (test.images[:1],), path)
     report = torchq.verify_onnx(model, path, test.batches(200))
     if not report.ok:
         raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
-    return replace(row, onnx_bytes=path.stat().st_size, onnx_agreement=report.outputs[0].top1, runtime_agreement=report.optimized[0].top1)
+    return replace(
+        row,
+        onnx_bytes=path.stat().st_size,
+        onnx_agreement=report.outputs[0].top1,
+        runtime_agreement=report.optimized[0].top1,
+    )
 
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "same, optimised"]
+    head = [
+        "model",
+        "accuracy",
+        "same class as FP32",
+        "ONNX file",
+        "ONNX = PyTorch",
+        "same, optimised",
+    ]
     cells = [
         [
             r.model,
             f"{r.accuracy:.2%}",
             f"{r.agreement:.2%}",
             "" if r.onnx_bytes is None else f"{r.onnx_bytes / 1024:.0f} KiB",
-            *("" if share is None else f"{share:.2%}" for share in (r.onnx_agreement, r.runtime_agreement)),
+            *(
+                "" if share is None else f"{share:.2%}"
+                for share in (r.onnx_agreement, r.runtime_agreement)
+            ),
         ]
         for r in rows
     ]
     widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     lines = [head, ["-" * w for w in widths], *cells]
-    return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )

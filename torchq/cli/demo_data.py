@@ -41,7 +41,9 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    return Split(images[order[:1200]], labels[order[:1200]]), Split(images[order[1200:]], labels[order[1200:]])
+    return Split(images[order[:1200]], labels[order[:1200]]), Split(
+        images[order[1200:]], labels[order[1200:]]
+    )
 
 
 class ConvBN(nn.Sequential):
@@ -88,7 +90,15 @@ class DemoNet(nn.Sequential):
         super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
 
 
-def train(model: nn.Module, data: Split, optimizer: torch.optim.Optimizer, *, epochs: int, seed: int = 0, size: int = 64) -> None:
+def train(
+    model: nn.Module,
+    data: Split,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    seed: int = 0,
+    size: int = 64,
+) -> None:
     """Cross entropy with a cosine schedule; leaves the model in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * -(-len(data.labels) // size)

@@ -38,7 +38,9 @@ def load_object(name: str, what: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{what} {name!r}: {module_name} has no {attribute}; expected one of its names") from None
+        raise ConfigError(
+            f"{what} {name!r}: {module_name} has no {attribute}; expected one of its names"
+        ) from None
 
 
 def load_model(name: str, weights: str | None) -> nn.Module:
@@ -57,7 +59,9 @@ def load_model(name: str, weights: str | None) -> nn.Module:
         model = load_object(name, "--model")
         model = model if isinstance(model, nn.Module) else model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"--model {name}: got a {type(model).__name__}; expected a torch.nn.Module")
+        raise ConfigError(
+            f"--model {name}: got a {type(model).__name__}; expected a torch.nn.Module"
+        )
     if weights is not None:
         _load_weights(model, weights)
     return model.eval()
@@ -74,7 +78,9 @@ def _torchvision(name: str) -> nn.Module:
         return models.get_model(name, weights=None)
     except ValueError:
         close = [known for known in models.list_models() if known[:4] == name[:4]]
-        raise ConfigError(f"--model torchvision:{name}: no such model; expected one like {', '.join(close[:6]) or 'resnet18'}") from None
+        raise ConfigError(
+            f"--model torchvision:{name}: no such model; expected one like {', '.join(close[:6]) or 'resnet18'}"
+        ) from None
 
 
 def _load_weights(model: nn.Module, path: str) -> None:
@@ -84,7 +90,9 @@ def _load_weights(model: nn.Module, path: str) -> None:
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
         raise ConfigError(f"--weights {path}: expected a state dict, a file of named tensors")
     state = {key.removeprefix("module."): value for key, value in state.items()}
     try:
@@ -93,7 +101,9 @@ def _load_weights(model: nn.Module, path: str) -> None:
         raise ConfigError(f"--weights {path}: {error}") from None
 
 
-def load_batches(name: str, *, batch_size: int, image_size: int, mean: Sequence[float], std: Sequence[float]) -> Iterable[Any]:
+def load_batches(
+    name: str, *, batch_size: int, image_size: int, mean: Sequence[float], std: Sequence[float]
+) -> Iterable[Any]:
     """Batches to calibrate with.
 
     Args:
@@ -109,24 +119,41 @@ def load_batches(name: str, *, batch_size: int, image_size: int, mean: Sequence[
     if folder.is_dir():
         return _image_batches(folder, batch_size, image_size, mean, std)
     if ":" not in name:
-        raise ConfigError(f"--data {name}: no such folder; expected a folder of images or package.module:loader")
+        raise ConfigError(
+            f"--data {name}: no such folder; expected a folder of images or package.module:loader"
+        )
     loader = load_object(name, "--data")
     loader = loader if isinstance(loader, Iterable) else loader()
     if not isinstance(loader, Iterable):
-        raise ConfigError(f"--data {name}: got a {type(loader).__name__}; expected an iterable of batches")
+        raise ConfigError(
+            f"--data {name}: got a {type(loader).__name__}; expected an iterable of batches"
+        )
     return loader
 
 
-def _image_batches(folder: Path, batch_size: int, size: int, mean: Sequence[float], std: Sequence[float]) -> Iterator[Tensor]:
+def _image_batches(
+    folder: Path, batch_size: int, size: int, mean: Sequence[float], std: Sequence[float]
+) -> Iterator[Tensor]:
     """The images of a folder as batches (N, 3, size, size), float32, read as they are asked for."""
     from torchvision import transforms as T
 
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES)
     if not paths:
-        raise ConfigError(f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}")
-    transform = T.Compose([T.Resize(size * 8 // 7), T.CenterCrop(size), T.ToTensor(), T.Normalize(list(mean), list(std))])
+        raise ConfigError(
+            f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
+        )
+    transform = T.Compose(
+        [
+            T.Resize(size * 8 // 7),
+            T.CenterCrop(size),
+            T.ToTensor(),
+            T.Normalize(list(mean), list(std)),
+        ]
+    )
     for first in range(0, len(paths), batch_size):
-        yield torch.stack([transform(_read_image(path)) for path in paths[first : first + batch_size]])
+        yield torch.stack(
+            [transform(_read_image(path)) for path in paths[first : first + batch_size]]
+        )
 
 
 def _read_image(path: Path) -> Any:

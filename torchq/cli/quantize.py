@@ -26,7 +26,9 @@ def run_quantize(args: argparse.Namespace) -> None:
         print(torchq.plan(model, config, include=args.include, exclude=args.exclude))
         return
     if args.data is None:
-        raise ConfigError("--data is missing; expected a folder of images or package.module:loader (or --dry-run)")
+        raise ConfigError(
+            "--data is missing; expected a folder of images or package.module:loader (or --dry-run)"
+        )
     batches = list(_head(_batches(args), args.num_batches))
     example = _example(batches[0]).to(args.device)
     if args.fuse:
@@ -51,7 +53,13 @@ def _config(recipe: str) -> torchq.QuantConfig:
 
 
 def _batches(args: argparse.Namespace) -> Iterable[Any]:
-    return load_batches(args.data, batch_size=args.batch_size, image_size=args.image_size, mean=args.mean, std=args.std)
+    return load_batches(
+        args.data,
+        batch_size=args.batch_size,
+        image_size=args.image_size,
+        mean=args.mean,
+        std=args.std,
+    )
 
 
 def _head(batches: Iterable[Any], count: int) -> Iterable[Any]:
@@ -65,7 +73,9 @@ def _example(batch: Any) -> Tensor:
     """The input tensor of a batch; the export traces with it."""
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, Tensor):
-        raise ConfigError(f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)")
+        raise ConfigError(
+            f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
+        )
     return first
 
 
@@ -76,7 +86,11 @@ def _write(model: nn.Module, example: Tensor, batches: list[Any], args: argparse
     if args.export:
         torchq.export_onnx(model, (example[:1],), args.export, opset=args.opset, target=args.target)
         print(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
-        print(torchq.verify_onnx(model, args.export, [_example(batch) for batch in batches[: args.verify]]))
+        print(
+            torchq.verify_onnx(
+                model, args.export, [_example(batch) for batch in batches[: args.verify]]
+            )
+        )
     if not (args.save or args.export):
         print(torchq.summary(model))
         print("nothing written; use --export FILE.onnx or --save FILE.pt")

@@ -26,7 +26,11 @@ _NEW = pytorch_quantization.__name__
 
 def _aliases() -> dict[str, str]:
     """Old name -> ours, for the package and every module in it."""
-    return {_OLD + name.removeprefix(_NEW): name for name in list(sys.modules) if name == _NEW or name.startswith(_NEW + ".")}
+    return {
+        _OLD + name.removeprefix(_NEW): name
+        for name in list(sys.modules)
+        if name == _NEW or name.startswith(_NEW + ".")
+    }
 
 
 def install() -> None:

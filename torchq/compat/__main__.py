@@ -18,8 +18,12 @@ _SHIM = str(Path(__file__).resolve().parent / "shim")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Install the old names, here and for processes started from here, and run a script or a module as ``__main__``."""
-    parser = argparse.ArgumentParser(prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq.")
-    parser.add_argument("-m", dest="module", action="store_true", help="the next argument is a module, not a file")
+    parser = argparse.ArgumentParser(
+        prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq."
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="the next argument is a module, not a file"
+    )
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)

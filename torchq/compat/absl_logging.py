@@ -9,7 +9,12 @@ from typing import Any
 
 __all__ = ["stand_in"]
 
-_LEVELS = {"FATAL": (-3, logging.CRITICAL), "ERROR": (-2, logging.ERROR), "WARNING": (-1, logging.WARNING), "WARN": (-1, logging.WARNING)}
+_LEVELS = {
+    "FATAL": (-3, logging.CRITICAL),
+    "ERROR": (-2, logging.ERROR),
+    "WARNING": (-1, logging.WARNING),
+    "WARN": (-1, logging.WARNING),
+}
 _LEVELS |= {"INFO": (0, logging.INFO), "DEBUG": (1, logging.DEBUG)}
 
 
@@ -20,7 +25,12 @@ def stand_in() -> dict[str, ModuleType]:
 
     def set_verbosity(level: int | str) -> None:
         wanted = level.upper() if isinstance(level, str) else level
-        log.setLevel(next((std for name, (number, std) in _LEVELS.items() if wanted in (name, number)), logging.INFO))
+        log.setLevel(
+            next(
+                (std for name, (number, std) in _LEVELS.items() if wanted in (name, number)),
+                logging.INFO,
+            )
+        )
 
     def log_first_n(level: int, text: str, n: int, *args: Any) -> None:
         if level <= 0:
@@ -29,9 +39,16 @@ def stand_in() -> dict[str, ModuleType]:
     module.__dict__.update({name: number for name, (number, _) in _LEVELS.items()})
     for name in ("debug", "info", "warning", "error", "fatal", "exception"):
         setattr(module, name, getattr(log, "critical" if name == "fatal" else name))
-    module.__dict__.update(set_verbosity=set_verbosity, log_first_n=log_first_n, use_absl_handler=lambda: None, STANDS_FOR=__name__)
+    module.__dict__.update(
+        set_verbosity=set_verbosity,
+        log_first_n=log_first_n,
+        use_absl_handler=lambda: None,
+        STANDS_FOR=__name__,
+    )
     package = ModuleType("absl", "Stand-in of torchq.compat for absl.")
     package.__dict__.update(logging=module, __path__=[], STANDS_FOR=__name__)
     for made in (package, module):
-        made.__spec__ = ModuleSpec(made.__name__, None, is_package=made is package)  # so that find_spec("absl") works
+        made.__spec__ = ModuleSpec(
+            made.__name__, None, is_package=made is package
+        )  # so that find_spec("absl") works
     return {"absl": package, "absl.logging": module}

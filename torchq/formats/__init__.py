@@ -4,7 +4,23 @@ A :class:`Format` is the only thing that :func:`torchq.functional.fake_quantize`
 line in ``catalog.py``. May import only errors and utils.
 """
 
-from torchq.formats.catalog import CATALOG, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, INT16, UINT4, UINT8, by_bits, by_name, integer
+from torchq.formats.catalog import (
+    CATALOG,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    INT4,
+    INT8,
+    INT16,
+    UINT4,
+    UINT8,
+    by_bits,
+    by_name,
+    integer,
+)
 from torchq.formats.format import FloatFormat, Format, IntFormat, power_of_two_below
 from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
 

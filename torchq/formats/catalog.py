@@ -30,7 +30,7 @@ CATALOG: Registry[str, Format] = Registry("format")
 def integer(bits: int, *, unsigned: bool = False, narrow: bool = False) -> IntFormat:
     """The integer format of ``bits`` bits; ``narrow`` is ignored when unsigned.
 
-    >>> integer(4).lo, integer(4).hi, integer(4, narrow=True).lo, integer(4, unsigned=True).hi
+    >>> integer(4).quant_min, integer(4).quant_max, integer(4, narrow=True).quant_min, integer(4, unsigned=True).quant_max
     (-8.0, 7.0, -7.0, 15.0)
     """
     narrow = narrow and not unsigned
@@ -62,7 +62,9 @@ def by_name(name: str) -> Format:
     return CATALOG[name]
 
 
-def by_bits(num_bits: int | tuple[int, int], *, unsigned: bool = False, narrow: bool = False) -> Format:
+def by_bits(
+    num_bits: int | tuple[int, int], *, unsigned: bool = False, narrow: bool = False
+) -> Format:
     """The format a descriptor's ``num_bits`` means: an integer width, or ``(exponent, mantissa)`` bits of a signed float.
 
     >>> by_bits(8).name, by_bits((4, 3)).name, by_bits(4, unsigned=True).name

@@ -1,7 +1,7 @@
 """What a number format is: a frozen set of facts, and the rounding onto its grid that follows from them.
 
-Every format maps a range to its codes the same way: ``amax`` goes to :attr:`Format.qmax`, so one *step* is
-``amax / qmax``, and a value in steps is rounded to the nearest grid point, ties to even, saturating at ``[lo, hi]``.
+Every format maps a range to its codes the same way: ``amax`` goes to :attr:`Format.qmax`, so one *scale* is
+``amax / qmax``, and a value in scales is rounded to the nearest grid point, ties to even, saturating at ``[lo, hi]``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torchq.errors import ConfigError
 
 __all__ = ["Format", "IntFormat", "FloatFormat", "power_of_two_below"]
 
-_EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+_EXPONENT_BITS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
 
 
 def power_of_two_below(x: Tensor) -> Tensor:
@@ -54,12 +57,12 @@ class Format:
         raise NotImplementedError
 
     @property
-    def lo(self) -> float:
+    def quant_min(self) -> float:
         """The smallest grid value."""
         raise NotImplementedError
 
     @property
-    def hi(self) -> float:
+    def quant_max(self) -> float:
         """The largest grid value; equals :attr:`qmax`."""
         return self.qmax
 
@@ -69,7 +72,7 @@ class Format:
         return False
 
     def snap_(self, x: Tensor) -> Tensor:
-        """Round ``x`` (in steps; float32 or float64) to the nearest grid value, ties to even, saturating. In place.
+        """Round ``x`` (in scales; float32 or float64) to the nearest grid value, ties to even, saturating. In place.
 
         NaN stays NaN; infinities saturate.
         """
@@ -89,7 +92,7 @@ class IntFormat(Format):
     """Integers of ``width`` bits.
 
     ``narrow`` drops the code ``-2**(width-1)`` so that the grid is symmetric; it means nothing for unsigned formats.
-    The step is ``amax / qmax`` with ``qmax = 2**(width-1) - 1`` (``2**width - 1`` unsigned) in either case.
+    The scale is ``amax / qmax`` with ``qmax = 2**(width-1) - 1`` (``2**width - 1`` unsigned) in either case.
 
     Raises:
         ConfigError: width outside 2..16 (1..16 unsigned).
@@ -114,7 +117,7 @@ class IntFormat(Format):
         return float(2 ** (self.width - self.signed) - 1)
 
     @property
-    def lo(self) -> float:
+    def quant_min(self) -> float:
         if not self.signed:
             return 0.0
         return -self.qmax if self.narrow else -self.qmax - 1.0
@@ -124,11 +127,11 @@ class IntFormat(Format):
         return True
 
     def snap_(self, x: Tensor) -> Tensor:
-        return hardtanh_(x.round_(), self.lo, self.hi)
+        return hardtanh_(x.round_(), self.quant_min, self.quant_max)
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        return tuple(float(v) for v in range(int(self.lo), int(self.hi) + 1))
+        return tuple(float(v) for v in range(int(self.quant_min), int(self.quant_max) + 1))
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class FloatFormat(Format):
         return self._decode(2 ** (self.exponent_bits + self.mantissa_bits) - 1 - self.reserved)
 
     @property
-    def lo(self) -> float:
+    def quant_min(self) -> float:
         if self.signed:
             return -self.qmax
         return 0.0 if self.has_zero else self._decode(0)
@@ -185,8 +188,10 @@ class FloatFormat(Format):
         return _exponent(self.qmax)
 
     def snap_(self, x: Tensor) -> Tensor:
-        x = hardtanh_(x, self.lo, self.hi)
-        spacing = power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
+        x = hardtanh_(x, self.quant_min, self.quant_max)
+        spacing = (
+            power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
+        )
         return x.div_(spacing).round_().mul_(spacing)
 
     def _decode(self, code: int) -> float:
@@ -199,7 +204,10 @@ class FloatFormat(Format):
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        positive = [self._decode(c) for c in range(2 ** (self.exponent_bits + self.mantissa_bits) - self.reserved)]
+        positive = [
+            self._decode(c)
+            for c in range(2 ** (self.exponent_bits + self.mantissa_bits) - self.reserved)
+        ]
         negative = [-v for v in positive if v != 0.0] if self.signed else []
         return tuple(sorted(negative + positive))
 

@@ -62,7 +62,9 @@ class Granularity:
             return x.new_zeros(self.amax_shape(x.shape))
         if not dims:
             return parts.abs()
-        return torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True).view(self.amax_shape(x.shape))
+        return torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True).view(
+            self.amax_shape(x.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class PerAxis(Granularity):
     def _kept(self, ndim: int) -> tuple[int, ...]:
         for axis in self.axes:
             if not -ndim <= axis < ndim:
-                raise ConfigError(f"axis {axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}")
+                raise ConfigError(
+                    f"axis {axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}"
+                )
         return tuple(axis % ndim for axis in self.axes)
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
@@ -131,7 +135,9 @@ class PerBlock(Granularity):
 
     def _axis(self, ndim: int) -> int:
         if not -ndim <= self.axis < ndim:
-            raise ConfigError(f"block axis {self.axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}")
+            raise ConfigError(
+                f"block axis {self.axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}"
+            )
         return self.axis % ndim
 
     def split(self, x: Tensor) -> Tensor:
@@ -144,7 +150,9 @@ class PerBlock(Granularity):
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
         axis = self._axis(len(shape))
         x = x.flatten(axis, axis + 1)
-        return x if x.shape[axis] == shape[axis] else x.narrow(axis, 0, shape[axis]).clone()  # dense, without the padding
+        return (
+            x if x.shape[axis] == shape[axis] else x.narrow(axis, 0, shape[axis]).clone()
+        )  # dense, without the padding
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
         return (self._axis(ndim - 1) + 1,)
@@ -154,5 +162,7 @@ class PerBlock(Granularity):
         if amax.numel() == 1 and amax.dim() <= 1:
             return amax.view(())
         if amax.shape != expected:
-            raise ConfigError(f"amax has shape {tuple(amax.shape)}; expected {expected}: blocks of {self.size} on axis {self.axis}")
+            raise ConfigError(
+                f"amax has shape {tuple(amax.shape)}; expected {expected}: blocks of {self.size} on axis {self.axis}"
+            )
         return amax.unsqueeze(self._axis(len(shape)) + 1)

@@ -1,4 +1,4 @@
-"""Pure tensor functions: amax <-> step, quantize, dequantize, fake-quantize, and their gradients.
+"""Pure tensor functions: amax <-> scale, quantize, dequantize, fake-quantize, and their gradients.
 
 May import errors, utils and formats. Nothing here holds state or synchronises with the host.
 """
@@ -13,26 +13,21 @@ from torchq.functional.fake_quant import (
 )
 from torchq.functional.gradient import ScaleGradientFunction, range_gradient_scale, scale_gradient
 from torchq.functional.reduce import reduce_amax
-from torchq.functional.scale import TINY, amax_from_step, compute_dtype, step_from_amax
-from torchq.functional.seed import FakeTensorQuantFunction, TensorQuantFunction, fake_tensor_quant, tensor_quant
+from torchq.functional.scale import TINY, amax_from_scale, compute_dtype, scale_from_amax
 
 __all__ = [
     "TINY",
     "FakeQuantizeFunction",
-    "FakeTensorQuantFunction",
     "LearnedFakeQuantizeFunction",
     "ScaleGradientFunction",
-    "TensorQuantFunction",
-    "amax_from_step",
+    "amax_from_scale",
     "compute_dtype",
     "dequantize",
     "fake_quantize",
-    "fake_tensor_quant",
     "learned_fake_quantize",
     "quantize",
     "range_gradient_scale",
     "reduce_amax",
     "scale_gradient",
-    "step_from_amax",
-    "tensor_quant",
+    "scale_from_amax",
 ]

@@ -38,8 +38,8 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
     """What brings the gradient of a learned range to the size of a weight's gradient.
 
-    LSQ multiplies the gradient of the *step* by ``1 / sqrt(n * qmax)`` with ``n`` elements per step. The parameter here is
-    ``amax = step * qmax``; the factor ``qmax**1.5 / sqrt(n)`` makes the same relative change of it.
+    LSQ multiplies the gradient of the *scale* by ``1 / sqrt(n * qmax)`` with ``n`` elements per scale. The parameter here is
+    ``amax = scale * qmax``; the factor ``qmax**1.5 / sqrt(n)`` makes the same relative change of it.
 
     Args:
         elements: of the tensor that is quantized.

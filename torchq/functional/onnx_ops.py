@@ -16,7 +16,7 @@ from torch import Tensor
 from torchq.errors import ExportError
 from torchq.formats import INT8, UINT8, Format, IntFormat, PerAxis, PerBlock, by_name
 from torchq.formats.granularity import Granularity
-from torchq.functional.scale import step_from_amax
+from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
 
 __all__ = ["MARK", "OnnxType", "mark", "onnx_type", "opset_needed", "quantize_dequantize"]
@@ -85,7 +85,11 @@ def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
     """
     axis, block = _axis(granularity, 1 << 16)
     _, kind = _stored(format, axis, legacy=False)
-    needs = [(kind.opset, f"the type {format}"), (21 if block else 0, "blocks"), (13 if axis is not None else 0, "per-channel ranges")]
+    needs = [
+        (kind.opset, f"the type {format}"),
+        (21 if block else 0, "blocks"),
+        (13 if axis is not None else 0, "per-channel ranges"),
+    ]
     return max(needs, key=lambda need: need[0])
 
 
@@ -93,7 +97,9 @@ def mark(x: Tensor, name: str) -> Tensor:
     """Write an operator around ``x`` that carries ``name`` through either exporter; call it only during an export."""
     if torch.jit.is_tracing():
         return _LegacyMark.apply(x, name)
-    return torch.onnx.ops.symbolic("::".join(MARK), (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1)
+    return torch.onnx.ops.symbolic(
+        "::".join(MARK), (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
+    )
 
 
 class _LegacyMark(torch.autograd.Function):
@@ -108,7 +114,9 @@ class _LegacyMark(torch.autograd.Function):
         return result
 
 
-def quantize_dequantize(x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None) -> Tensor:
+def quantize_dequantize(
+    x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None
+) -> Tensor:
     """QuantizeLinear then DequantizeLinear of ``x``; call it only while ``torch.onnx.is_in_onnx_export()``.
 
     Args:
@@ -123,24 +131,30 @@ def quantize_dequantize(x: Tensor, amax: Tensor, format: Format, granularity: Gr
     stored, kind = _stored(format, axis, legacy)
     if legacy:
         with constant_while_tracing():
-            amax = torch.tensor(amax.tolist())  # a new tensor, so the trace holds its values, not the arithmetic behind them
-            step = torch.tensor(step_from_amax(amax, format, scale_format).tolist())
+            amax = torch.tensor(
+                amax.tolist()
+            )  # a new tensor, so the trace holds its values, not the arithmetic behind them
+            scale = torch.tensor(scale_from_amax(amax, format, scale_format).tolist())
     else:
-        step = step_from_amax(amax, format, scale_format)
+        scale = scale_from_amax(amax, format, scale_format)
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
-    if (stored.lo, stored.hi) != (format.lo, format.hi):
-        values = _clip(values, step * format.lo, step * format.hi, granularity, legacy)
+    if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
+        values = _clip(
+            values, scale * format.quant_min, scale * format.quant_max, granularity, legacy
+        )
     if axis is not None:
-        step = step.squeeze(axis + 1) if block else step.reshape(-1)
+        scale = scale.squeeze(axis + 1) if block else scale.reshape(-1)
     emit = _legacy if legacy else _modern
-    result = emit(values, step, kind, axis, block)
+    result = emit(values, scale, kind, axis, block)
     return result if x.dtype is torch.float32 else result.to(x.dtype)
 
 
 def _clip(x: Tensor, low: Tensor, high: Tensor, granularity: Granularity, legacy: bool) -> Tensor:
     if not legacy and low.dim() == 0:
         # Written as it will end up: onnxscript 0.7 loses constants where it makes Clip from Min and Max of one tensor twice.
-        return torch.onnx.ops.symbolic("Clip", (x, low, high), dtype=x.dtype, shape=x.shape, version=13)
+        return torch.onnx.ops.symbolic(
+            "Clip", (x, low, high), dtype=x.dtype, shape=x.shape, version=13
+        )
     parts = torch.minimum(torch.maximum(granularity.split(x), low), high)
     return granularity.join(parts, x.shape)
 
@@ -160,7 +174,9 @@ def _axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
 def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: int) -> Tensor:
     """Standard operators written into the ``torch.export`` program by name."""
     if not hasattr(torch.onnx, "ops"):
-        raise ExportError(f"torch {torch.__version__}: this exporter cannot write QuantizeLinear; expected torch >= 2.8, or dynamo=False")
+        raise ExportError(
+            f"torch {torch.__version__}: this exporter cannot write QuantizeLinear; expected torch >= 2.8, or dynamo=False"
+        )
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     if block:
         attributes["block_size"] = block
@@ -171,8 +187,17 @@ def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: i
     else:
         zero = (torch.zeros(scale.shape, dtype=kind.dtype, device=x.device),)
         typed = attributes
-    codes = torch.onnx.ops.symbolic("QuantizeLinear", (x, scale, *zero), typed, dtype=kind.dtype, shape=x.shape, version=version)
-    return torch.onnx.ops.symbolic("DequantizeLinear", (codes, scale, *zero), attributes, dtype=x.dtype, shape=x.shape, version=version)
+    codes = torch.onnx.ops.symbolic(
+        "QuantizeLinear", (x, scale, *zero), typed, dtype=kind.dtype, shape=x.shape, version=version
+    )
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        (codes, scale, *zero),
+        attributes,
+        dtype=x.dtype,
+        shape=x.shape,
+        version=version,
+    )
 
 
 def _legacy(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: int) -> Tensor:
@@ -184,7 +209,9 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
     """The TorchScript exporter calls ``symbolic``; ``forward`` only gives the traced shape and dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Any, kind: OnnxType, axis: int | None, block: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, scale: Any, kind: OnnxType, axis: int | None, block: int
+    ) -> Tensor:
         return x.clone()
 
     @staticmethod
@@ -192,10 +219,12 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
         needed = max(kind.opset, 21 if block else 13 if axis is not None else 10)
         if g.opset < needed:
             what = "blocks" if block else "per-channel ranges" if axis is not None else "this type"
-            raise ExportError(f"opset {g.opset}: QuantizeLinear has no {what} there; expected opset_version >= {needed}")
-        steps = torch.tensor(scale, dtype=torch.float32)
-        scale = g.op("Constant", value_t=steps)
-        zero = g.op("Constant", value_t=torch.zeros(steps.shape, dtype=kind.dtype))
+            raise ExportError(
+                f"opset {g.opset}: QuantizeLinear has no {what} there; expected opset_version >= {needed}"
+            )
+        scales = torch.tensor(scale, dtype=torch.float32)
+        scale = g.op("Constant", value_t=scales)
+        zero = g.op("Constant", value_t=torch.zeros(scales.shape, dtype=kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}
         if block:
             attributes["block_size_i"] = block

@@ -4,14 +4,50 @@ To add one: a class deriving from :class:`QuantModule` and the float class, deco
 everything below: calib, functional, descriptor, formats, utils.
 """
 
-from torchq.nn.activation import QuantELU, QuantHardsigmoid, QuantHardswish, QuantLeakyReLU, QuantMish, QuantSigmoid, QuantSiLU
-from torchq.nn.attention import QuantMultiheadAttention, QuantScaledDotProductAttention, ScaledDotProductAttention
-from torchq.nn.branches import Branches, QuantBranches
-from torchq.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
-from torchq.nn.convert import QUANTIZED, QuantModule, convert_, is_weight_quantizer, register, revert_
-from torchq.nn.elementwise import Add, Cat, MatMul, Mul, QuantAdd, QuantCat, QuantMatMul, QuantMul, QuantTap, Tap
-from torchq.nn.frozen_norm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
-from torchq.nn.inputs import (
+from torchq.nn.convert import (
+    QUANTIZED,
+    QuantModule,
+    convert_,
+    is_weight_quantizer,
+    register,
+    revert_,
+)
+from torchq.nn.modules.activation import (
+    QuantELU,
+    QuantHardsigmoid,
+    QuantHardswish,
+    QuantLeakyReLU,
+    QuantMish,
+    QuantSigmoid,
+    QuantSiLU,
+)
+from torchq.nn.modules.attention import (
+    QuantMultiheadAttention,
+    QuantScaledDotProductAttention,
+    ScaledDotProductAttention,
+)
+from torchq.nn.modules.conv import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+)
+from torchq.nn.modules.elementwise import (
+    Add,
+    Cat,
+    MatMul,
+    Mul,
+    QuantAdd,
+    QuantCat,
+    QuantMatMul,
+    QuantMul,
+    QuantTap,
+    Tap,
+)
+from torchq.nn.modules.frozen_batchnorm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
+from torchq.nn.modules.input_quantized import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
     QuantAdaptiveAvgPool3d,
@@ -26,11 +62,12 @@ from torchq.nn.inputs import (
     QuantMaxPool2d,
     QuantMaxPool3d,
 )
-from torchq.nn.linear import QuantEmbedding, QuantLinear
-from torchq.nn.sharing import share_quantizers_, shared_groups
+from torchq.nn.modules.linear import QuantEmbedding, QuantLinear
+from torchq.nn.modules.reparam import Branches, QuantBranches
+from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
+from torchq.nn.operator_modules import WiredModule, rewire_, trace_forward, wire_
+from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer
-from torchq.nn.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
-from torchq.nn.wired import WiredModule, rewire_, trace_forward, wire_
 
 __all__ = [
     "FROZEN_NORMS",

@@ -18,7 +18,15 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name
 
-__all__ = ["QuantModule", "QUANTIZED", "register", "convert_", "revert_", "change_class", "is_weight_quantizer"]
+__all__ = [
+    "QuantModule",
+    "QUANTIZED",
+    "register",
+    "convert_",
+    "revert_",
+    "change_class",
+    "is_weight_quantizer",
+]
 
 #: Float class -> quantized class; exact types only.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
@@ -52,7 +60,11 @@ class QuantModule(nn.Module):
     weight_quantizer: nn.Module
 
     def __init__(
-        self, *args: Any, input_descriptor: QuantDescriptor | None = None, weight_descriptor: QuantDescriptor | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        input_descriptor: QuantDescriptor | None = None,
+        weight_descriptor: QuantDescriptor | None = None,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         default = {"input": QuantDescriptor(), "weight": QuantDescriptor(axis=self.channel_axis)}
@@ -63,7 +75,9 @@ class QuantModule(nn.Module):
         """Add the quantizers; called on construction and by :func:`convert_`."""
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
         for slot, descriptor in descriptors.items():
-            quantizer = nn.Identity() if descriptor is None else TensorQuantizer(descriptor, device=device)
+            quantizer = (
+                nn.Identity() if descriptor is None else TensorQuantizer(descriptor, device=device)
+            )
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
 
     def _detach(self) -> None:
@@ -78,7 +92,9 @@ class QuantModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Checkpoints of pytorch-quantization name the quantizers with a leading underscore.
-        for key in [k for k in state_dict if k.startswith(tuple(prefix + p for p in _LEGACY_PREFIXES))]:
+        for key in [
+            k for k in state_dict if k.startswith(tuple(prefix + p for p in _LEGACY_PREFIXES))
+        ]:
             state_dict[prefix + key[len(prefix) + 1 :]] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -119,7 +135,12 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
     return decorator
 
 
-def convert_(module: nn.Module, *, input: QuantDescriptor | None = None, weight: QuantDescriptor | None = None) -> nn.Module:
+def convert_(
+    module: nn.Module,
+    *,
+    input: QuantDescriptor | None = None,
+    weight: QuantDescriptor | None = None,
+) -> nn.Module:
     """Make ``module`` quantized, in place, and return it.
 
     Args:
@@ -135,10 +156,16 @@ def convert_(module: nn.Module, *, input: QuantDescriptor | None = None, weight:
             f"{qualified_name(type(module))}: has no quantized twin; expected one of the registered classes. See torchq.register"
         )
     if "forward" in vars(module):
-        raise QuantizationError(f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own")
+        raise QuantizationError(
+            f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own"
+        )
     given = {"input": input, "weight": weight}
-    if taken := [f"{slot}_quantizer" for slot in twin.quantizers if hasattr(module, f"{slot}_quantizer")]:
-        raise QuantizationError(f"{qualified_name(type(module))}: has {taken[0]} already; expected a float module")
+    if taken := [
+        f"{slot}_quantizer" for slot in twin.quantizers if hasattr(module, f"{slot}_quantizer")
+    ]:
+        raise QuantizationError(
+            f"{qualified_name(type(module))}: has {taken[0]} already; expected a float module"
+        )
     change_class(module, twin)
     try:
         module._attach(**{slot: given[slot] for slot in twin.quantizers})  # type: ignore[operator]

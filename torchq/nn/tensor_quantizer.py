@@ -18,8 +18,8 @@ from torchq.functional import (
     quantize,
     range_gradient_scale,
     reduce_amax,
+    scale_from_amax,
     scale_gradient,
-    step_from_amax,
 )
 from torchq.utils import constant_while_tracing
 
@@ -31,7 +31,12 @@ torch.fx.wrap("learned_fake_quantize")
 torch.fx.wrap("quantize")
 torch.fx.wrap("reduce_amax")
 
-_MODES = {"off": (False, False), "observe": (True, False), "quantize": (False, True), "observe+quantize": (True, True)}
+_MODES = {
+    "off": (False, False),
+    "observe": (True, False),
+    "quantize": (False, True),
+    "observe+quantize": (True, True),
+}
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 
 
@@ -64,13 +69,21 @@ class TensorQuantizer(nn.Module):
     amax: Tensor
     pre_quant_scale: Tensor | None
 
-    def __init__(self, descriptor: QuantDescriptor | None = None, *, mode: str = "quantize", device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        descriptor: QuantDescriptor | None = None,
+        *,
+        mode: str = "quantize",
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.descriptor = descriptor or QuantDescriptor()
         self.name = ""
         self.mode = mode
         self.calibrator: Calibrator | None = None
-        initial = torch.empty(0) if self.descriptor.amax is None else torch.tensor(self.descriptor.amax)
+        initial = (
+            torch.empty(0) if self.descriptor.amax is None else torch.tensor(self.descriptor.amax)
+        )
         initial = initial.to(device=device, dtype=torch.float32)
         if self.descriptor.learn_amax:
             self.amax = nn.Parameter(initial)
@@ -88,17 +101,29 @@ class TensorQuantizer(nn.Module):
         if not self.quantizing:
             return x
         d = self.descriptor
-        function = quantize if not d.fake_quant else learned_fake_quantize if d.learn_amax else fake_quantize
-        return function(x, self.range_for(x), d.format, d.granularity, d.step_format)
+        function = (
+            quantize
+            if not d.fake_quant
+            else learned_fake_quantize
+            if d.learn_amax
+            else fake_quantize
+        )
+        return function(x, self.range_for(x), d.format, d.granularity, d.block_scale_format)
 
     def range_for(self, x: Tensor) -> Tensor:
         """The amax that a call on ``x`` quantizes with: the calibrated one, or that of ``x``; times ``scale_amax``."""
         d = self.descriptor
         if self.calibrated and not d.dynamic:
-            scaled = d.scale_range_grad and torch.is_grad_enabled() and not torch.onnx.is_in_onnx_export()
+            scaled = (
+                d.scale_range_grad
+                and torch.is_grad_enabled()
+                and not torch.onnx.is_in_onnx_export()
+            )
             amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if scaled else self.amax
         elif torch.onnx.is_in_onnx_export():
-            raise ExportError(f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}")
+            raise ExportError(
+                f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}"
+            )
         else:
             amax = reduce_amax(x, d.granularity)
         return amax if d.scale_amax is None else amax * d.scale_amax
@@ -110,12 +135,18 @@ class TensorQuantizer(nn.Module):
     @property
     def mode(self) -> str:
         """``"off"``, ``"observe"``, ``"quantize"`` or ``"observe+quantize"``; assignable."""
-        return next(name for name, switches in _MODES.items() if switches == (self.observing, self.quantizing))
+        return next(
+            name
+            for name, switches in _MODES.items()
+            if switches == (self.observing, self.quantizing)
+        )
 
     @mode.setter
     def mode(self, mode: str) -> None:
         if mode not in _MODES:
-            raise ConfigError(f"{self.name or 'TensorQuantizer'}: got mode {mode!r}; expected one of {', '.join(_MODES)}")
+            raise ConfigError(
+                f"{self.name or 'TensorQuantizer'}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
+            )
         self.observing, self.quantizing = _MODES[mode]
 
     @property
@@ -125,17 +156,28 @@ class TensorQuantizer(nn.Module):
             return bool(self.amax.numel())
 
     @property
-    def step(self) -> Tensor:
-        """amax / qmax, float32, > 0: what ONNX and PyTorch call *scale*.
+    def scale(self) -> Tensor:
+        """The first of :meth:`calculate_qparams`."""
+        return self.calculate_qparams()[0]
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the scale and the zero point that calls quantize with.
+
+        Returns:
+            scale: amax / qmax, float32, > 0, the shape of amax.
+            zero_point: int32 zeros of the same shape; every format here is symmetric.
 
         Raises:
             CalibrationError: amax is not known yet.
         """
         if not self.calibrated:
-            raise CalibrationError(f"{self.name or 'TensorQuantizer'}: the step is not known; expected a calibrated amax. {_CALIBRATE}")
+            raise CalibrationError(
+                f"{self.name or 'TensorQuantizer'}: the scale is not known; expected a calibrated amax. {_CALIBRATE}"
+            )
         d = self.descriptor
         amax = self.amax.detach() if d.scale_amax is None else self.amax.detach() * d.scale_amax
-        return step_from_amax(amax, d.format, d.step_format)
+        scale = scale_from_amax(amax, d.format, d.block_scale_format)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def set_amax(self, value: Any) -> None:
         """Set the range from a number, nested sequence, array or tensor; copied, kept as float32 on amax's device.
@@ -144,9 +186,15 @@ class TensorQuantizer(nn.Module):
             ConfigError: negative or not finite (one host sync; this is not for the hot path).
         """
         with torch.inference_mode(False), torch.no_grad():
-            new = torch.as_tensor(value).detach().to(device=self.amax.device, dtype=torch.float32, copy=True)
+            new = (
+                torch.as_tensor(value)
+                .detach()
+                .to(device=self.amax.device, dtype=torch.float32, copy=True)
+            )
             if not new.is_meta and not bool(((new >= 0) & (new < torch.inf)).all()):
-                raise ConfigError(f"{self.name or 'TensorQuantizer'}: got amax {value}; expected finite numbers >= 0")
+                raise ConfigError(
+                    f"{self.name or 'TensorQuantizer'}: got amax {value}; expected finite numbers >= 0"
+                )
             self._adopt(new)
 
     def _adopt(self, new: Tensor) -> None:
@@ -154,7 +202,9 @@ class TensorQuantizer(nn.Module):
             with torch.inference_mode(False):
                 new = new.clone()
         if isinstance(self.amax, nn.Parameter):
-            self.amax.data = new  # the parameter object stays, so an optimizer that holds it keeps training it
+            self.amax.data = (
+                new  # the parameter object stays, so an optimizer that holds it keeps training it
+            )
         else:
             self.amax = new
 
@@ -180,7 +230,9 @@ class TensorQuantizer(nn.Module):
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
         try:
-            return make_calibrator(method or d.calib_method, format=d.format, granularity=d.granularity, **options)
+            return make_calibrator(
+                method or d.calib_method, format=d.format, granularity=d.granularity, **options
+            )
         except ConfigError as error:
             raise ConfigError(f"{self.name or 'TensorQuantizer'}: {error}") from None
 
@@ -202,7 +254,9 @@ class TensorQuantizer(nn.Module):
         """
         where = self.name or "TensorQuantizer"
         if self.calibrator is None or not self.calibrator.seen:
-            raise CalibrationError(f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'")
+            raise CalibrationError(
+                f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'"
+            )
         try:
             amax = self.calibrator.compute_amax(**options)
         except CalibrationError as error:
@@ -229,7 +283,9 @@ class TensorQuantizer(nn.Module):
         d = self.descriptor
         if self._searches:
             try:
-                self.set_amax(search_amax(x, d.format, d.granularity, scale_format=d.step_format))
+                self.set_amax(
+                    search_amax(x, d.format, d.granularity, scale_format=d.block_scale_format)
+                )
             except CalibrationError as error:
                 raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
             return
@@ -261,7 +317,9 @@ class TensorQuantizer(nn.Module):
             if state_dict[key].shape != self.amax.shape:
                 self._adopt(torch.empty_like(state_dict[key], device=self.amax.device))
         if prefix + "pre_quant_scale" in state_dict and self.pre_quant_scale is None:
-            self.pre_quant_scale = torch.empty_like(state_dict[prefix + "pre_quant_scale"], device=self.amax.device)
+            self.pre_quant_scale = torch.empty_like(
+                state_dict[prefix + "pre_quant_scale"], device=self.amax.device
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         if key in missing:  # a float checkpoint leaves the range as it is
@@ -276,7 +334,11 @@ class TensorQuantizer(nn.Module):
             known = f"amax=meta{tuple(self.amax.shape)}"
         else:
             low, high = torch.aminmax(self.amax.detach())
-            known = f"amax={low:.4g}" if self.amax.numel() == 1 else f"amax={low:.4g}..{high:.4g} ({self.amax.numel()})"
+            known = (
+                f"amax={low:.4g}"
+                if self.amax.numel() == 1
+                else f"amax={low:.4g}..{high:.4g} ({self.amax.numel()})"
+            )
         return f"{self.descriptor}, {known}, {self.mode}"
 
 

@@ -1,8 +1,17 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
-from torchq.qat.branches import BranchReport, quantize_branches_
-from torchq.qat.norm import Reestimate, freeze_bn_, reestimate_bn, unfreeze_bn_
+from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn, unfreeze_bn_
 from torchq.qat.optim import param_groups
-from torchq.qat.share import share_range
+from torchq.qat.reparam import BranchReport, quantize_branches_
+from torchq.qat.shared_ranges import share_range
 
-__all__ = ["BranchReport", "Reestimate", "freeze_bn_", "param_groups", "quantize_branches_", "reestimate_bn", "share_range", "unfreeze_bn_"]
+__all__ = [
+    "BranchReport",
+    "Reestimate",
+    "freeze_bn_",
+    "param_groups",
+    "quantize_branches_",
+    "reestimate_bn",
+    "share_range",
+    "unfreeze_bn_",
+]

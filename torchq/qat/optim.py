@@ -11,7 +11,9 @@ from torchq.workflow import quantizers
 __all__ = ["param_groups"]
 
 
-def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0, range_lr: float | None = None) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.0, range_lr: float | None = None
+) -> list[dict[str, Any]]:
     """Optimizer groups that treat learned ranges, weights, and biases and norms apart.
 
     Weight decay would pull a learned range towards zero, that is, towards clipping everything; and a range wants a learning
@@ -41,6 +43,16 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0, rang
     members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            kind = "ranges" if id(parameter) in learned else "weights" if parameter.dim() > 1 else "biases_and_norms"
+            kind = (
+                "ranges"
+                if id(parameter) in learned
+                else "weights"
+                if parameter.dim() > 1
+                else "biases_and_norms"
+            )
             members[kind].append(parameter)
-    return [{"name": name, "params": params, **groups[name]} for name, params in members.items() if params]
+    return [
+        {"name": name, "params": params, **groups[name]}
+        for name, params in members.items()
+        if params
+    ]

@@ -3,10 +3,21 @@
 May import nn, config, recipes and below.
 """
 
+from torchq.swap.apply import quantize_, restore_
 from torchq.swap.decisions import Decision, SwapReport, decide
-from torchq.swap.modules import quantize_, restore_
 from torchq.swap.patch import Patch, patch
 from torchq.swap.plan import plan
 from torchq.swap.targets import TARGETS, Target
 
-__all__ = ["Decision", "Patch", "SwapReport", "TARGETS", "Target", "decide", "patch", "plan", "quantize_", "restore_"]
+__all__ = [
+    "Decision",
+    "Patch",
+    "SwapReport",
+    "TARGETS",
+    "Target",
+    "decide",
+    "patch",
+    "plan",
+    "quantize_",
+    "restore_",
+]

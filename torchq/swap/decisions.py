@@ -12,9 +12,17 @@ from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer
-from torchq.swap.operators import Operator
+from torchq.swap.find_operators import Operator
 from torchq.swap.targets import Target
-from torchq.utils import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name, twin_of
+from torchq.utils import (
+    Pattern,
+    check_pattern,
+    matches,
+    modules_with_names,
+    pattern_text,
+    qualified_name,
+    twin_of,
+)
 
 __all__ = ["Decision", "SwapReport", "by_rules", "check_used", "decide", "patterns"]
 
@@ -78,12 +86,28 @@ class SwapReport:
     def __str__(self) -> str:
         rows = [("module", "type", "what", "rule")]
         for d in self.decisions:
-            used = ", ".join(f"{slot} {value}" for slot, value in (("input", d.input), ("weight", d.weight)) if value)
+            used = ", ".join(
+                f"{slot} {value}"
+                for slot, value in (("input", d.input), ("weight", d.weight))
+                if value
+            )
             what = f"SKIPPED: {d.reason}" if d.reason else used or "calls its children"
-            rows.append((" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or ""))
+            rows.append(
+                (" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or "")
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in rows]
-        return "\n".join([*lines, f"{len(self.replaced)} quantized, {len(self.skipped)} skipped, recipe {self.config.name}"])
+        lines = [
+            "  ".join(
+                (*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"{len(self.replaced)} quantized, {len(self.skipped)} skipped, recipe {self.config.name}",
+            ]
+        )
 
 
 def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
@@ -95,9 +119,13 @@ def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
     return tuple(check_pattern(pattern) for pattern in given)
 
 
-def decide(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()) -> tuple[Decision, ...]:
+def decide(
+    model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()
+) -> tuple[Decision, ...]:
     """The decisions of :func:`plan`, without its checks."""
-    inside = {id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()}
+    inside = {
+        id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
+    }
     decisions: list[Decision] = []
     containers: list[tuple[tuple[str, ...], nn.Module]] = []
     parents: dict[int, nn.Module] = {}
@@ -120,12 +148,18 @@ def decide(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] =
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in containers:
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
-            decisions.append(Decision(names, module, type(module), rule="(contains quantized modules)"))
+            decisions.append(
+                Decision(names, module, type(module), rule="(contains quantized modules)")
+            )
     return tuple(decisions)
 
 
 def _by_places(
-    model: nn.Module, names: tuple[str, ...], module: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
+    model: nn.Module,
+    names: tuple[str, ...],
+    module: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...],
 ) -> list[Decision]:
     """What the rules say about a module; about each of its places where it stands in several and has no state to share."""
     places: dict[tuple[int, str], tuple[nn.Module, list[str]]] = {}
@@ -133,12 +167,19 @@ def _by_places(
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
         places.setdefault((id(parent), leaf), (parent, []))[1].append(name)
-    if len(places) == 1 or any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
+    if len(places) == 1 or any(
+        True for _ in (*module.parameters(), *module.buffers(), *module.children())
+    ):
         return [by_rules(names, module, config, include)]
-    found = [(parent, by_rules(tuple(paths), module, config, include)) for parent, paths in places.values()]
+    found = [
+        (parent, by_rules(tuple(paths), module, config, include))
+        for parent, paths in places.values()
+    ]
     if all(d.reason for _, d in found):
         return [by_rules(names, module, config, include)]
-    return [d if d.reason else replace(d, module=twin_of(module), parent=parent) for parent, d in found]
+    return [
+        d if d.reason else replace(d, module=twin_of(module), parent=parent) for parent, d in found
+    ]
 
 
 def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
@@ -149,7 +190,9 @@ def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
     if cls in QUANTIZED:
         if "forward" in vars(module):
             return "forward was replaced on the instance"
-        return "complex dtype" if any(p.is_complex() for p in module.parameters(recurse=False)) else ""
+        return (
+            "complex dtype" if any(p.is_complex() for p in module.parameters(recurse=False)) else ""
+        )
     if parametrize.is_parametrized(module):
         return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
     parent = parents.get(id(module))
@@ -167,7 +210,12 @@ def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
     return None
 
 
-def by_rules(names: tuple[str, ...], module: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()) -> Decision:
+def by_rules(
+    names: tuple[str, ...],
+    module: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...] = (),
+) -> Decision:
     """What the rules say about one module that can be swapped, or has been."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
     rule = next((r for r in reversed(config.rules) if matches(r.pattern, names, module, cls)), None)
@@ -179,11 +227,18 @@ def by_rules(names: tuple[str, ...], module: nn.Module, config: QuantConfig, inc
         return Decision(names, module, cls, rule=str(rule), reason="excluded")
     used = {slot: getattr(rule, slot) for slot in QUANTIZED[cls].quantizers}
     if not any(used.values()):
-        return Decision(names, module, cls, rule=str(rule), reason="the rule has no descriptor for it")
+        return Decision(
+            names, module, cls, rule=str(rule), reason="the rule has no descriptor for it"
+        )
     return Decision(names, module, cls, rule=str(rule), **used)
 
 
-def check_used(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...], decisions: tuple[Decision, ...]) -> None:
+def check_used(
+    model: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...],
+    decisions: tuple[Decision, ...],
+) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
 
     def selects(pattern: Pattern) -> bool:
@@ -195,13 +250,21 @@ def check_used(model: nn.Module, config: QuantConfig, include: tuple[Pattern, ..
         known = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"
         text = ", ".join(repr(pattern_text(p)) for p in unused)
         hint = next(
-            (f". For everything below it write '{p}.*'" for p in unused if isinstance(p, str) and p in dict(model.named_modules())), ""
+            (
+                f". For everything below it write '{p}.*'"
+                for p in unused
+                if isinstance(p, str) and p in dict(model.named_modules())
+            ),
+            "",
         )
         raise ConfigError(
             f"{qualified_name(type(model))}: pattern {text} matches no module that could be quantized; candidates are {known}, ...{hint}"
         )
     if all(d.reason for d in decisions):
-        reasons = "; ".join(sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5]) or "it has no layer that torchq knows"
+        reasons = (
+            "; ".join(sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5])
+            or "it has no layer that torchq knows"
+        )
         raise ConfigError(
             f"{qualified_name(type(model))}: nothing to quantize ({reasons}); expected at least one module that a rule selects"
         )

@@ -39,12 +39,18 @@ class Patch:
         for names, module in list(modules_with_names(holder)):
             if isinstance(module, QuantModule) and (before := self._converted.get(id(module))):
                 after = by_rules(names, module, self.config)
-                if (after.reason, after.input, after.weight) != (before.reason, before.input, before.weight):
+                if (after.reason, after.input, after.weight) != (
+                    before.reason,
+                    before.input,
+                    before.weight,
+                ):
                     revert_(module)
         for decision in decide(holder, self.config):
             if not decision.reason:
                 convert_(decision.module, input=decision.input, weight=decision.weight)
-                self._converted[id(decision.module)] = decision  # which holds the module, so its id stays its own
+                self._converted[id(decision.module)] = (
+                    decision  # which holds the module, so its id stays its own
+                )
 
     def restore(self) -> None:
         """Stop patching. Models that were built stay quantized; later ones are float."""
@@ -54,7 +60,12 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.restore()
 
 

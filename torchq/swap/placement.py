@@ -14,10 +14,10 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
-from torchq.graph.core import call_model
+from torchq.graph import call_model
 from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.decisions import Decision, by_rules
-from torchq.swap.operators import MODULES, Operator, find_operators
+from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, evaluating, matches, qualified_name
 
@@ -39,7 +39,9 @@ class Placement:
     skipped: tuple[Decision, ...]
 
 
-def plan_placement(model: nn.Module, config: QuantConfig, target: Target, include: tuple[Pattern, ...]) -> Placement:
+def plan_placement(
+    model: nn.Module, config: QuantConfig, target: Target, include: tuple[Pattern, ...]
+) -> Placement:
     """Decide where a target wants quantizers; nothing is changed.
 
     Raises:
@@ -49,17 +51,41 @@ def plan_placement(model: nn.Module, config: QuantConfig, target: Target, includ
     if descriptor is None:
         return Placement(config, (), ())
     patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(target.operators)]
-    rules = [Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)]
+    rules = [
+        Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)
+    ]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
     found, untraceable = find_operators(model, target.operators)
-    operators = [operator for operator in found if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)]
-    decisions = [(operator, by_rules(operator.names, operator.module(), config, include)) for operator in operators]
+    operators = [
+        operator
+        for operator in found
+        if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
+    ]
+    decisions = [
+        (operator, by_rules(operator.names, operator.module(), config, include))
+        for operator in operators
+    ]
     skipped = [decision for _, decision in decisions if decision.reason]
-    skipped += [Decision(u.owner_names, u.owner, type(u.owner), reason=f"{u.reason}; its sums stay float. {_WRITE}") for u in untraceable]
+    skipped += [
+        Decision(
+            u.owner_names,
+            u.owner,
+            type(u.owner),
+            reason=f"{u.reason}; its sums stay float. {_WRITE}",
+        )
+        for u in untraceable
+    ]
     return Placement(config, tuple((o, d) for o, d in decisions if not d.reason), tuple(skipped))
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 def _has_convolution(module: nn.Module) -> bool:
@@ -75,7 +101,9 @@ def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescript
     if found is None:
         return None
     if found.dynamic or found.granularity != PerTensor():
-        raise ConfigError(f"target {target.name}: the config quantizes activations as {found}; expected a fixed range per tensor")
+        raise ConfigError(
+            f"target {target.name}: the config quantizes activations as {found}; expected a fixed range per tensor"
+        )
     narrow = isinstance(found.num_bits, int) and found.num_bits < 8
     return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
 
@@ -84,7 +112,9 @@ def keep_inputs_float(decisions: Sequence[Decision], target: Target) -> tuple[De
     """The decisions, with no input quantizer where the target has no integer kernel."""
 
     def changed(d: Decision) -> Decision:
-        if d.reason or not any(matches(pattern, d.names, d.module) for pattern in target.float_inputs):
+        if d.reason or not any(
+            matches(pattern, d.names, d.module) for pattern in target.float_inputs
+        ):
             return d
         if d.weight is None:
             return dataclasses.replace(d, reason=f"{target.name} has no integer kernel for it")
@@ -101,7 +131,7 @@ def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
 
     Args:
         model: quantized; run once on ``example`` with all quantizers off, in eval mode.
-        example: see :func:`torchq.graph.core.call_model`.
+        example: see :func:`torchq.graph.call_model`.
 
     Returns:
         the paths that were put together.
@@ -132,7 +162,11 @@ def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
 
 def _share(model: nn.Module, group: list[TensorQuantizer], paths: dict[int, str]) -> list[str]:
     first = group[0].descriptor.replace(name=None)
-    alike = [paths[id(q)] for q in group if q.descriptor.replace(name=None) == first and q.mode == group[0].mode]
+    alike = [
+        paths[id(q)]
+        for q in group
+        if q.descriptor.replace(name=None) == first and q.mode == group[0].mode
+    ]
     if len(alike) > 1 and first.granularity == PerTensor():
         share_quantizers_(model, alike)
     return alike
@@ -142,19 +176,52 @@ class _ValueFlow(TorchFunctionMode):
     """Which quantizers see the same values, while active."""
 
     _MOVES = frozenset(
-        ["max_pool1d", "max_pool2d", "max_pool3d", "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze"]
-        + ["contiguous", "_max_pool1d", "_max_pool2d", "_max_pool3d", "channel_shuffle", "pixel_shuffle", "swapaxes", "movedim"]
+        [
+            "max_pool1d",
+            "max_pool2d",
+            "max_pool3d",
+            "flatten",
+            "reshape",
+            "view",
+            "permute",
+            "transpose",
+            "squeeze",
+            "unsqueeze",
+        ]
+        + [
+            "contiguous",
+            "_max_pool1d",
+            "_max_pool2d",
+            "_max_pool3d",
+            "channel_shuffle",
+            "pixel_shuffle",
+            "swapaxes",
+            "movedim",
+        ]
     )
 
     def __init__(self) -> None:
         super().__init__()
         self._origin: dict[int, int] = {}
-        self._alive: dict[int, tuple[Tensor, Tensor]] = {}  # ids are unique while their tensors live; the copy tells in-place changes
+        self._alive: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # ids are unique while their tensors live; the copy tells in-place changes
         self._seen: dict[int, list[TensorQuantizer]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in self._MOVES and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+        if (
+            getattr(func, "__name__", "") in self._MOVES
+            and args
+            and isinstance(args[0], Tensor)
+            and isinstance(out, Tensor)
+        ):
             origin = self._root(args[0])
             if self._known(out) is None:
                 self._keep(out)

@@ -34,11 +34,15 @@ class Target:
     float_inputs: tuple[str, ...] = ()
 
 
-_MAX, _AVERAGE = "type:torch.nn.modules.pooling.MaxPool[123]d", "type:torch.nn.modules.pooling.*AvgPool[123]d"
+_MAX, _AVERAGE = (
+    "type:torch.nn.modules.pooling.MaxPool[123]d",
+    "type:torch.nn.modules.pooling.*AvgPool[123]d",
+)
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 # An activation that no convolution kernel takes in: without a quantizer before it, the convolution would have to return floats.
 _ACTIVATIONS = tuple(
-    f"type:torch.nn.modules.activation.{name}" for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
+    f"type:torch.nn.modules.activation.{name}"
+    for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
 )
 _BETWEEN = frozenset(["add", "mul", "cat", "pool"])
 _PRODUCTS = frozenset(["matmul", "attention"])
@@ -49,6 +53,11 @@ TARGETS.add("tensorrt", Target("tensorrt", frozenset(["add", "cat"]), (_AVERAGE,
 # Integer kernels exist between Q/DQ alone, so every tensor between layers needs one.
 TARGETS.add(
     "onnxruntime",
-    Target("onnxruntime", _BETWEEN | _PRODUCTS | {"activation"}, (_MAX, _AVERAGE, *_ACTIVATIONS), float_inputs=(_TRANSPOSED,)),
+    Target(
+        "onnxruntime",
+        _BETWEEN | _PRODUCTS | {"activation"},
+        (_MAX, _AVERAGE, *_ACTIVATIONS),
+        float_inputs=(_TRANSPOSED,),
+    ),
 )
 TARGETS.add("openvino", Target("openvino", _BETWEEN | _PRODUCTS, (_MAX, _AVERAGE)))

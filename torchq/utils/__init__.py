@@ -1,7 +1,14 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
 from torchq.utils.modules import evaluating, set_submodule, twin_of
-from torchq.utils.names import Pattern, check_pattern, matches, modules_with_names, pattern_text, qualified_name
+from torchq.utils.names import (
+    Pattern,
+    check_pattern,
+    matches,
+    modules_with_names,
+    pattern_text,
+    qualified_name,
+)
 from torchq.utils.progress import progress_bar
 from torchq.utils.registry import Registry
 from torchq.utils.tracing import constant_while_tracing

@@ -32,5 +32,7 @@ def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:
 def twin_of(module: nn.Module) -> nn.Module:
     """A second object with the attributes, hooks and children of ``module``; adding to one does not add to the other."""
     twin = copy.copy(module)
-    vars(twin).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
+    vars(twin).update(
+        {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
+    )
     return twin

@@ -16,7 +16,14 @@ from torch import nn
 
 from torchq.errors import ConfigError
 
-__all__ = ["Pattern", "matches", "pattern_text", "modules_with_names", "qualified_name", "check_pattern"]
+__all__ = [
+    "Pattern",
+    "matches",
+    "pattern_text",
+    "modules_with_names",
+    "qualified_name",
+    "check_pattern",
+]
 
 Pattern = Union[str, type, Callable[[str, nn.Module], bool]]
 
@@ -30,19 +37,27 @@ def check_pattern(pattern: Pattern) -> Pattern:
     """Return ``pattern``, or raise :class:`ConfigError` where it can never be one."""
     if isinstance(pattern, str):
         if not pattern:
-            raise ConfigError("pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or a callable")
+            raise ConfigError(
+                "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or a callable"
+            )
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise ConfigError(f"pattern {pattern!r}: not a regular expression ({error})") from None
+                raise ConfigError(
+                    f"pattern {pattern!r}: not a regular expression ({error})"
+                ) from None
         return pattern
     if isinstance(pattern, type) or callable(pattern):
         return pattern
-    raise ConfigError(f"pattern: got {pattern!r} ({type(pattern).__name__}); expected a glob, 're:...', 'type:...', a class or a callable")
+    raise ConfigError(
+        f"pattern: got {pattern!r} ({type(pattern).__name__}); expected a glob, 're:...', 'type:...', a class or a callable"
+    )
 
 
-def matches(pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type | None = None) -> bool:
+def matches(
+    pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type | None = None
+) -> bool:
     """Whether ``pattern`` selects ``module``, known under ``names`` (a shared module has several).
 
     Args:
@@ -60,7 +75,9 @@ def matches(pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type
         return any(re.search(pattern[3:], name) for name in names)
     if pattern.startswith("type:"):
         wanted = pattern[5:]
-        return any(fnmatch.fnmatchcase(text, wanted) for text in (qualified_name(cls), cls.__name__))
+        return any(
+            fnmatch.fnmatchcase(text, wanted) for text in (qualified_name(cls), cls.__name__)
+        )
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 

@@ -13,7 +13,12 @@ T = TypeVar("T")
 
 
 def progress_bar(
-    items: Iterable[T], *, description: str, total: int | None = None, enabled: bool = True, unit: str = "batch"
+    items: Iterable[T],
+    *,
+    description: str,
+    total: int | None = None,
+    enabled: bool = True,
+    unit: str = "batch",
 ) -> Iterator[T]:
     """Iterate over ``items`` behind a bar that shows the rate in ``unit`` per second; silent with ``enabled=False``.
 
@@ -21,4 +26,12 @@ def progress_bar(
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
-    yield from tqdm(items, desc=description, total=total, unit=unit, disable=not enabled, leave=False, dynamic_ncols=True)
+    yield from tqdm(
+        items,
+        desc=description,
+        total=total,
+        unit=unit,
+        disable=not enabled,
+        leave=False,
+        dynamic_ncols=True,
+    )

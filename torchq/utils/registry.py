@@ -30,7 +30,9 @@ class Registry(Generic[K, V]):
     def add(self, key: K, value: V) -> V:
         """Enter ``value`` under ``key`` and return it."""
         if key in self._entries:
-            raise ConfigError(f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; expected a new key")
+            raise ConfigError(
+                f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; expected a new key"
+            )
         self._entries[key] = value
         return value
 
@@ -48,7 +50,9 @@ class Registry(Generic[K, V]):
             return self._entries[key]
         except KeyError:
             known = ", ".join(sorted(_label(k) for k in self._entries))
-            raise ConfigError(f"unknown {self.kind} {_label(key)}; expected one of: {known}") from None
+            raise ConfigError(
+                f"unknown {self.kind} {_label(key)}; expected one of: {known}"
+            ) from None
 
     def get(self, key: K) -> V | None:
         """The entry, or None."""

@@ -4,7 +4,13 @@ May import swap, nn and below.
 """
 
 from torchq.workflow.calibrate import calibrate, calibrate_weights, run_batch
-from torchq.workflow.modes import disabled, freeze_, quantizers, select_quantizers, weight_quantizers
+from torchq.workflow.modes import (
+    disabled,
+    freeze_,
+    quantizers,
+    select_quantizers,
+    weight_quantizers,
+)
 from torchq.workflow.state import apply_record, load, save, swap_record
 from torchq.workflow.summary import Summary, SummaryRow, summary
 

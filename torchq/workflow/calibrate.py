@@ -83,27 +83,48 @@ def calibrate(
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
     try:
         if batches is not None and (activations or group):
-            with torch.no_grad(), evaluating(model), _observing(model, activations, method, options):
+            with (
+                torch.no_grad(),
+                evaluating(model),
+                _observing(model, activations, method, options),
+            ):
                 first = group is None or dist.get_rank(group) == 0
-                count = _feed(model, batches, forward, num_batches, progress and first) if activations else 0
+                count = (
+                    _feed(model, batches, forward, num_batches, progress and first)
+                    if activations
+                    else 0
+                )
                 if group is not None:
-                    sync([q.calibrator for q in activations.values() if q.calibrator], group, timeout=timeout, names=tuple(activations))
+                    sync(
+                        [q.calibrator for q in activations.values() if q.calibrator],
+                        group,
+                        timeout=timeout,
+                        names=tuple(activations),
+                    )
                 elif not count:
-                    raise CalibrationError("calibrate: got no batch; expected at least one. A generator runs only once: make a new one")
+                    raise CalibrationError(
+                        "calibrate: got no batch; expected at least one. A generator runs only once: make a new one"
+                    )
                 unseen = _finish(activations)
             _treat_unseen({name: activations[name] for name in unseen}, on_unseen, count)
     except CalibrationError:
         _calibrate_pending_weights(model, todo)
         raise
-    _calibrate_pending_weights(model, todo)  # last: weight_norm and its like compute the weight in a forward pass
+    _calibrate_pending_weights(
+        model, todo
+    )  # last: weight_norm and its like compute the weight in a forward pass
 
 
 def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:
     if on_unseen not in ("error", "disable", "dynamic"):
-        raise ConfigError(f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'")
+        raise ConfigError(
+            f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
+        )
     if isinstance(batches, (Tensor, Mapping, str)):
         kind = type(batches).__name__
-        raise ConfigError(f"calibrate: got a {kind} as batches; expected an iterable of batches. Pass [batch] for one batch")
+        raise ConfigError(
+            f"calibrate: got a {kind} as batches; expected an iterable of batches. Pass [batch] for one batch"
+        )
 
 
 def _calibrate_pending_weights(model: nn.Module, todo: dict[str, TensorQuantizer]) -> None:
@@ -166,13 +187,22 @@ def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None
     for module in model.modules():
         if isinstance(module, QuantModule):
             for quantizer, weight in module.quantized_weights():
-                chosen = quantizer.quantizing and not quantizer.descriptor.dynamic if only is None else id(quantizer) in only
+                chosen = (
+                    quantizer.quantizing and not quantizer.descriptor.dynamic
+                    if only is None
+                    else id(quantizer) in only
+                )
                 if chosen:
                     quantizer.calibrate_on(weight)
 
 
 @contextmanager
-def _observing(model: nn.Module, chosen: dict[str, TensorQuantizer], method: str | None, options: dict[str, Any]) -> Iterator[None]:
+def _observing(
+    model: nn.Module,
+    chosen: dict[str, TensorQuantizer],
+    method: str | None,
+    options: dict[str, Any],
+) -> Iterator[None]:
     """The chosen quantizers observe and none of the model quantizes; afterwards all are as before, but for the ranges."""
     before = [(q, q.mode) for q in quantizers(model).values()]
     try:
@@ -188,19 +218,29 @@ def _observing(model: nn.Module, chosen: dict[str, TensorQuantizer], method: str
             quantizer.calibrator = None
 
 
-def _feed(model: nn.Module, batches: Iterable[Any], forward: Forward | None, num_batches: int | None, progress: bool) -> int:
+def _feed(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Forward | None,
+    num_batches: int | None,
+    progress: bool,
+) -> int:
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     total = len(batches) if isinstance(batches, Sized) else None
     if num_batches is not None:
         total = num_batches if total is None else min(total, num_batches)
     count = 0
-    for batch in progress_bar(islice(batches, num_batches), description="calibrate", total=total, enabled=progress):
+    for batch in progress_bar(
+        islice(batches, num_batches), description="calibrate", total=total, enabled=progress
+    ):
         run_batch(model, batch, forward, device)
         count += 1
     return count
 
 
-def run_batch(model: nn.Module, batch: Any, forward: Forward | None = None, device: torch.device | None = None) -> Any:
+def run_batch(
+    model: nn.Module, batch: Any, forward: Forward | None = None, device: torch.device | None = None
+) -> Any:
     """Run ``model`` on one batch, of the kinds that :func:`calibrate` lists.
 
     Raises:

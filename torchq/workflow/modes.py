@@ -16,15 +16,26 @@ __all__ = ["disabled", "freeze_", "quantizers", "select_quantizers", "weight_qua
 
 def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Every distinct quantizer of ``model`` by its first dotted path."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, TensorQuantizer)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer)
+    }
 
 
 def weight_quantizers(model: nn.Module) -> set[int]:
     """The ids of the quantizers that quantize weights: they need no data."""
-    return {id(q) for module in model.modules() if isinstance(module, QuantModule) for q, _ in module.quantized_weights()}
+    return {
+        id(q)
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for q, _ in module.quantized_weights()
+    }
 
 
-def select_quantizers(model: nn.Module, patterns: Pattern | Sequence[Pattern]) -> dict[str, TensorQuantizer]:
+def select_quantizers(
+    model: nn.Module, patterns: Pattern | Sequence[Pattern]
+) -> dict[str, TensorQuantizer]:
     """The quantizers that a pattern selects, by the path of the quantizer or of the module that it belongs to.
 
     Raises:
@@ -38,7 +49,9 @@ def select_quantizers(model: nn.Module, patterns: Pattern | Sequence[Pattern]) -
         found = {n: q for n, q in known.items() if _selects(model, pattern, n, q)}
         if not found:
             names = ", ".join(list(known)[:8]) or "none"
-            raise ConfigError(f"pattern {pattern_text(pattern)!r} selects no quantizer; expected one of {names}, ...")
+            raise ConfigError(
+                f"pattern {pattern_text(pattern)!r} selects no quantizer; expected one of {names}, ..."
+            )
         chosen |= found
     return chosen
 

@@ -10,8 +10,16 @@ from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn import QuantModule, TensorQuantizer, WiredModule, convert_, rewire_, share_quantizers_, shared_groups
-from torchq.swap.modules import name_quantizers
+from torchq.nn import (
+    QuantModule,
+    TensorQuantizer,
+    WiredModule,
+    convert_,
+    rewire_,
+    share_quantizers_,
+    shared_groups,
+)
+from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers
 
@@ -28,10 +36,20 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
             wirings[names[0]] = module.wiring_record()
         elif isinstance(module, QuantModule):
             slots = {slot: getattr(module, f"{slot}_quantizer") for slot in module.quantizers}
-            descriptors = {slot: q.descriptor.to_dict() for slot, q in slots.items() if isinstance(q, TensorQuantizer)}
+            descriptors = {
+                slot: q.descriptor.to_dict()
+                for slot, q in slots.items()
+                if isinstance(q, TensorQuantizer)
+            }
             modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
     modes = {name: q.mode for name, q in quantizers(model).items()}
-    return {"version": _VERSION, "wirings": wirings, "modules": modules, "shared": shared_groups(model), "modes": modes}
+    return {
+        "version": _VERSION,
+        "wirings": wirings,
+        "modules": modules,
+        "shared": shared_groups(model),
+        "modes": modes,
+    }
 
 
 def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
@@ -42,7 +60,9 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
         QuantizationError: the model has no module of that name and class.
     """
     if record.get("version") != _VERSION:
-        raise ConfigError(f"load: got a record of version {record.get('version')!r}; expected {_VERSION}")
+        raise ConfigError(
+            f"load: got a record of version {record.get('version')!r}; expected {_VERSION}"
+        )
     _rewire(model, record.get("wirings", {}))
     found = dict(model.named_modules(remove_duplicate=False))
     listed = [id(found[name]) for name in record["modules"] if name in found]
@@ -52,12 +72,25 @@ def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
         cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
         if module is None or qualified_name(cls) != entry["class"]:
             got = "no such module" if module is None else qualified_name(cls)
-            raise QuantizationError(f"{name or '(root)'}: got {got}; expected {entry['class']}. Load into the architecture that was saved")
+            raise QuantizationError(
+                f"{name or '(root)'}: got {got}; expected {entry['class']}. Load into the architecture that was saved"
+            )
         if not isinstance(module, QuantModule):
-            if listed.count(id(module)) > 1:  # one object without parameters that got a copy in each of its places
+            if (
+                listed.count(id(module)) > 1
+            ):  # one object without parameters that got a copy in each of its places
                 module = twin_of(module)
                 places.append((name, module))
-            todo.append((module, {slot: QuantDescriptor.from_dict(entry[slot]) for slot in ("input", "weight") if slot in entry}))
+            todo.append(
+                (
+                    module,
+                    {
+                        slot: QuantDescriptor.from_dict(entry[slot])
+                        for slot in ("input", "weight")
+                        if slot in entry
+                    },
+                )
+            )
     for module, descriptors in todo:
         convert_(module, **descriptors)
     for name, module in places:
@@ -76,7 +109,9 @@ def _rewire(model: nn.Module, wirings: dict[str, Any]) -> None:
     found = dict(model.named_modules())
     for name, entry in wirings.items():
         if name not in found:
-            raise QuantizationError(f"{name}: got no such module; expected {entry['class']}. Load into the architecture that was saved")
+            raise QuantizationError(
+                f"{name}: got no such module; expected {entry['class']}. Load into the architecture that was saved"
+            )
         if not isinstance(found[name], WiredModule):
             rewire_(found[name], entry)
 

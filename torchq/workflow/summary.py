@@ -52,19 +52,44 @@ class Summary:
     def __str__(self) -> str:
         if self.layers:
             return self._deployed()
-        table = [("quantizer", "in", "format", "amax", "mode"), *((r.name, r.owner, r.descriptor, r.amax, r.mode) for r in self.rows)]
+        table = [
+            ("quantizer", "in", "format", "amax", "mode"),
+            *((r.name, r.owner, r.descriptor, r.amax, r.mode) for r in self.rows),
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-        left = f"float: {', '.join(self.float_modules)}" if self.float_modules else "no layer with weights is left in float"
-        return "\n".join([*lines, left, "simulated: tensors are rounded to these formats but stored and computed in floating point"])
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        left = (
+            f"float: {', '.join(self.float_modules)}"
+            if self.float_modules
+            else "no layer with weights is left in float"
+        )
+        return "\n".join(
+            [
+                *lines,
+                left,
+                "simulated: tensors are rounded to these formats but stored and computed in floating point",
+            ]
+        )
 
     def _deployed(self) -> str:
         table = [("layer", "class", "kernel", "bytes", "note")]
         table += [(r.name, r.layer, r.kernel, f"{r.bytes:,}", r.note) for r in self.layers]
         widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
         left = [f"float: {', '.join(self.float_modules)}"] if self.float_modules else []
-        return "\n".join([*lines, *left, f"{sum(r.bytes for r in self.layers):,} bytes in {len(self.layers)} layers"])
+        return "\n".join(
+            [
+                *lines,
+                *left,
+                f"{sum(r.bytes for r in self.layers):,} bytes in {len(self.layers)} layers",
+            ]
+        )
 
 
 def summary(model: nn.Module) -> Summary:
@@ -78,13 +103,25 @@ def summary(model: nn.Module) -> Summary:
     for name, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             owner = owners.get(id(module))
-            rows.append(SummaryRow(name, type(owner).__name__ if owner else "", str(module.descriptor), _range(module), module.mode))
+            rows.append(
+                SummaryRow(
+                    name,
+                    type(owner).__name__ if owner else "",
+                    str(module.descriptor),
+                    _range(module),
+                    module.mode,
+                )
+            )
         elif callable(describe := getattr(module, "summary_row", None)):
             layers.append(LayerRow(name or "(root)", type(module).__name__, *describe()))
         elif note := getattr(module, "deploy_note", ""):
             size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-            layers.append(LayerRow(name or "(root)", type(module).__name__, "simulated", size, note))
-        elif not isinstance(module, QuantModule) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            layers.append(
+                LayerRow(name or "(root)", type(module).__name__, "simulated", size, note)
+            )
+        elif not isinstance(module, QuantModule) and any(
+            p.dim() > 1 for p in module.parameters(recurse=False)
+        ):
             float_modules.append(name or "(root)")
     return Summary(tuple(rows), tuple(float_modules), tuple(layers))
 
@@ -97,4 +134,8 @@ def _range(quantizer: TensorQuantizer) -> str:
     if quantizer.amax.is_meta:
         return "meta"
     low, high = torch.aminmax(quantizer.amax.detach())
-    return f"{low:.4g}" if quantizer.amax.numel() == 1 else f"{low:.4g} .. {high:.4g} ({quantizer.amax.numel()})"
+    return (
+        f"{low:.4g}"
+        if quantizer.amax.numel() == 1
+        else f"{low:.4g} .. {high:.4g} ({quantizer.amax.numel()})"
+    )

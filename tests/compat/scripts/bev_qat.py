@@ -19,12 +19,20 @@ class SparseConvolution(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
         super().__init__()
-        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
-        self.weight = nn.Parameter(torch.randn(kernel_size, kernel_size, kernel_size, in_channels, out_channels) * 0.1)
+        self.in_channels, self.out_channels, self.kernel_size = (
+            in_channels,
+            out_channels,
+            kernel_size,
+        )
+        self.weight = nn.Parameter(
+            torch.randn(kernel_size, kernel_size, kernel_size, in_channels, out_channels) * 0.1
+        )
         self.bias = nn.Parameter(torch.zeros(out_channels))
 
     def forward(self, x):
-        return F.conv3d(x, self.weight.permute(4, 3, 0, 1, 2), self.bias, padding=self.kernel_size // 2)
+        return F.conv3d(
+            x, self.weight.permute(4, 3, 0, 1, 2), self.bias, padding=self.kernel_size // 2
+        )
 
 
 class SparseConvolutionQuant(SparseConvolution, quant_nn_utils.QuantMixin):
@@ -43,7 +51,9 @@ class SparseConvolutionQuant(SparseConvolution, quant_nn_utils.QuantMixin):
 class QuantConcat(nn.Module, quant_nn_utils.QuantInputMixin):
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
-        self._input_quantizer = quant_nn.TensorQuantizer(QuantDescriptor(num_bits=8, calib_method="histogram"))
+        self._input_quantizer = quant_nn.TensorQuantizer(
+            QuantDescriptor(num_bits=8, calib_method="histogram")
+        )
         self._input_quantizer._calibrator._torch_hist = True
         self._fake_quant = True
         self.dim = dim
@@ -72,7 +82,9 @@ class wrappers:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.camera = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), wrappers.ConvTranspose2d(8, 4, 2, 2))
+        self.camera = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), wrappers.ConvTranspose2d(8, 4, 2, 2)
+        )
         self.lidar = SparseConvolution(2, 2)
         self.cat, self.add = QuantConcat(), QuantAdd()
         self.fuser = nn.Conv2d(8, 8, 3, padding=1)
@@ -85,7 +97,9 @@ class Net(nn.Module):
 
 
 def initialize() -> None:
-    quant_modules._DEFAULT_QUANT_MAP.append(quant_modules._quant_entry(wrappers, "ConvTranspose2d", quant_nn.QuantConvTranspose2d))
+    quant_modules._DEFAULT_QUANT_MAP.append(
+        quant_modules._quant_entry(wrappers, "ConvTranspose2d", quant_nn.QuantConvTranspose2d)
+    )
     for item in quant_modules._DEFAULT_QUANT_MAP:
         item.replace_mod.set_default_quant_desc_input(QuantDescriptor(calib_method="histogram"))
     quant_logging.set_verbosity(quant_logging.ERROR)
@@ -97,7 +111,9 @@ def transfer(instance: nn.Module, quant_class):
         setattr(quant_instance, k, val)
 
     def __init__(self) -> None:
-        quant_desc_input, quant_desc_weight = quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__)
+        quant_desc_input, quant_desc_weight = quant_nn_utils.pop_quant_desc_in_kwargs(
+            self.__class__
+        )
         if isinstance(self, quant_nn_utils.QuantInputMixin):
             self.init_quantizer(quant_desc_input)
         else:
@@ -108,7 +124,9 @@ def transfer(instance: nn.Module, quant_class):
 
 
 def quantize(model: nn.Module) -> None:
-    module_dict = {id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP}
+    module_dict = {
+        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP
+    }
     module_dict[id(SparseConvolution)] = SparseConvolutionQuant
 
     def recurse(module) -> None:
@@ -123,14 +141,19 @@ def quantize(model: nn.Module) -> None:
 
 def set_quantizer_fast(module) -> None:
     for _, m in module.named_modules():
-        if isinstance(m, quant_nn.TensorQuantizer) and isinstance(m._calibrator, calib.HistogramCalibrator):
+        if isinstance(m, quant_nn.TensorQuantizer) and isinstance(
+            m._calibrator, calib.HistogramCalibrator
+        ):
             m._calibrator._torch_hist = True
 
 
 def batches(n: int):
     generator = torch.Generator().manual_seed(5)
     for _ in range(n):
-        yield torch.rand(2, 3, 16, 16, generator=generator), torch.randn(2, 2, 2, 16, 16, generator=generator)
+        yield (
+            torch.rand(2, 3, 16, 16, generator=generator),
+            torch.randn(2, 2, 2, 16, 16, generator=generator),
+        )
 
 
 def calibrate(model) -> None:
@@ -161,7 +184,10 @@ def quantization_error(model) -> float:
         exact = [model(*batch) for batch in batches(2)]
         for quantizer in quantizers:
             quantizer.enable()
-    return sum(F.mse_loss(q, e).item() / e.var().item() for q, e in zip(quantized, exact, strict=True)) / 2
+    return (
+        sum(F.mse_loss(q, e).item() / e.var().item() for q, e in zip(quantized, exact, strict=True))
+        / 2
+    )
 
 
 def main() -> None:
@@ -178,7 +204,11 @@ def main() -> None:
     calibrate(model)
     model.fuser._input_quantizer.disable()
     shape = list(model.lidar._weight_quantizer.amax.shape)
-    report = {"error": quantization_error(model), "lidar": shape, "keys": [k for k in model.state_dict() if k.endswith("_amax")]}
+    report = {
+        "error": quantization_error(model),
+        "lidar": shape,
+        "keys": [k for k in model.state_dict() if k.endswith("_amax")],
+    }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches(8):
@@ -191,7 +221,13 @@ def main() -> None:
     torch.save(model.state_dict(), args.out + "/bev.pth")
     if args.onnx:
         with enable_onnx_export():
-            torch.onnx.export(model.eval(), next(iter(batches(1))), args.out + "/bev.onnx", opset_version=13, dynamo=False)
+            torch.onnx.export(
+                model.eval(),
+                next(iter(batches(1))),
+                args.out + "/bev.onnx",
+                opset_version=13,
+                dynamo=False,
+            )
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome
 
 

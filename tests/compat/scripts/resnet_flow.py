@@ -22,10 +22,15 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.bn3 = nn.Conv2d(width, channels, 1, bias=False), nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.residual_quantizer = quant_nn.TensorQuantizer(quant_nn.QuantConv2d.default_quant_desc_input)
+        self.residual_quantizer = quant_nn.TensorQuantizer(
+            quant_nn.QuantConv2d.default_quant_desc_input
+        )
 
     def forward(self, x):
         out = self.relu(self.bn1(self.conv1(x)))

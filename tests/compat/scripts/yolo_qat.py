@@ -21,7 +21,11 @@ from torch import nn
 class Conv(nn.Module):
     def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1) -> None:
         super().__init__()
-        self.conv, self.bn, self.act = nn.Conv2d(c1, c2, k, s, k // 2, bias=False), nn.BatchNorm2d(c2), nn.SiLU()
+        self.conv, self.bn, self.act = (
+            nn.Conv2d(c1, c2, k, s, k // 2, bias=False),
+            nn.BatchNorm2d(c2),
+            nn.SiLU(),
+        )
 
     def forward(self, x):
         return self.act(self.bn(self.conv(x)))
@@ -39,7 +43,12 @@ class Bottleneck(nn.Module):
 class C3(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
-        self.cv1, self.cv2, self.cv3, self.m = Conv(c, c // 2), Conv(c, c // 2), Conv(c, c), Bottleneck(c // 2)
+        self.cv1, self.cv2, self.cv3, self.m = (
+            Conv(c, c // 2),
+            Conv(c, c // 2),
+            Conv(c, c),
+            Bottleneck(c // 2),
+        )
 
     def forward(self, x):
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
@@ -57,7 +66,9 @@ class SPP(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(Conv(3, 8, 3, 2), C3(8), SPP(8), Conv(8, 8, 3, 2), nn.Upsample(scale_factor=2))
+        self.model = nn.Sequential(
+            Conv(3, 8, 3, 2), C3(8), SPP(8), Conv(8, 8, 3, 2), nn.Upsample(scale_factor=2)
+        )
         self.head = nn.Conv2d(8, 6, 1)
 
     def forward(self, x):
@@ -70,7 +81,9 @@ class QuantAdd(nn.Module):
     def __init__(self, quantization: bool = True) -> None:
         super().__init__()
         if quantization:
-            self._input_quantizer = quant_nn.TensorQuantizer(QuantDescriptor(num_bits=8, calib_method="histogram"))
+            self._input_quantizer = quant_nn.TensorQuantizer(
+                QuantDescriptor(num_bits=8, calib_method="histogram")
+            )
             self._input_quantizer._calibrator._torch_hist = True
             self._fake_quant = True
         self.quantization = quantization
@@ -109,7 +122,9 @@ def transfer_torch_to_quantization(instance: nn.Module, quant_class):
 
     def __init__(self) -> None:
         if isinstance(self, quant_nn_utils.QuantInputMixin):
-            self.init_quantizer(quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, input_only=True))
+            self.init_quantizer(
+                quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, input_only=True)
+            )
         else:
             self.init_quantizer(*quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__))
             if isinstance(self._weight_quantizer._calibrator, calib.HistogramCalibrator):
@@ -122,7 +137,9 @@ def transfer_torch_to_quantization(instance: nn.Module, quant_class):
 
 
 def replace_to_quantization_module(model: nn.Module, ignore) -> list:
-    module_dict = {id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP}
+    module_dict = {
+        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP
+    }
     module_dict[id(nn.MaxPool2d)] = quant_nn.QuantMaxPool2d
     ignored = []
 
@@ -135,14 +152,20 @@ def replace_to_quantization_module(model: nn.Module, ignore) -> list:
                 if any(re.match(pattern, path) for pattern in ignore):
                     ignored.append(path)
                     continue
-                module._modules[name] = transfer_torch_to_quantization(child, module_dict[id(type(child))])
+                module._modules[name] = transfer_torch_to_quantization(
+                    child, module_dict[id(type(child))]
+                )
 
     recurse(model)
     return ignored
 
 
 def bottleneck_quant_forward(self, x):
-    return self.addop(x, self.cv2(self.cv1(x))) if hasattr(self, "addop") else x + self.cv2(self.cv1(x))
+    return (
+        self.addop(x, self.cv2(self.cv1(x)))
+        if hasattr(self, "addop")
+        else x + self.cv2(self.cv1(x))
+    )
 
 
 def replace_custom_module_forward(model) -> None:
@@ -209,7 +232,9 @@ def finetune(model, origin) -> list:
         if isinstance(ml, C3) and isinstance(ori, C3):
             for module in (ml, ori):
                 pairs.append([])
-                handles.append(module.register_forward_hook(lambda m, i, o, store=pairs[-1]: store.append(o)))
+                handles.append(
+                    module.register_forward_hook(lambda m, i, o, store=pairs[-1]: store.append(o))
+                )
     optimizer = torch.optim.Adam(model.parameters(), 1e-5)
     for image in batches(6):
         for store in pairs:
@@ -242,9 +267,15 @@ def sensitivity_analysis(model, origin) -> dict:
 
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
-    names = {"input_names": ["images"], "output_names": ["out"], "dynamic_axes": {"images": {0: "batch"}, "out": {0: "batch"}}}
+    names = {
+        "input_names": ["images"],
+        "output_names": ["out"],
+        "dynamic_axes": {"images": {0: "batch"}, "out": {0: "batch"}},
+    }
     with torch.no_grad():
-        torch.onnx.export(model, torch.zeros(1, 3, 16, 16), path, opset_version=13, dynamo=False, **names)
+        torch.onnx.export(
+            model, torch.zeros(1, 3, 16, 16), path, opset_version=13, dynamo=False, **names
+        )
     quant_nn.TensorQuantizer.use_fb_fake_quant = False
 
 

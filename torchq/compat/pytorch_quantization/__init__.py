@@ -1,7 +1,19 @@
 """pytorch-quantization 2.2.1 as torchq offers it: the modules and names of the original. See :func:`torchq.compat.install`."""
 
-from torchq.compat.pytorch_quantization import calib, cuda_ext, nn, optim, quant_modules, tensor_quant, utils
-from torchq.compat.pytorch_quantization.quant_modules import deactivate, enable_onnx_export, initialize
+from torchq.compat.pytorch_quantization import (
+    calib,
+    cuda_ext,
+    nn,
+    optim,
+    quant_modules,
+    tensor_quant,
+    utils,
+)
+from torchq.compat.pytorch_quantization.quant_modules import (
+    deactivate,
+    enable_onnx_export,
+    initialize,
+)
 from torchq.compat.pytorch_quantization.version import __version__
 
 __all__ = [

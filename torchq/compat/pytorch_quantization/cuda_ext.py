@@ -10,13 +10,24 @@ from torchq.formats import PerAxis
 __all__ = ["fake_e4m3fy", "fake_tensor_quant", "fake_tensor_quant_", "fake_tensor_quant_with_axis"]
 
 
-def fake_tensor_quant_(inputs: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True) -> Tensor:
+def fake_tensor_quant_(
+    inputs: Tensor,
+    amax: Tensor,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
+) -> Tensor:
     """:func:`fake_tensor_quant` into ``inputs`` itself."""
     return inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
 
 
 def fake_tensor_quant_with_axis(
-    inputs: Tensor, amax: Tensor, axis: int, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+    inputs: Tensor,
+    amax: Tensor,
+    axis: int,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
 ) -> Tensor:
     """:func:`fake_tensor_quant` with one amax for each index of ``axis``; ``amax`` has that many elements, in any shape."""
     amax = PerAxis((axis,)).align(amax.reshape(-1), inputs.shape)

@@ -43,7 +43,9 @@ def check_num_bits(num_bits: Any) -> NumBits:
     try:
         bits = operator.index(num_bits)
     except TypeError:
-        raise LegacyTypeError(f"num_bits: got {num_bits!r}; expected an integer >= 0, or (4, 3) for FP8") from None
+        raise LegacyTypeError(
+            f"num_bits: got {num_bits!r}; expected an integer >= 0, or (4, 3) for FP8"
+        ) from None
     if bits < 0:
         raise ConfigError(f"num_bits: got {bits}; expected an integer >= 0, or (4, 3) for FP8")
     return bits
@@ -51,9 +53,15 @@ def check_num_bits(num_bits: Any) -> NumBits:
 
 def _as_array(amax: Any) -> Any:
     """A float32 ndarray, as the original keeps it, from a float, a list or an array."""
-    if isinstance(amax, (float, list)) or (hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)):
-        return torch.tensor(amax.tolist() if hasattr(amax, "tolist") else amax, dtype=torch.float32).numpy()
-    raise LegacyTypeError(f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__}); expected one of these")
+    if isinstance(amax, (float, list)) or (
+        hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
+    ):
+        return torch.tensor(
+            amax.tolist() if hasattr(amax, "tolist") else amax, dtype=torch.float32
+        ).numpy()
+    raise LegacyTypeError(
+        f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__}); expected one of these"
+    )
 
 
 class ScaledQuantDescriptor:
@@ -83,12 +91,16 @@ class ScaledQuantDescriptor:
 
     def __init__(self, num_bits: Any = 8, name: str | None = None, **kwargs: Any) -> None:
         if unused := sorted(set(kwargs) - set(_DEFAULTS)):
-            raise LegacyTypeError(f"Unused keys: got {unused}; expected some of {sorted(_DEFAULTS)}")
+            raise LegacyTypeError(
+                f"Unused keys: got {unused}; expected some of {sorted(_DEFAULTS)}"
+            )
         if name is not None and not isinstance(name, str):
             raise LegacyTypeError(f"name must be a string or None: got {name!r}")
         values = {**_DEFAULTS, **kwargs}
         if values["learn_amax"] and values["axis"] is not None:
-            raise LegacyTypeError(f"axis is ignored and must be None when learn_amax is true: got {values['axis']!r}")
+            raise LegacyTypeError(
+                f"axis is ignored and must be None when learn_amax is true: got {values['axis']!r}"
+            )
         self._num_bits = check_num_bits(num_bits)
         self._name = name
         self._fake_quant = values["fake_quant"]
@@ -106,10 +118,14 @@ class ScaledQuantDescriptor:
     axis = property(lambda self: self._axis, doc="The axes that keep their own range, as given.")
     amax = property(lambda self: self._amax, doc="The fixed range, a float32 ndarray, or None.")
     learn_amax = property(lambda self: self._learn_amax, doc="Whether the range is learned.")
-    scale_amax = property(lambda self: self._scale_amax, doc="The multiplier of the range, or None.")
+    scale_amax = property(
+        lambda self: self._scale_amax, doc="The multiplier of the range, or None."
+    )
     calib_method = property(lambda self: self._calib_method, doc='"max" or "histogram".')
     unsigned = property(lambda self: self._unsigned, doc="Whether codes start at 0.")
-    narrow_range = property(lambda self: self._narrow_range, doc="Whether the lowest signed code is left out.")
+    narrow_range = property(
+        lambda self: self._narrow_range, doc="Whether the lowest signed code is left out."
+    )
 
     def dict(self) -> builtins.dict[str, Any]:
         """``num_bits``, ``name`` and everything that differs from the default: keywords that make an equal descriptor."""
@@ -128,7 +144,10 @@ class ScaledQuantDescriptor:
         Raises:
             MissingExtraError: PyYAML is not installed.
         """
-        data = {key: list(value) if isinstance(value, tuple) else value for key, value in self.dict().items()}
+        data = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in self.dict().items()
+        }
         return _yaml().dump(data, width=120)
 
     @classmethod
@@ -147,11 +166,18 @@ class ScaledQuantDescriptor:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        parts = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit", "fake" if self._fake_quant else "real"]
+        parts = [
+            f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit",
+            "fake" if self._fake_quant else "real",
+        ]
         parts.append("per-tensor" if self._axis is None else f"axis={self._axis}")
         if self._amax is not None:
             parts.append(f"amax={self._amax.tolist()}")
-        parts += [flag for flag, on in (("narrow", self._narrow_range), ("learn_amax", self._learn_amax)) if on]
+        parts += [
+            flag
+            for flag, on in (("narrow", self._narrow_range), ("learn_amax", self._learn_amax))
+            if on
+        ]
         if self._scale_amax is not None:
             parts.append(f"scale_amax={self._scale_amax}")
         return f"{self._name + ': ' if self._name is not None else 'QuantDescriptor'}({' '.join(parts)})"
@@ -163,5 +189,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise MissingExtraError("QuantDescriptor YAML: PyYAML is not installed; expected it. Run pip install PyYAML") from None
+        raise MissingExtraError(
+            "QuantDescriptor YAML: PyYAML is not installed; expected it. Run pip install PyYAML"
+        ) from None
     return yaml

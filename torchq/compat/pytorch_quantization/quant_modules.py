@@ -48,16 +48,27 @@ class QuantModuleReplacementHelper:
         self.orginal_func_map: list[Any] = []
 
     def prepare_state(
-        self, float_module_list: Sequence[str] | None = None, custom_map: Iterable[tuple[Any, str, type]] | None = None
+        self,
+        float_module_list: Sequence[str] | None = None,
+        custom_map: Iterable[tuple[Any, str, type]] | None = None,
     ) -> None:
         """Collect what to replace: the defaults whose names are not in ``float_module_list``, then ``custom_map``, which wins."""
-        entries = [entry for entry in self.default_quant_map if entry.mod_name not in (float_module_list or ())]
+        entries = [
+            entry
+            for entry in self.default_quant_map
+            if entry.mod_name not in (float_module_list or ())
+        ]
         entries += [_quant_entry(*entry) for entry in custom_map or ()]
         known = {(id(entry.orig_mod), entry.mod_name) for entry in self.orginal_func_map}
         for entry in entries:
-            if (id(entry.orig_mod), entry.mod_name) not in known:  # what a second call finds there is quantized already
+            if (
+                id(entry.orig_mod),
+                entry.mod_name,
+            ) not in known:  # what a second call finds there is quantized already
                 known.add((id(entry.orig_mod), entry.mod_name))
-                self.orginal_func_map.append(entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name)))
+                self.orginal_func_map.append(
+                    entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name))
+                )
         self.quant_map += entries
 
     def apply_quant_modules(self) -> None:
@@ -81,14 +92,22 @@ class QuantModuleReplacementHelper:
         self.apply_quant_modules()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.restore_float_modules()
 
 
 _quant_module_helper_object = QuantModuleReplacementHelper()
 
 
-def initialize(float_module_list: Sequence[str] | None = None, custom_quant_modules: Iterable[tuple[Any, str, type]] | None = None) -> None:
+def initialize(
+    float_module_list: Sequence[str] | None = None,
+    custom_quant_modules: Iterable[tuple[Any, str, type]] | None = None,
+) -> None:
     """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes from now on, in the whole process.
 
     Args:

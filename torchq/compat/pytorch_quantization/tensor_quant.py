@@ -1,6 +1,6 @@
 """Quantization functions of pytorch-quantization, and its ready-made descriptors.
 
-The arithmetic is the multiplier form of :mod:`torchq.functional.seed` (``scale = qmax / amax``, ``q = round(x * scale)``,
+The arithmetic is the multiplier form of :mod:`torchq.compat.pytorch_quantization.legacy_scale` (``scale = qmax / amax``, ``q = round(x * scale)``,
 ``q / scale``), in fp32 for fp16, bf16 and fp32 tensors, rounded to their dtype once: what the original's CUDA kernels did.
 ``narrow_range`` is True by default here, and False in descriptors, as it was.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchq import functional
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
+from torchq.compat.pytorch_quantization import legacy_scale
 from torchq.compat.pytorch_quantization.descriptor import NumBits, ScaledQuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import E4M3, by_bits
@@ -60,7 +61,11 @@ _MAX_FP16 = 65504.0
 
 def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
     """``amax`` on the device of ``inputs``, in the dtype that is computed in."""
-    return torch.as_tensor(amax, device=inputs.device).detach().to(functional.compute_dtype(inputs.dtype))
+    return (
+        torch.as_tensor(amax, device=inputs.device)
+        .detach()
+        .to(functional.compute_dtype(inputs.dtype))
+    )
 
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
@@ -68,21 +73,27 @@ def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
 
 
-class FakeTensorQuantFunction(functional.FakeTensorQuantFunction):
+class FakeTensorQuantFunction(legacy_scale.FakeTensorQuantFunction):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`fake_tensor_quant`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        inputs: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+        inputs: Tensor,
+        amax: Tensor | float,
+        num_bits: int = 8,
+        unsigned: bool = False,
+        narrow_range: bool = True,
     ) -> Tensor:
         if num_bits == 0:
             return torch.zeros_like(inputs)
         format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
-        return functional.FakeTensorQuantFunction.forward(inputs, _range(inputs, amax), format)
+        return legacy_scale.FakeTensorQuantFunction.forward(inputs, _range(inputs, amax), format)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        functional.FakeTensorQuantFunction.setup_context(ctx, (inputs[0], _range(*inputs[:2])), output)
+        legacy_scale.FakeTensorQuantFunction.setup_context(
+            ctx, (inputs[0], _range(*inputs[:2])), output
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,12 +104,16 @@ class FakeTensorQuantFunction(functional.FakeTensorQuantFunction):
 LegacyFakeTensorQuantFunction = FakeTensorQuantFunction
 
 
-class TensorQuantFunction(functional.TensorQuantFunction):
+class TensorQuantFunction(legacy_scale.TensorQuantFunction):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`tensor_quant`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        inputs: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+        inputs: Tensor,
+        amax: Tensor | float,
+        num_bits: int = 8,
+        unsigned: bool = False,
+        narrow_range: bool = True,
     ) -> tuple[Tensor, Tensor]:
         amax = _range(inputs, amax)
         if unsigned and bool((inputs < 0).any()):
@@ -106,11 +121,13 @@ class TensorQuantFunction(functional.TensorQuantFunction):
                 "tensor_quant: Negative values encountered in unsigned quantization; expected values >= 0. Clamp them, or quantize signed"
             )
         if bool((amax < 0).any()):
-            raise ConfigError("tensor_quant: Negative values in amax; expected values >= 0. Take the absolute maximum")
+            raise ConfigError(
+                "tensor_quant: Negative values in amax; expected values >= 0. Take the absolute maximum"
+            )
         if num_bits == 0:
             return torch.zeros_like(inputs), torch.ones_like(amax, dtype=inputs.dtype)
         format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
-        codes, scale = functional.TensorQuantFunction.forward(inputs, amax, format)
+        codes, scale = legacy_scale.TensorQuantFunction.forward(inputs, amax, format)
         if inputs.dtype is torch.float16 and bool((scale > _MAX_FP16).any()):
             raise ConfigError(
                 f"tensor_quant: scale is too large for FP16 with amax={amax.tolist()}; expected at most {_MAX_FP16}. Use fp32"
@@ -119,27 +136,35 @@ class TensorQuantFunction(functional.TensorQuantFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        functional.TensorQuantFunction.setup_context(ctx, (inputs[0], _range(*inputs[:2])), output)
+        legacy_scale.TensorQuantFunction.setup_context(
+            ctx, (inputs[0], _range(*inputs[:2])), output
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _input_gradient(ctx, grads[0]), None, None, None, None
 
 
-class ScaledE4M3Function(functional.FakeTensorQuantFunction):
+class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
     """``apply(inputs, amax, E, M)``; see :func:`scaled_e4m3`."""
 
     @staticmethod
-    def forward(inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # type: ignore[override]
+    def forward(
+        inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3
+    ) -> Tensor:  # type: ignore[override]
         if (E, M) != (4, 3):
             raise UnsupportedError(f"scaled_e4m3: got E={E}, M={M}; expected E=4, M=3")
-        outputs = functional.FakeTensorQuantFunction.forward(inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3)
+        outputs = legacy_scale.FakeTensorQuantFunction.forward(
+            inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3
+        )
         return outputs.masked_fill_(inputs.abs() < functional.TINY, 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         amax = inputs[1] if len(inputs) > 1 and inputs[1] is not None else E4M3.qmax
-        functional.FakeTensorQuantFunction.setup_context(ctx, (inputs[0], _range(inputs[0], amax)), output)
+        legacy_scale.FakeTensorQuantFunction.setup_context(
+            ctx, (inputs[0], _range(inputs[0], amax)), output
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,7 +175,9 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
     """``apply(inputs, min_range, max_range, num_bits)``; see :func:`fake_affine_tensor_quant`."""
 
     @staticmethod
-    def forward(inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8) -> Tensor:
+    def forward(
+        inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
+    ) -> Tensor:
         low, high = _range(inputs, min_range), _range(inputs, max_range)
         step = (high - low) / (2.0**num_bits - 1)
         step = torch.where(step == 0, 1.0, step)
@@ -171,7 +198,11 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
 
 
 def tensor_quant(
-    inputs: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+    inputs: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Integer codes and their scale, both in the dtype of ``inputs``. Reads the data on the host, to check it.
 
@@ -189,20 +220,30 @@ def tensor_quant(
     return TensorQuantFunction.apply(inputs, _range(inputs, amax), num_bits, unsigned, narrow_range)
 
 
-def fake_tensor_quant(inputs: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True) -> Tensor:
+def fake_tensor_quant(
+    inputs: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
+) -> Tensor:
     """``codes / scale`` of :func:`tensor_quant` with the gradient 1 where ``|x| <= amax``; negative values become 0 when unsigned.
 
     Example:
         >>> fake_tensor_quant(torch.tensor([-1.01, -0.5, 0.3]), torch.tensor(1.0), 4)
         tensor([-1.0000, -0.5714,  0.2857])
     """
-    return FakeTensorQuantFunction.apply(inputs, _range(inputs, amax), num_bits, unsigned, narrow_range)
+    return FakeTensorQuantFunction.apply(
+        inputs, _range(inputs, amax), num_bits, unsigned, narrow_range
+    )
 
 
 legacy_fake_tensor_quant = fake_tensor_quant
 
 
-def scaled_e4m3(inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:
+def scaled_e4m3(
+    inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3
+) -> Tensor:
     """Rounded to FP8 E4M3 after scaling ``amax`` to 448, or as it is where ``amax`` is None; saturating.
 
     Magnitudes below 2**-24 become 0. Gradient 1 where ``|x| <= amax`` (448 without amax).
@@ -213,6 +254,10 @@ def scaled_e4m3(inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, 
     return ScaledE4M3Function.apply(inputs, None if amax is None else _range(inputs, amax), E, M)
 
 
-def fake_affine_tensor_quant(inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8) -> Tensor:
+def fake_affine_tensor_quant(
+    inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
+) -> Tensor:
     """Quantized between two bounds with a zero point and back, per tensor; gradient 1 between the bounds, inclusive."""
-    return FakeAffineTensorQuantFunction.apply(inputs, _range(inputs, min_range), _range(inputs, max_range), num_bits)
+    return FakeAffineTensorQuantFunction.apply(
+        inputs, _range(inputs, min_range), _range(inputs, max_range), num_bits
+    )

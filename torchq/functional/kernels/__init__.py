@@ -9,9 +9,7 @@ backend        where                                                       how
 =============  ==========================================================  ==================================
 """
 
-from torchq.functional.kernels.groups import group_view, pieces
-from torchq.functional.kernels.reference import gradient_mask, snap
-from torchq.functional.kernels.select import (
+from torchq.functional.kernels.dispatch import (
     BACKENDS,
     Kernels,
     backend_for,
@@ -21,7 +19,9 @@ from torchq.functional.kernels.select import (
     mask_gradient,
     use_backend,
 )
+from torchq.functional.kernels.reference import gradient_mask, snap
 from torchq.functional.kernels.tiled import largest_magnitude
+from torchq.functional.kernels.views import group_view, pieces
 
 __all__ = [
     "BACKENDS",

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format
-from torchq.functional.scale import divisor, step_from_amax
+from torchq.functional.scale import divisor, scale_from_amax
 
-__all__ = ["fake_quantize", "gradient_mask", "learned_gradients", "mask_gradient", "snap", "supports"]
+__all__ = [
+    "fake_quantize",
+    "gradient_mask",
+    "learned_gradients",
+    "mask_gradient",
+    "snap",
+    "supports",
+]
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
@@ -20,21 +27,23 @@ def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
     return True
 
 
-def snap(x: Tensor, amax: Tensor, step: Tensor, format: Format) -> Tensor:
-    """Grid values of ``x``, a fresh tensor in the compute dtype. ``amax`` and ``step`` broadcast against ``x``."""
-    return format.snap_(torch.div(x.to(step.dtype), divisor(amax, step)))
+def snap(x: Tensor, amax: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """Grid values of ``x``, a fresh tensor in the compute dtype. ``amax`` and ``scale`` broadcast against ``x``."""
+    return format.snap_(torch.div(x.to(scale.dtype), divisor(amax, scale)))
 
 
-def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
-    """``snap(x / step) * step`` in x's dtype, and :func:`gradient_mask` if wanted.
+def fake_quantize(
+    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``snap(x / scale) * scale`` in x's dtype, and :func:`gradient_mask` if wanted.
 
     Args:
         x: floating point, any shape and strides.
         amax: in the compute dtype; no dimension, or as many as x with sizes of 1 where it is shared.
-        format, scale_format: see :func:`torchq.functional.step_from_amax`.
+        format, scale_format: see :func:`torchq.functional.scale_from_amax`.
     """
-    step = step_from_amax(amax, format, scale_format)
-    y = snap(x, amax, step, format).mul_(step).to(x.dtype)
+    scale = scale_from_amax(amax, format, scale_format)
+    y = snap(x, amax, scale, format).mul_(scale).to(x.dtype)
     return y, gradient_mask(x, amax) if with_mask else None
 
 
@@ -55,16 +64,20 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.to(torch.float32) > (grad == grad).to(torch.float32) * 0.5, grad, 0.0)
 
 
-def learned_gradients(grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> tuple[Tensor, Tensor]:
+def learned_gradients(
+    grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
+) -> tuple[Tensor, Tensor]:
     """The gradients to x and amax of :class:`torchq.functional.LearnedFakeQuantizeFunction`, which has the formula; differentiable.
 
     Args:
         grad: the gradient of the result, of x's shape and dtype.
         x, amax, format, scale_format: as in :func:`fake_quantize`.
     """
-    step = step_from_amax(amax, format, scale_format)
-    v = torch.div(x.to(step.dtype), divisor(amax, step))
-    inside = (x <= amax) & (x >= amax * (format.lo / format.qmax))
-    upstream = grad.to(step.dtype)
+    scale = scale_from_amax(amax, format, scale_format)
+    v = torch.div(x.to(scale.dtype), divisor(amax, scale))
+    inside = (x <= amax) & (x >= amax * (format.quant_min / format.qmax))
+    upstream = grad.to(scale.dtype)
     slope = format.snap_(v.clone()) - v * inside
-    return (upstream * inside).to(x.dtype), ((upstream * slope).sum_to_size(amax.shape) / format.qmax).to(amax.dtype)
+    return (upstream * inside).to(x.dtype), (
+        (upstream * slope).sum_to_size(amax.shape) / format.qmax
+    ).to(amax.dtype)

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from torchq.formats import Format
 from torchq.functional.kernels.layout import memory_order, merged_dims
-from torchq.functional.scale import divisor, step_from_amax
+from torchq.functional.scale import divisor, scale_from_amax
 
 __all__ = ["fake_quantize", "largest_magnitude", "learned_gradients", "mask_gradient", "supports"]
 
 # Elements in a tile for each thread: 1 MiB of float32. Smaller ones spend their time in dispatching operations.
 _TILE = 2**18
-_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
@@ -43,7 +48,9 @@ def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     inner = full.numel() // full.shape[0]
     if inner > limit:
         for i in range(full.shape[0]):
-            yield from _tiles([t.select(0, min(i, t.shape[0] - 1)) if t.dim() else t for t in tensors], limit)
+            yield from _tiles(
+                [t.select(0, min(i, t.shape[0] - 1)) if t.dim() else t for t in tensors], limit
+            )
         return
     rows = limit // inner
     for start in range(0, full.shape[0], rows):
@@ -56,23 +63,31 @@ def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
     return [t.permute(order) if t.dim() else t for t in tensors]
 
 
-def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+def fake_quantize(
+    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
     """As :func:`torchq.functional.kernels.reference.fake_quantize`, tile by tile."""
-    step = step_from_amax(amax, format, scale_format)
+    scale = scale_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
-    scratch = None if x.dtype is step.dtype else torch.empty(min(x.numel(), _tile()), dtype=step.dtype)
-    tensors = [x, y, amax, divisor(amax, step), step] + ([] if mask is None else [mask])
-    for x_t, y_t, amax_t, divisor_t, step_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
+    scratch = (
+        None if x.dtype is scale.dtype else torch.empty(min(x.numel(), _tile()), dtype=scale.dtype)
+    )
+    tensors = [x, y, amax, divisor(amax, scale), scale] + ([] if mask is None else [mask])
+    for x_t, y_t, amax_t, divisor_t, scale_t, *mask_t in _tiles(
+        _in_memory_order(tensors, y), _tile()
+    ):
         if scratch is None:
             if mask_t:
-                mask_t[0].copy_(torch.abs(x_t, out=y_t).le_(amax_t))  # le into float, then to bytes: both are vectorised, le to bool is not
-            format.snap_(torch.div(x_t, divisor_t, out=y_t)).mul_(step_t)
+                mask_t[0].copy_(
+                    torch.abs(x_t, out=y_t).le_(amax_t)
+                )  # le into float, then to bytes: both are vectorised, le to bool is not
+            format.snap_(torch.div(x_t, divisor_t, out=y_t)).mul_(scale_t)
         else:
             work = scratch[: x_t.numel()].view(x_t.shape)
             if mask_t:
                 mask_t[0].copy_(work.copy_(x_t).abs_().le_(amax_t))
-            y_t.copy_(format.snap_(work.copy_(x_t).div_(divisor_t)).mul_(step_t))
+            y_t.copy_(format.snap_(work.copy_(x_t).div_(divisor_t)).mul_(scale_t))
     return y, mask
 
 
@@ -90,16 +105,30 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
-def learned_gradients(grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None) -> tuple[Tensor, Tensor]:
+def learned_gradients(
+    grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
+) -> tuple[Tensor, Tensor]:
     """As :func:`torchq.functional.kernels.reference.learned_gradients`, tile by tile, which sums in another order; not differentiable."""
-    step = step_from_amax(amax, format, scale_format)
+    scale = scale_from_amax(amax, format, scale_format)
     grad_x, grad_amax = torch.empty_like(x), torch.zeros_like(amax)
-    tensors = [x, grad, grad_x, amax, amax * (format.lo / format.qmax), divisor(amax, step), grad_amax]
-    buffers = torch.empty(4, min(x.numel(), _tile()), dtype=step.dtype)
-    for x_t, grad_t, grad_x_t, amax_t, low_t, divisor_t, sum_t in _tiles(_in_memory_order(tensors, grad_x), _tile()):
+    tensors = [
+        x,
+        grad,
+        grad_x,
+        amax,
+        amax * (format.quant_min / format.qmax),
+        divisor(amax, scale),
+        grad_amax,
+    ]
+    buffers = torch.empty(4, min(x.numel(), _tile()), dtype=scale.dtype)
+    for x_t, grad_t, grad_x_t, amax_t, low_t, divisor_t, sum_t in _tiles(
+        _in_memory_order(tensors, grad_x), _tile()
+    ):
         v, slope, inside, work = buffers[:, : x_t.numel()].view(4, *x_t.shape).unbind(0)
         torch.div(work.copy_(x_t), divisor_t, out=v)
-        torch.le(work, amax_t, out=inside).mul_(work.ge_(low_t))  # in floats: booleans are not vectorised
+        torch.le(work, amax_t, out=inside).mul_(
+            work.ge_(low_t)
+        )  # in floats: booleans are not vectorised
         format.snap_(slope.copy_(v)).sub_(v.mul_(inside))
         work.copy_(grad_t)
         sum_t.add_(slope.mul_(work).sum_to_size(sum_t.shape))
@@ -127,9 +156,13 @@ def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     sizes, kept = merged_dims(x, x.new_empty(shape))
     integer = _BITS[x.dtype]
     scratch = torch.empty(min(x.numel(), _tile()), dtype=integer)
-    largest = torch.zeros([size if keep else 1 for size, keep in zip(sizes, kept, strict=True)], dtype=integer)
+    largest = torch.zeros(
+        [size if keep else 1 for size, keep in zip(sizes, kept, strict=True)], dtype=integer
+    )
     for part, result in _tiles([x.permute(order).reshape(sizes).view(integer), largest], _tile()):
-        magnitude = torch.bitwise_and(part, torch.iinfo(integer).max, out=scratch[: part.numel()].view(part.shape))
+        magnitude = torch.bitwise_and(
+            part, torch.iinfo(integer).max, out=scratch[: part.numel()].view(part.shape)
+        )
         for d, size in enumerate(result.shape):
             if size == 1 and magnitude.shape[d] > 1:
                 magnitude = magnitude.amax(d, keepdim=True)

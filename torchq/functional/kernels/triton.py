@@ -1,6 +1,6 @@
 """Triton kernels: forward with the gradient mask in one pass over memory, and the backward that applies it.
 
-Only :mod:`torchq.functional.kernels.select` imports this file, when it is first needed. With ``TRITON_INTERPRET=1`` in the
+Only :mod:`torchq.functional.kernels.dispatch` imports this file, when it is first needed. With ``TRITON_INTERPRET=1`` in the
 environment before that, Triton runs the kernels on CPU tensors, which is how they are tested without a GPU.
 
 A tensor is seen as a dense matrix of ``rows x cols`` in the order of its memory, chosen so that the index of the amax of an
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchq.formats import FloatFormat, Format, IntFormat
 from torchq.functional.kernels.layout import memory_order, merged_dims
-from torchq.functional.scale import TINY, step_from_amax
+from torchq.functional.scale import TINY, scale_from_amax
 
 __all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
 
@@ -58,13 +58,19 @@ def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
     groups = outer.pop()[0] if outer else 1
     if any(keep for _, keep in outer):
         return None
-    return _Matrix(rows, cols, repeat, groups, row_stride=cols if inner else 1, col_stride=int(inner))
+    return _Matrix(
+        rows, cols, repeat, groups, row_stride=cols if inner else 1, col_stride=int(inner)
+    )
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
     """Whether the kernels can do this case; the others are left to the definition."""
     known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
-    if not known or x.dtype not in _DTYPES or not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+    if (
+        not known
+        or x.dtype not in _DTYPES
+        or not (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+    ):
         return False
     return amax.device == x.device and _matrix(*merged_dims(x, amax)) is not None
 
@@ -86,21 +92,21 @@ def _snapped(v, LO: tl.constexpr, HI: tl.constexpr, MANTISSA: tl.constexpr, SMAL
 
 
 @triton.jit
-def _steps(amax_ptr, step_ptr, group, known, QMAX: tl.constexpr, HAS_STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """amax, step and divisor of each group; the formulas of torchq/functional/scale.py."""
+def _steps(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """amax, scale and divisor of each group; the formulas of torchq/functional/scale.py."""
     amax = tl.load(amax_ptr + group, mask=known, other=1.0)
-    if HAS_STEP:
-        step = tl.load(step_ptr + group, mask=known, other=1.0)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + group, mask=known, other=1.0)
     else:
-        step = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
-    return amax, step, tl.where((amax <= _TINY) | (step == 0.0), float("inf"), step)
+        scale = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
+    return amax, scale, tl.where((amax <= _TINY) | (scale == 0.0), float("inf"), scale)
 
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     x_ptr,
     amax_ptr,
-    step_ptr,
+    scale_ptr,
     y_ptr,
     mask_ptr,
     rows,
@@ -114,7 +120,7 @@ def _forward(  # type: ignore[no-untyped-def]
     HI: tl.constexpr,
     MANTISSA: tl.constexpr,
     SMALLEST: tl.constexpr,
-    HAS_STEP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     WITH_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -128,10 +134,15 @@ def _forward(  # type: ignore[no-untyped-def]
     if COL_STRIDE:
         group = group + col
         known = there
-    amax, step, divisor = _steps(amax_ptr, step_ptr, group, known, QMAX, HAS_STEP)
+    amax, scale, divisor = _steps(amax_ptr, scale_ptr, group, known, QMAX, HAS_SCALE)
 
     x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
-    y = _snapped(tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST) * step
+    y = (
+        _snapped(
+            tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST
+        )
+        * scale
+    )
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=there)
     if WITH_MASK:
         tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=there)
@@ -146,7 +157,9 @@ def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ign
     tl.store(out_ptr + at, tl.where(inside != 0, grad, 0.0), mask=there)
 
 
-def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool) -> tuple[Tensor, Tensor | None]:
+def fake_quantize(
+    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
     """As :func:`torchq.functional.kernels.reference.fake_quantize`, in one pass over memory."""
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     # The interpreter cuts float32 to bfloat16 instead of rounding, so there torch rounds; the hardware rounds to nearest even.
@@ -158,10 +171,20 @@ def fake_quantize(x: Tensor, amax: Tensor, format: Format, scale_format: Format 
         x = torch.empty_like(x).copy_(x)  # a slice or an expanded tensor: make it dense
     view = _matrix(*merged_dims(y, amax))
     if view is None:
-        raise ValueError(f"fake_quantize: got amax of shape {tuple(amax.shape)}; expected a case that supports() accepts")
-    steps = None if scale_format is None else step_from_amax(amax, format, scale_format)
+        raise ValueError(
+            f"fake_quantize: got amax of shape {tuple(amax.shape)}; expected a case that supports() accepts"
+        )
+    scales = None if scale_format is None else scale_from_amax(amax, format, scale_format)
     order = memory_order(y)
-    _launch_forward(view, x, _dense(amax, order), None if steps is None else _dense(steps, order), y, mask, format)
+    _launch_forward(
+        view,
+        x,
+        _dense(amax, order),
+        None if scales is None else _dense(scales, order),
+        y,
+        mask,
+        format,
+    )
     return y.to(x.dtype), mask
 
 
@@ -169,7 +192,15 @@ def _dense(values: Tensor, order: tuple[int, ...]) -> Tensor:
     return values.permute(order).contiguous() if values.dim() else values
 
 
-def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None, y: Tensor, mask: Tensor | None, format: Format) -> None:
+def _launch_forward(
+    view: _Matrix,
+    x: Tensor,
+    amax: Tensor,
+    scales: Tensor | None,
+    y: Tensor,
+    mask: Tensor | None,
+    format: Format,
+) -> None:
     block_c = min(triton.next_power_of_2(view.cols), _BLOCK)
     block_r = min(triton.next_power_of_2(view.rows), _BLOCK // block_c)
     grid = (triton.cdiv(view.rows, block_r) * triton.cdiv(view.cols, block_c),)
@@ -177,7 +208,7 @@ def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None
         _forward[grid](
             x,
             amax,
-            amax if steps is None else steps,
+            amax if scales is None else scales,
             y,
             y if mask is None else mask,
             view.rows,
@@ -187,11 +218,11 @@ def _launch_forward(view: _Matrix, x: Tensor, amax: Tensor, steps: Tensor | None
             view.row_stride,
             COL_STRIDE=view.col_stride,
             QMAX=format.qmax,
-            LO=format.lo,
-            HI=format.hi,
+            LO=format.quant_min,
+            HI=format.quant_max,
             MANTISSA=format.mantissa_bits if isinstance(format, FloatFormat) else -1,
             SMALLEST=(format.min_exponent + 127) << 23 if isinstance(format, FloatFormat) else 0,
-            HAS_STEP=steps is not None,
+            HAS_SCALE=scales is not None,
             WITH_MASK=mask is not None,
             BLOCK_R=block_r,
             BLOCK_C=block_c,

@@ -18,7 +18,9 @@ class _Calibrator:
         unsigned: whether codes start at 0.
     """
 
-    def __init__(self, num_bits: int | tuple[int, int], axis: int | tuple[int, ...] | None, unsigned: bool) -> None:
+    def __init__(
+        self, num_bits: int | tuple[int, int], axis: int | tuple[int, ...] | None, unsigned: bool
+    ) -> None:
         self._num_bits = num_bits
         self._axis = axis
         self._unsigned = unsigned

@@ -55,7 +55,9 @@ class HistogramCalibrator(_Calibrator):
     ) -> None:
         super().__init__(num_bits, axis, unsigned)
         if axis is not None:
-            raise UnsupportedError(f"HistogramCalibrator: got axis={axis}; expected None, per tensor. Use calib_method='max'")
+            raise UnsupportedError(
+                f"HistogramCalibrator: got axis={axis}; expected None, per tensor. Use calib_method='max'"
+            )
         self._first_bins = num_bins
         self._skip_zeros = skip_zeros
         self._torch_hist = torch_hist
@@ -80,9 +82,13 @@ class HistogramCalibrator(_Calibrator):
             return
         largest = x.max().item()
         if not math.isfinite(largest):
-            raise CalibrationError("HistogramCalibrator: got NaN or infinite values; expected finite data. Check the layers before")
+            raise CalibrationError(
+                "HistogramCalibrator: got NaN or infinite values; expected finite data. Check the layers before"
+            )
         if self._calib_hist is None and largest <= TINY:
-            self._zeros += x.numel()  # no bin width follows from these; they join the first bin later
+            self._zeros += (
+                x.numel()
+            )  # no bin width follows from these; they join the first bin later
             return
         self._widen(largest, x.device)
         assert self._calib_hist is not None and self._calib_bin_edges is not None
@@ -109,7 +115,14 @@ class HistogramCalibrator(_Calibrator):
         self._calib_hist = torch.nn.functional.pad(counts, (0, self._num_bins - counts.numel()))
         self._calib_bin_edges = torch.arange(self._num_bins + 1, device=counts.device) * width
 
-    def compute_amax(self, method: str = "entropy", *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99) -> Tensor | None:
+    def compute_amax(
+        self,
+        method: str = "entropy",
+        *,
+        stride: int = 1,
+        start_bin: int = 128,
+        percentile: float = 99.99,
+    ) -> Tensor | None:
         """The range for everything collected, 0-d float32; None where nothing was.
 
         Args:
@@ -122,9 +135,13 @@ class HistogramCalibrator(_Calibrator):
             ConfigError: a percentile out of range, or a histogram too small for ``start_bin``.
         """
         if method not in ("entropy", "mse", "percentile"):
-            raise LegacyTypeError(f"Unknown calibration method {method!r}; expected 'entropy', 'mse' or 'percentile'")
+            raise LegacyTypeError(
+                f"Unknown calibration method {method!r}; expected 'entropy', 'mse' or 'percentile'"
+            )
         if method == "percentile" and not 0 <= percentile <= 100:
-            raise ConfigError(f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99")
+            raise ConfigError(
+                f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99"
+            )
         if self._calib_hist is None or self._calib_bin_edges is None:
             return torch.zeros(()) if self._zeros else None
         counts, edges = self._calib_hist, self._calib_bin_edges
@@ -141,12 +158,18 @@ class HistogramCalibrator(_Calibrator):
 
     def __repr__(self) -> str:
         edges = self._calib_bin_edges
-        seen = "nothing" if edges is None else f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
+        seen = (
+            "nothing" if edges is None else f"[0, {float(edges[-1]):.4g}] in {len(edges) - 1} bins"
+        )
         return f"{super().__repr__()[:-1]} collected {seen})"
 
 
 def calibrate_weights(
-    model: nn.Module, method: str = "percentile", perchannel: bool = True, percentile: float = 99.99, num_bins: int = 2048
+    model: nn.Module,
+    method: str = "percentile",
+    perchannel: bool = True,
+    percentile: float = 99.99,
+    num_bins: int = 2048,
 ) -> None:
     """Set the range of every ``weight_quantizer`` of ``model`` from the ``weight`` beside it.
 
@@ -160,19 +183,28 @@ def calibrate_weights(
         LegacyTypeError: another method.
     """
     if method not in ("max", "mse", "percentile"):
-        raise LegacyTypeError(f"Unsupported calibration method {method!r}; expected 'max', 'mse' or 'percentile'")
+        raise LegacyTypeError(
+            f"Unsupported calibration method {method!r}; expected 'max', 'mse' or 'percentile'"
+        )
     for module in model.modules():
-        weight, quantizer = getattr(module, "weight", None), getattr(module, "weight_quantizer", None)
+        weight, quantizer = (
+            getattr(module, "weight", None),
+            getattr(module, "weight_quantizer", None),
+        )
         if not isinstance(weight, Tensor) or quantizer is None:
             continue
         axis = (1 if getattr(module, "transposed", False) else 0) if perchannel else None
         if method == "max":
-            quantizer.amax = reduce_amax(weight, None if axis is None else tuple(d for d in range(weight.dim()) if d != axis))
+            quantizer.amax = reduce_amax(
+                weight, None if axis is None else tuple(d for d in range(weight.dim()) if d != axis)
+            )
             continue
         parts = [weight] if axis is None else list(weight.unbind(axis))
         ranges = []
         for part in parts:
-            calibrator = HistogramCalibrator(quantizer.num_bits, None, quantizer.unsigned, num_bins=num_bins)
+            calibrator = HistogramCalibrator(
+                quantizer.num_bits, None, quantizer.unsigned, num_bins=num_bins
+            )
             calibrator.collect(part)
             ranges.append(calibrator.compute_amax(method, percentile=percentile))
         shape = [] if axis is None else [-1 if d == axis else 1 for d in range(weight.dim())]

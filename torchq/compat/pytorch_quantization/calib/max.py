@@ -23,7 +23,11 @@ class MaxCalibrator(_Calibrator):
     """
 
     def __init__(
-        self, num_bits: int | tuple[int, int], axis: int | tuple[int, ...] | None, unsigned: bool, track_amax: bool = False
+        self,
+        num_bits: int | tuple[int, int],
+        axis: int | tuple[int, ...] | None,
+        unsigned: bool,
+        track_amax: bool = False,
     ) -> None:
         super().__init__(num_bits, axis, unsigned)
         self._track_amax = track_amax
@@ -49,10 +53,14 @@ class MaxCalibrator(_Calibrator):
             x = x.float()
         shape, before = self._core.granularity.amax_shape(x.shape), self._core.observer.shape
         if before not in (None, shape):
-            raise CalibrationError(f"MaxCalibrator: amax shape changed: got {shape}; expected {before} as before")
+            raise CalibrationError(
+                f"MaxCalibrator: amax shape changed: got {shape}; expected {before} as before"
+            )
         self._core.collect(x)
         if self._track_amax:
-            self._amaxs.append(reduce_amax(x, self._core.granularity).float().cpu().numpy())  # a tensor of its own
+            self._amaxs.append(
+                reduce_amax(x, self._core.granularity).float().cpu().numpy()
+            )  # a tensor of its own
 
     def reset(self) -> None:
         self._core.reset()
@@ -67,7 +75,9 @@ class MaxCalibrator(_Calibrator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "_core" not in state:  # pickled by the original: its settings are taken over, its statistics are not
+        if (
+            "_core" not in state
+        ):  # pickled by the original: its settings are taken over, its statistics are not
             self.__dict__.pop("_calib_amax", None)
             self._amaxs = list(state.get("_amaxs", ()))
             self._core = CoreMaxCalibrator(axis=self._axis)

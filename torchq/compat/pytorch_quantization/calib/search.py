@@ -20,7 +20,14 @@ __all__ = ["entropy", "mse", "percentile"]
 _ELEMENTS = 1 << 22  # of one temporary
 
 
-def entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int = 1, start_bin: int = 128) -> Tensor:
+def entropy(
+    counts: Tensor,
+    edges: Tensor,
+    num_bits: NumBits,
+    unsigned: bool,
+    stride: int = 1,
+    start_bin: int = 128,
+) -> Tensor:
     """The edge with the least Kullback-Leibler divergence between the data clipped there and its quantized histogram; the last of equals.
 
     The first bin takes the count of its neighbour, since zeros tell nothing about the range.
@@ -29,10 +36,17 @@ def entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, st
         ConfigError: a float format, or fewer than ``start_bin`` bins.
     """
     if not isinstance(num_bits, int) or num_bits == 0:
-        raise ConfigError(f"entropy: got num_bits={num_bits}; expected an integer format. Use mse or percentile")
+        raise ConfigError(
+            f"entropy: got num_bits={num_bits}; expected an integer format. Use mse or percentile"
+        )
     candidates = _candidates(counts.numel() + 1, start_bin, stride)
     counts = torch.cat([counts[1:2], counts[1:]]).to("cpu", torch.float64)
-    divergence = torch.cat([_divergence(counts, part, 1 << (num_bits - 1 + unsigned)) for part in candidates.split(1024)])
+    divergence = torch.cat(
+        [
+            _divergence(counts, part, 1 << (num_bits - 1 + unsigned))
+            for part in candidates.split(1024)
+        ]
+    )
     best = divergence.numel() - 1 - int(divergence.flip(0).argmin())
     return edges[int(candidates[best])]
 
@@ -49,13 +63,26 @@ def _divergence(counts: Tensor, candidates: Tensor, levels: int) -> Tensor:
     # The last run that holds the last kept bin is the last one that is not empty of bins.
     run = (border < candidates.unsqueeze(1)).sum(1) - 1
     q_last = log_mean.gather(1, run.unsqueeze(1)).squeeze(1)
-    own = _running(torch.xlogy(counts, counts))[candidates] - torch.xlogy(last, last) + torch.xlogy(last + beyond, last + beyond)
-    divergence = (own - (mass * log_mean).sum(1) - beyond * q_last) / below[-1] - torch.log(below[-1] / kept)
+    own = (
+        _running(torch.xlogy(counts, counts))[candidates]
+        - torch.xlogy(last, last)
+        + torch.xlogy(last + beyond, last + beyond)
+    )
+    divergence = (own - (mass * log_mean).sum(1) - beyond * q_last) / below[-1] - torch.log(
+        below[-1] / kept
+    )
     impossible = ((last == 0) & (beyond > 0)) | (kept == 0)
     return torch.where(impossible, torch.inf, divergence)
 
 
-def mse(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int = 1, start_bin: int = 128) -> Tensor:
+def mse(
+    counts: Tensor,
+    edges: Tensor,
+    num_bits: NumBits,
+    unsigned: bool,
+    stride: int = 1,
+    start_bin: int = 128,
+) -> Tensor:
     """The bin center with the least squared error of quantizing all centers to that range; the first of equals.
 
     Raises:
@@ -83,14 +110,18 @@ def percentile(counts: Tensor, edges: Tensor, percentile: float) -> Tensor:
         ConfigError: outside 0 to 100.
     """
     if not 0 <= percentile <= 100:
-        raise ConfigError(f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99")
+        raise ConfigError(
+            f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99"
+        )
     share = (counts.to("cpu", torch.float64) / counts.sum().item()).cumsum(0)
     return edges[int(torch.searchsorted(share, percentile / 100))]
 
 
 def _candidates(stop: int, start_bin: int, stride: int) -> Tensor:
     if stop <= start_bin:
-        raise ConfigError(f"start_bin: got {start_bin} for a histogram of {stop} candidates; expected fewer. Collect with more bins")
+        raise ConfigError(
+            f"start_bin: got {start_bin} for a histogram of {stop} candidates; expected fewer. Collect with more bins"
+        )
     return torch.arange(start_bin, stop, stride)
 
 

@@ -36,8 +36,15 @@ class ClipFunction(torch.autograd.Function):
             )
         above_low, below_high = input > low, input < high
         bounds = [
-            (grads[0] * ~inside).sum(dtype=compute_dtype(bound.dtype)).to(bound.dtype).reshape(bound.shape) if needed else None
-            for bound, inside, needed in zip((low, high), (above_low, below_high), ctx.needs_input_grad[1:], strict=True)
+            (grads[0] * ~inside)
+            .sum(dtype=compute_dtype(bound.dtype))
+            .to(bound.dtype)
+            .reshape(bound.shape)
+            if needed
+            else None
+            for bound, inside, needed in zip(
+                (low, high), (above_low, below_high), ctx.needs_input_grad[1:], strict=True
+            )
         ]
         return grads[0] * (above_low & below_high), *bounds
 

@@ -38,14 +38,24 @@ def group_parameters(
     """
     for patterns in patterns_list:
         if not isinstance(patterns, list):
-            raise LegacyTypeError(f"patterns_list must be list of list of patterns: got {patterns!r}; expected [{patterns!r}]")
-    groups: list[dict[str, Any]] = [{"params": match_parameters(model, patterns)} for patterns in patterns_list]
-    options = {"lr": ("lrs", lrs), "momentum": ("momentums", momentums), "weight_decay": ("weight_decays", weight_decays)}
+            raise LegacyTypeError(
+                f"patterns_list must be list of list of patterns: got {patterns!r}; expected [{patterns!r}]"
+            )
+    groups: list[dict[str, Any]] = [
+        {"params": match_parameters(model, patterns)} for patterns in patterns_list
+    ]
+    options = {
+        "lr": ("lrs", lrs),
+        "momentum": ("momentums", momentums),
+        "weight_decay": ("weight_decays", weight_decays),
+    }
     for key, (argument, values) in options.items():
         if values is None:
             continue
         if len(values) != len(groups):
-            raise LegacyTypeError(f"len({argument}) must match len(patterns_list): got {len(values)}; expected {len(groups)}")
+            raise LegacyTypeError(
+                f"len({argument}) must match len(patterns_list): got {len(values)}; expected {len(groups)}"
+            )
         for group, value in zip(groups, values, strict=True):
             group[key] = value
     return groups

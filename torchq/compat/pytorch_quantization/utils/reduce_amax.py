@@ -12,7 +12,9 @@ from torchq.errors import ConfigError
 __all__ = ["reduce_amax"]
 
 
-def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+def reduce_amax(
+    input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True
+) -> Tensor:
     """The largest magnitude of ``input`` over the axes in ``axis``, without gradient, in its dtype.
 
     ``axis`` names what is reduced: the opposite of a descriptor's ``axis``. None reduces everything to a 0-d tensor; so do

@@ -9,7 +9,10 @@ from torch import nn
 
 from torchq.compat.errors import LegacyTypeError
 from torchq.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from torchq.compat.pytorch_quantization.tensor_quant import QUANT_DESC_8BIT_PER_TENSOR, QuantDescriptor
+from torchq.compat.pytorch_quantization.tensor_quant import (
+    QUANT_DESC_8BIT_PER_TENSOR,
+    QuantDescriptor,
+)
 from torchq.errors import ConfigError
 
 __all__ = ["QuantInputMixin", "QuantMixin", "QuantizerList", "pop_quant_desc_in_kwargs"]
@@ -31,13 +34,17 @@ class QuantizerList(nn.ModuleList):
 
 def _checked(descriptor: Any) -> QuantDescriptor:
     if not isinstance(descriptor, QuantDescriptor):
-        raise ConfigError(f"default descriptor: got {descriptor!r}; expected an instance of QuantDescriptor")
+        raise ConfigError(
+            f"default descriptor: got {descriptor!r}; expected an instance of QuantDescriptor"
+        )
     return copy.deepcopy(descriptor)
 
 
 def _check_fake(*descriptors: QuantDescriptor) -> None:
     if not all(descriptor.fake_quant for descriptor in descriptors):
-        raise ConfigError("init_quantizer: Only fake quantization is supported in layers: got fake_quant=False; expected True")
+        raise ConfigError(
+            "init_quantizer: Only fake quantization is supported in layers: got fake_quant=False; expected True"
+        )
 
 
 class QuantInputMixin:
@@ -66,7 +73,9 @@ class QuantInputMixin:
         self._input_quantizer = TensorQuantizer(quant_desc_input)
 
     # Any: the read-only view of a child stands where torchq's own layers have the child itself.
-    input_quantizer: Any = property(lambda self: self._input_quantizer, doc="The quantizer of the input.")
+    input_quantizer: Any = property(
+        lambda self: self._input_quantizer, doc="The quantizer of the input."
+    )
 
 
 class QuantMixin:
@@ -91,7 +100,12 @@ class QuantMixin:
         """As :meth:`set_default_quant_desc_input`, for the weight."""
         cls.default_quant_desc_weight = _checked(value)
 
-    def init_quantizer(self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None) -> None:
+    def init_quantizer(
+        self,
+        quant_desc_input: QuantDescriptor,
+        quant_desc_weight: QuantDescriptor,
+        num_layers: int | None = None,
+    ) -> None:
         """Create the quantizers; with ``num_layers`` the lists ``_input_quantizers`` and ``_weight_quantizers`` of that length.
 
         Raises:
@@ -103,12 +117,20 @@ class QuantMixin:
             self._input_quantizer = TensorQuantizer(quant_desc_input)
             self._weight_quantizer = TensorQuantizer(quant_desc_weight)
         else:
-            self._input_quantizers = QuantizerList(TensorQuantizer(quant_desc_input) for _ in range(num_layers))
-            self._weight_quantizers = QuantizerList(TensorQuantizer(quant_desc_weight) for _ in range(num_layers))
+            self._input_quantizers = QuantizerList(
+                TensorQuantizer(quant_desc_input) for _ in range(num_layers)
+            )
+            self._weight_quantizers = QuantizerList(
+                TensorQuantizer(quant_desc_weight) for _ in range(num_layers)
+            )
 
     # Any: the read-only view of a child stands where torchq's own layers have the child itself.
-    input_quantizer: Any = property(lambda self: self._input_quantizer, doc="The quantizer of the input.")
-    weight_quantizer: Any = property(lambda self: self._weight_quantizer, doc="The quantizer of the weight.")
+    input_quantizer: Any = property(
+        lambda self: self._input_quantizer, doc="The quantizer of the input."
+    )
+    weight_quantizer: Any = property(
+        lambda self: self._weight_quantizer, doc="The quantizer of the weight."
+    )
 
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
@@ -124,4 +146,6 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     if input_only:
         return input_descriptor
     # Scripts ask for both before they look what kind of module they have.
-    return input_descriptor, kwargs.get("quant_desc_weight", getattr(quant_cls, "default_quant_desc_weight", None))
+    return input_descriptor, kwargs.get(
+        "quant_desc_weight", getattr(quant_cls, "default_quant_desc_weight", None)
+    )

@@ -27,14 +27,25 @@ class Clip(nn.Module):
     clip_value_min: Tensor
     clip_value_max: Tensor
 
-    def __init__(self, clip_value_min: Any, clip_value_max: Any, learn_min: bool = False, learn_max: bool = False) -> None:
+    def __init__(
+        self,
+        clip_value_min: Any,
+        clip_value_max: Any,
+        learn_min: bool = False,
+        learn_max: bool = False,
+    ) -> None:
         super().__init__()
-        for name, value, learned in (("clip_value_min", clip_value_min, learn_min), ("clip_value_max", clip_value_max, learn_max)):
+        for name, value, learned in (
+            ("clip_value_min", clip_value_min, learn_min),
+            ("clip_value_max", clip_value_max, learn_max),
+        ):
             if learned:
                 setattr(self, name, nn.Parameter(torch.tensor(_scalar(name, value))))
             else:
                 # A buffer, so that it follows the module; not saved, as in the original.
-                self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32), persistent=False)
+                self.register_buffer(
+                    name, torch.as_tensor(value, dtype=torch.float32), persistent=False
+                )
         self._active = True
 
     def disable(self) -> None:
@@ -51,5 +62,7 @@ class Clip(nn.Module):
 
 def _scalar(name: str, value: Any) -> float:
     if isinstance(value, Tensor) or getattr(value, "size", 1) != 1:
-        raise ConfigError(f"{name}: a learned bound must be scalar: got {value!r}; expected a float")
+        raise ConfigError(
+            f"{name}: a learned bound must be scalar: got {value!r}; expected a float"
+        )
     return float(value.item() if hasattr(value, "item") else value)

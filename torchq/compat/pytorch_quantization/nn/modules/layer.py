@@ -24,7 +24,11 @@ class LegacyLayer(QuantModule):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {key: kwargs.pop(key) for key in list(kwargs) if key in inspect.signature(self.float_class.__init__).parameters}
+        own = {
+            key: kwargs.pop(key)
+            for key in list(kwargs)
+            if key in inspect.signature(self.float_class.__init__).parameters
+        }
         input_only = "weight" not in self.quantizers
         descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
         super(QuantModule, self).__init__(*args, **own)

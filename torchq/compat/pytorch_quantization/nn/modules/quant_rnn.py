@@ -12,7 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torchq.compat.pytorch_quantization import tensor_quant
 from torchq.compat.pytorch_quantization.nn._functions.quant_rnn import LSTMCell as lstm_cell
 from torchq.compat.pytorch_quantization.nn._functions.quant_rnn import direction
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantMixin, pop_quant_desc_in_kwargs
+from torchq.compat.pytorch_quantization.nn.modules._utils import (
+    QuantMixin,
+    pop_quant_desc_in_kwargs,
+)
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from torchq.errors import ConfigError
 
@@ -21,8 +24,21 @@ __all__ = ["LSTM", "LSTMCell", "QuantLSTM", "QuantLSTMCell"]
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Torch's keywords, and the others."""
-    own = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size", "device", "dtype")
-    return {k: v for k, v in kwargs.items() if k in own}, {k: v for k, v in kwargs.items() if k not in own}
+    own = (
+        "input_size",
+        "hidden_size",
+        "num_layers",
+        "bias",
+        "batch_first",
+        "dropout",
+        "bidirectional",
+        "proj_size",
+        "device",
+        "dtype",
+    )
+    return {k: v for k, v in kwargs.items() if k in own}, {
+        k: v for k, v in kwargs.items() if k not in own
+    }
 
 
 class QuantLSTM(QuantMixin, nn.LSTM):
@@ -38,12 +54,23 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         own, others = _split(kwargs)
         descriptors = pop_quant_desc_in_kwargs(type(self), **others)
         if own.get("proj_size"):
-            raise ConfigError(f"QuantLSTM: got proj_size={own['proj_size']}; expected 0, projections are not supported")
+            raise ConfigError(
+                f"QuantLSTM: got proj_size={own['proj_size']}; expected 0, projections are not supported"
+            )
         super().__init__(*args, **own)
         self.init_quantizer(*descriptors)
 
-    def init_quantizer(self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None) -> None:
-        super().init_quantizer(quant_desc_input, quant_desc_weight, num_layers or self.num_layers * (1 + self.bidirectional))
+    def init_quantizer(
+        self,
+        quant_desc_input: QuantDescriptor,
+        quant_desc_weight: QuantDescriptor,
+        num_layers: int | None = None,
+    ) -> None:
+        super().init_quantizer(
+            quant_desc_input,
+            quant_desc_weight,
+            num_layers or self.num_layers * (1 + self.bidirectional),
+        )
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         if isinstance(input, PackedSequence):
@@ -60,10 +87,15 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         outputs, state = self._layers(list(steps), hx)
         output = torch.stack(outputs, 1 if self.batch_first else 0)
         if not batched:
-            return output.squeeze(0 if self.batch_first else 1), (state[0].squeeze(1), state[1].squeeze(1))
+            return output.squeeze(0 if self.batch_first else 1), (
+                state[0].squeeze(1),
+                state[1].squeeze(1),
+            )
         return output, state
 
-    def _layers(self, steps: list[Tensor], hx: tuple[Tensor, Tensor] | None) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    def _layers(
+        self, steps: list[Tensor], hx: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
         """All layers over ``steps`` (see :func:`direction`); the hidden states stacked."""
         directions = 1 + self.bidirectional
         shape = (self.num_layers * directions, steps[0].shape[0], self.hidden_size)
@@ -71,13 +103,21 @@ class QuantLSTM(QuantMixin, nn.LSTM):
             hx = (steps[0].new_zeros(shape), steps[0].new_zeros(shape))
         if steps[0].shape[1] != self.input_size or any(tuple(part.shape) != shape for part in hx):
             got = (steps[0].shape[1], tuple(hx[0].shape), tuple(hx[1].shape))
-            raise ConfigError(f"QuantLSTM: got input size and states {got}; expected {(self.input_size, shape, shape)}")
+            raise ConfigError(
+                f"QuantLSTM: got input size and states {got}; expected {(self.input_size, shape, shape)}"
+            )
         states = []
         for layer in range(self.num_layers):
             found = []
             for i in range(layer * directions, (layer + 1) * directions):
                 quantizers = self._input_quantizers[i], self._weight_quantizers[i]
-                outputs, state = direction(steps, (hx[0][i], hx[1][i]), self.all_weights[i], *quantizers, reverse=bool(i % directions))
+                outputs, state = direction(
+                    steps,
+                    (hx[0][i], hx[1][i]),
+                    self.all_weights[i],
+                    *quantizers,
+                    reverse=bool(i % directions),
+                )
                 found.append(outputs)
                 states.append(state)
             steps = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
@@ -97,7 +137,9 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
         super().__init__(*args, **own)
         self.init_quantizer(*descriptors)
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         batched = input.dim() == 2
         if not batched:
             input = input.unsqueeze(0)

@@ -11,14 +11,19 @@ from torchq.compat.pytorch_quantization.descriptor import NumBits
 from torchq.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 from torchq.errors import ExportError
 from torchq.formats import E4M3, Granularity, PerAxis, PerTensor, by_bits
-from torchq.functional import fake_quantize, step_from_amax
+from torchq.functional import fake_quantize, scale_from_amax
 from torchq.utils import constant_while_tracing
 
 __all__ = ["quantize_dequantize"]
 
 
 def quantize_dequantize(
-    inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, narrow_range: bool, granularity: Granularity
+    inputs: Tensor,
+    amax: Tensor,
+    num_bits: NumBits,
+    unsigned: bool,
+    narrow_range: bool,
+    granularity: Granularity,
 ) -> Tensor:
     """``inputs`` on the grid, in its dtype.
 
@@ -40,14 +45,18 @@ def quantize_dequantize(
     return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
 
 
-def _export(inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, narrow_range: bool) -> Tensor:
+def _export(
+    inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, narrow_range: bool
+) -> Tensor:
     axes = tuple(d for d in range(amax.dim()) if amax.shape[d] != 1)
     if isinstance(num_bits, tuple):
         if axes:
-            raise ExportError(f"FP8 export: got amax of shape {tuple(amax.shape)}; expected a scalar. Quantize per tensor")
+            raise ExportError(
+                f"FP8 export: got amax of shape {tuple(amax.shape)}; expected a scalar. Quantize per tensor"
+            )
         if torch.jit.is_tracing():
             with constant_while_tracing():
-                step = float(step_from_amax(amax.float(), E4M3))
+                step = float(scale_from_amax(amax.float(), E4M3))
             if inputs.dtype is torch.float32:
                 return _LegacyFloat8.apply(inputs, step)
             return _LegacyFloat8.apply(inputs.float(), step).to(inputs.dtype)

@@ -12,7 +12,7 @@ from torchq.compat.pytorch_quantization.nn.modules.clip import Clip
 from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
-from torchq.functional import step_from_amax
+from torchq.functional import scale_from_amax
 
 __all__ = ["LegacySwitches"]
 
@@ -63,7 +63,9 @@ class LegacySwitches:
             ConfigError: there is none.
         """
         if self._calibrator is None:
-            raise ConfigError("enable_calib: Calibrator was not created; expected one. Assign quantizer._calibrator")
+            raise ConfigError(
+                "enable_calib: Calibrator was not created; expected one. Assign quantizer._calibrator"
+            )
         self._if_calib = True
 
     def disable_clip(self) -> None:
@@ -80,7 +82,9 @@ class LegacySwitches:
 
     def _switch_clip(self, on: bool) -> None:
         if not self._learn_amax:
-            raise ConfigError("clip: learn_amax is False; expected a descriptor with learn_amax=True")
+            raise ConfigError(
+                "clip: learn_amax is False; expected a descriptor with learn_amax=True"
+            )
         self._if_clip = on
         self.clip.clip_value_min.requires_grad = on
         self.clip.clip_value_max.requires_grad = on
@@ -115,7 +119,10 @@ class LegacySwitches:
     axis = property(lambda self: self._axis, doc="The axes that keep their own range, as given.")
     fake_quant = property(lambda self: self._fake_quant, doc="Whether dequantized values come out.")
     learn_amax = property(lambda self: self._learn_amax, doc="Whether the range is learned.")
-    scale = property(lambda self: self._scale, doc="qmax / amax of the last call without fake_quant, None before it; 1 with.")
+    scale = property(
+        lambda self: self._scale,
+        doc="qmax / amax of the last call without fake_quant, None before it; 1 with.",
+    )
 
     @property
     def maxbound(self) -> float:
@@ -161,15 +168,17 @@ class LegacySwitches:
         """Whether the range is known."""
         return self._learn_amax or self.amax is not None
 
-    @property
-    def step(self) -> Tensor:
-        """amax / qmax as torchq computes it, of the range in use."""
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the scale amax / qmax as torchq computes it, of the range in use, and zeros."""
         amax = self._learned_amax() if self._learn_amax else self.amax  # type: ignore[attr-defined]
         if amax is None:
-            raise CalibrationError("TensorQuantizer: the step is not known; expected a calibrated amax. Run load_calib_amax()")
+            raise CalibrationError(
+                "TensorQuantizer: the scale is not known; expected a calibrated amax. Run load_calib_amax()"
+            )
         if self._scale_amax is not None and not self._learn_amax:
             amax = amax * self._scale_amax
-        return step_from_amax(amax.detach(), self.descriptor.format)
+        scale = scale_from_amax(amax.detach(), self.descriptor.format)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def range_for(self, x: Tensor) -> Tensor:
         """The range that a call on ``x`` quantizes with."""

@@ -69,7 +69,12 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         self._unsigned = quant_desc.unsigned
         self._narrow_range = quant_desc.narrow_range
         self._scale: Any = 1.0 if quant_desc.fake_quant else None
-        self._disabled, self._if_quant, self._if_clip, self._if_calib = disabled, if_quant, False, if_calib
+        self._disabled, self._if_quant, self._if_clip, self._if_calib = (
+            disabled,
+            if_quant,
+            False,
+            if_calib,
+        )
         if quant_desc.amax is not None:
             self.amax = quant_desc.amax
         if self._learn_amax:
@@ -105,12 +110,16 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
 
     def _set(self, name: str, value: Any) -> None:
         if value is None:
-            raise ConfigError(f"{name[1:]}: got None; expected a number or an array. To forget it: del quantizer.{name}")
+            raise ConfigError(
+                f"{name[1:]}: got None; expected a number or an array. To forget it: del quantizer.{name}"
+            )
         with torch.inference_mode(False), torch.no_grad():
             known = getattr(self, name, None)
             new = torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True)
             if bool((new < 0).any()) and name == "_amax":
-                raise ConfigError(f"amax: got {value}; expected no negative values. Take the absolute maximum")
+                raise ConfigError(
+                    f"amax: got {value}; expected no negative values. Take the absolute maximum"
+                )
             if known is None:
                 self.register_buffer(name, new)
             elif known.shape != new.shape:
@@ -138,7 +147,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
             CalibrationError: nothing was collected, or there is no calibrator.
         """
         if self._calibrator is None:
-            raise CalibrationError(f"{self._where()}: Calibrator not created; expected one. Assign quantizer._calibrator")
+            raise CalibrationError(
+                f"{self._where()}: Calibrator not created; expected one. Assign quantizer._calibrator"
+            )
         amax = self._calibrator.compute_amax(*args, **kwargs)
         if amax is None:
             text = f"{self._where()}: Calibrator returned None: it has not seen any tensor; expected a batch with calibration enabled."
@@ -168,7 +179,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         """
         if not self._learn_amax or self.amax is None:
             lacks = "learn_amax=True" if not self._learn_amax else "a range"
-            raise CalibrationError(f"{self._where()}: Called init_learn_amax without {lacks}; expected a calibrated quantizer that learns")
+            raise CalibrationError(
+                f"{self._where()}: Called init_learn_amax without {lacks}; expected a calibrated quantizer that learns"
+            )
         bound = self.amax.max()
         self.clip.clip_value_min.data.copy_(-bound)
         self.clip.clip_value_max.data.copy_(bound)
@@ -195,8 +208,12 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         else:
             amax = self._get_amax(inputs)
         if self._fake_quant or isinstance(self._num_bits, tuple):
-            return quantize_dequantize(inputs, amax, self._num_bits, self._unsigned, self._narrow_range, self.granularity)
-        codes, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
+            return quantize_dequantize(
+                inputs, amax, self._num_bits, self._unsigned, self._narrow_range, self.granularity
+            )
+        codes, self._scale = tensor_quant(
+            inputs, amax, self._num_bits, self._unsigned, self._narrow_range
+        )
         return codes
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -214,7 +231,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         """Give ``x`` to the calibrator; to torchq's own while :func:`torchq.calibrate` runs."""
         calibrator = self._calibrator if self.calibrator is None else self.calibrator
         if calibrator is None:
-            raise CalibrationError(f"{self._where()}: Calibrator was not created; expected one. Assign quantizer._calibrator")
+            raise CalibrationError(
+                f"{self._where()}: Calibrator was not created; expected one. Assign quantizer._calibrator"
+            )
         calibrator.collect(x.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
@@ -237,7 +256,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
             if mine is None or mine.shape != value.shape:
                 device = value.device if mine is None else mine.device
                 self._buffers.pop(old, None)
-                self.register_buffer(old, torch.empty(value.shape, dtype=torch.float32, device=device))
+                self.register_buffer(
+                    old, torch.empty(value.shape, dtype=torch.float32, device=device)
+                )
             state_dict[prefix + old] = value.float()
         super(core.TensorQuantizer, self)._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
@@ -258,10 +279,31 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         else:
             known = f"[{amax.min():.4f}, {amax.max():.4f}]({amax.numel()})"
         parts = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit"]
-        parts += [flag for flag, on in (("narrow", self._narrow_range), ("fake", self._fake_quant)) if on]
+        parts += [
+            flag for flag, on in (("narrow", self._narrow_range), ("fake", self._fake_quant)) if on
+        ]
         parts += ["per-tensor" if self._axis is None else f"axis={self._axis}", f"amax={known}"]
         parts += [f"*{self._scale_amax}"] if self._scale_amax is not None else []
-        parts += [flag for flag, on in (("pre_quant_scale", self.pre_quant_scale is not None), ("learned", self._learn_amax)) if on]
-        parts += [f"calibrator={type(self._calibrator).__name__}"] if self._calibrator is not None else []
-        parts += [flag for flag, on in (("quant", self._if_quant), ("clip", self._if_clip), ("calib", self._if_calib)) if on]
+        parts += [
+            flag
+            for flag, on in (
+                ("pre_quant_scale", self.pre_quant_scale is not None),
+                ("learned", self._learn_amax),
+            )
+            if on
+        ]
+        parts += (
+            [f"calibrator={type(self._calibrator).__name__}"]
+            if self._calibrator is not None
+            else []
+        )
+        parts += [
+            flag
+            for flag, on in (
+                ("quant", self._if_quant),
+                ("clip", self._if_clip),
+                ("calib", self._if_calib),
+            )
+            if on
+        ]
         return " ".join(parts)

@@ -1,0 +1,256 @@
+"""Folding into calibrated layers: codes keep their magnitude, ranges grow by the scale, and what cannot hold is refused."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fusion.common import error, outputs, randomized
+from tests.fusion.zoo import RepVGGBlock
+from torchq.descriptor import QuantDescriptor
+from torchq.functional import quantize
+from torchq.fusion import RescalesOutput, fuse_
+from torchq.nn import QuantConv2d, QuantLinear, convert_
+from torchq.swap import quantize_
+from torchq.workflow import calibrate
+
+PER_CHANNEL, PER_TENSOR = QuantDescriptor(axis=0), QuantDescriptor()
+
+
+def quantized(layer, norm, weight, x, method="max"):
+    model = randomized(nn.Sequential(layer, norm))
+    convert_(model[0], input=PER_TENSOR, weight=weight)
+    calibrate(model, [x], method=method, progress=False)
+    return model
+
+
+def codes(layer):
+    q = layer.weight_quantizer
+    return quantize(layer.weight, q.amax, q.descriptor.format, q.descriptor.granularity)
+
+
+CASES = {
+    "conv2d": (
+        lambda: nn.Conv2d(3, 64, 3),
+        nn.BatchNorm2d(64),
+        PER_CHANNEL,
+        (4, 3, 8, 8),
+        lambda s: s.view(-1, 1, 1, 1),
+    ),
+    "groups": (
+        lambda: nn.Conv2d(4, 64, 3, groups=2, bias=False),
+        nn.BatchNorm2d(64),
+        PER_CHANNEL,
+        (4, 4, 8, 8),
+        lambda s: s.view(-1, 1, 1, 1),
+    ),
+    "conv1d": (
+        lambda: nn.Conv1d(3, 64, 3),
+        nn.BatchNorm1d(64),
+        PER_CHANNEL,
+        (4, 3, 8),
+        lambda s: s.view(-1, 1, 1),
+    ),
+    "linear": (
+        lambda: nn.Linear(32, 64),
+        nn.BatchNorm1d(64),
+        PER_CHANNEL,
+        (8, 32),
+        lambda s: s.view(-1, 1),
+    ),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(3, 64, 3),
+        nn.BatchNorm2d(64),
+        QuantDescriptor(axis=1),
+        (4, 3, 8, 8),
+        lambda s: s.view(1, -1, 1, 1),
+    ),
+    "rows and columns": (
+        lambda: nn.Conv2d(3, 64, 3),
+        nn.BatchNorm2d(64),
+        QuantDescriptor(axis=(0, 1)),
+        (4, 3, 8, 8),
+        lambda s: s.view(-1, 1, 1, 1),
+    ),
+    "int4": (
+        lambda: nn.Conv2d(3, 64, 3),
+        nn.BatchNorm2d(64),
+        QuantDescriptor(num_bits=4, axis=0),
+        (4, 3, 8, 8),
+        lambda s: s.view(-1, 1, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("zero_gamma", [False, True])
+def test_codes_keep_their_magnitude_and_take_the_sign(name, zero_gamma):
+    make, norm, weight, shape, view = CASES[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = quantized(make(), copy.deepcopy(norm), weight, x)
+    if zero_gamma:
+        model[1].weight.data[1] = 0.0
+    layer, bn = model[0], model[1]
+    scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
+    assert bool((scale < 0).any())
+    before, amax, want = codes(layer), layer.weight_quantizer.amax.clone(), outputs(model, x)
+    report = fuse_(model, x)
+    assert report.applied
+    assert model[0] is layer
+    assert type(model[1]) is nn.Identity
+    expected = before * view(scale.sign().float())
+    assert (codes(layer) != expected).float().mean().item() <= 1e-4
+    # one rounding to float32
+    assert torch.allclose(
+        layer.weight_quantizer.amax.double(), amax.double() * view(scale.abs()), rtol=1e-6, atol=0
+    )
+    # quantized with codes of the same magnitude, the layer computes the same up to rounding in float32
+    assert error(outputs(model, x), want) <= 1e-5
+
+
+def test_learned_range_keeps_its_parameter():
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    model[1].weight.data.fill_(-0.5)
+    model[1].running_var.fill_(1.0)
+    convert_(model[0], input=PER_TENSOR, weight=QuantDescriptor(learn_amax=True, amax=0.2))
+    calibrate(model, [x], progress=False)
+    parameter, amax = model[0].weight_quantizer.amax, model[0].weight_quantizer.amax.item()
+    assert fuse_(model, x).applied  # one range for all channels, but also one scale
+    assert model[0].weight_quantizer.amax is parameter
+    assert parameter.item() == pytest.approx(amax * 0.5, rel=1e-4)
+
+
+REFUSED = {
+    "per tensor": (
+        lambda: nn.Conv2d(3, 8, 3),
+        PER_TENSOR,
+        "max",
+        r"one range for the whole weight, but BatchNorm scales its channels by factors up to",
+    ),
+    "transposed by input channel": (
+        lambda: nn.ConvTranspose2d(3, 8, 3),
+        PER_CHANNEL,
+        "max",
+        "ranges that several output channels share",
+    ),
+    "transposed with groups": (
+        lambda: nn.ConvTranspose2d(4, 4, 3, groups=2),
+        QuantDescriptor(axis=1),
+        "max",
+        "ranges that several output channels",
+    ),
+    "clipped below the lowest code": (
+        lambda: nn.Conv2d(3, 8, 3),
+        PER_CHANNEL,
+        "clip",
+        r"would change .*% of its weight codes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_codes_is_refused_with_the_order(name):
+    make, weight, method, reason = REFUSED[name]
+    torch.manual_seed(0)
+    layer = make()
+    x = torch.randn(4, layer.in_channels, 8, 8)
+    model = quantized(layer, nn.BatchNorm2d(layer.out_channels), weight, x)
+    if method == "clip":  # codes of -128 have no counterpart of the other sign
+        layer.weight_quantizer.set_amax(layer.weight_quantizer.amax * 0.5)
+    state, want = copy.deepcopy(model.state_dict()), outputs(model, x)
+    report = fuse_(model, x)
+    assert report.fused == ()
+    assert re.search(reason, report.reason("1"))
+    assert report.reason("1").endswith("Fuse before quantizing")
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert torch.equal(outputs(model, x), want)
+
+
+def test_a_running_calibration_is_not_disturbed():
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(QuantConv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    model[0].input_quantizer.start_calibration()
+    assert "is being calibrated; finish the calibration first" in fuse_(model).reason("1")
+    assert not model[0].input_quantizer.calibrator.seen
+
+
+def test_before_calibration_there_is_nothing_to_rescale():
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    convert_(model[0], input=PER_TENSOR, weight=PER_TENSOR)
+    assert fuse_(model).applied
+    calibrate(model, [x], progress=False)
+    assert model[0].weight_quantizer.amax.item() == pytest.approx(
+        model[0].weight.abs().max().item()
+    )
+
+
+def test_an_unquantized_weight_needs_no_range():
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    convert_(model[0], input=QuantDescriptor(amax=3.0), weight=None)
+    x = torch.randn(2, 3, 6, 6)
+    want = outputs(model, x)
+    assert fuse_(model, x).applied
+    assert error(outputs(model, x), want) <= 1e-5
+
+
+def test_batchnorm_before_a_quantized_layer_is_refused():
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.BatchNorm2d(3), QuantConv2d(3, 8, 3)))
+    assert "1 after it is quantized per output channel; fuse before quantizing" in fuse_(
+        model
+    ).reason("0")
+
+
+def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only():
+    """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing; the other order is refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        RepVGGBlock(1, 8, 2),
+        RepVGGBlock(8, 8),
+        RepVGGBlock(8, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+    images = torch.randn(512, 1, 12, 12)
+    labels = torch.arange(512) % 4
+    for label in range(4):  # a bar at one of four places
+        images[labels == label, :, 3 * label : 3 * label + 2, 4:] += 2.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(60):
+        index = torch.arange(64) + 64 * (step % 6)
+        loss = nn.functional.cross_entropy(model(images[index]), labels[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    test, expected = images[384:], labels[384:]
+
+    def accuracy(net):
+        return (outputs(net, test).argmax(1) == expected).float().mean().item()
+
+    before, wrong = accuracy(model), copy.deepcopy(model)
+    assert before >= 0.9
+    fuse_(model, test)
+    for net in (model, wrong):
+        quantize_(net)
+        calibrate(net, [images[:384]], progress=False)
+    assert accuracy(model) >= before - 0.02
+    report = fuse_(wrong)
+    assert ["is a repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3)] == [
+        True
+    ] * 3
+
+
+def test_layers_follow_the_protocol():
+    assert isinstance(QuantConv2d(3, 8, 3), RescalesOutput)
+    assert isinstance(QuantLinear(3, 8), RescalesOutput)
+    assert not isinstance(nn.Conv2d(3, 8, 3), RescalesOutput)

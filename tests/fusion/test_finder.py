@@ -1,0 +1,178 @@
+"""How a BatchNorm and its layer are found: traced, recorded, in parts, through moved features and wrappers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fusion import zoo_rest
+from tests.fusion.common import Net, data_dependent, error, outputs, randomized
+from torchq.fusion import fuse_
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_models_that_cannot_be_traced_are_recorded(functional):
+    def forward(m, x):
+        y = F.conv2d(x, m.conv.weight, m.conv.bias, padding=1) if functional else m.conv(x)
+        y = m.bn(y)
+        return y * y.shape[0] if x.abs().max() > 0.1 else y
+
+    torch.manual_seed(0)
+    model = randomized(Net(forward).double())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    without = fuse_(copy.deepcopy(model))
+    assert without.fused == ()
+    assert "Give an example to see the whole" in without.notes[0]
+    report = fuse_(model, x)
+    assert report.fused[0].found_by == "recorder"
+    assert "not traceable with torch.fx (TraceError" in report.notes[0]
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
+def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable):
+    def forward(m, x):
+        return m.bn(m.conv(x.to(m.conv.weight.dtype).to(m.conv.bias))) * m.conv.weight.shape[0]
+
+    torch.manual_seed(0)
+    model = randomized(Net(forward if traceable else data_dependent(forward)).double())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 1
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+        def forward(self, x):
+            return self.body(x) if x.sum() < 1e9 else x
+
+    torch.manual_seed(0)
+    model = randomized(Outer().double())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert fuse_(model).fused[0].name == "body.0"
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_optional_arguments_keep_their_default():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x, mask=None, scale=1.0):
+            y = self.conv(x)
+            if mask is not None:
+                y = y * mask
+            return self.bn(y) * scale
+
+    torch.manual_seed(0)
+    assert len(fuse_(randomized(Masked())).fused) == 1
+
+
+def test_linear_after_flatten_needs_no_example():
+    torch.manual_seed(0)
+    model = randomized(
+        nn.Sequential(
+            nn.Conv2d(3, 2, 1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+            nn.BatchNorm1d(4),
+            nn.ReLU(),
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+        )
+    )
+    assert len(fuse_(model).fused) == 2
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6), (2, 3, 5, 6)])
+def test_linear_and_batchnorm_with_the_features_moved(shape):
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = (
+                nn.Linear(6, 4),
+                nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4),
+            )
+
+        def forward(self, x):
+            y = self.linear(x)
+            return self.bn(y.permute(0, 3, 1, 2) if len(shape) == 4 else y.flatten(0, 1))
+
+    torch.manual_seed(0)
+    model = randomized(Moved().double())
+    x = torch.randn(*shape, dtype=torch.float64)
+    want = outputs(model, x)
+    assert fuse_(model, x).applied
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("like", ["reshape_as", "view_as", "zeros_like"])
+@pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
+def test_reading_only_the_shape_of_a_result_is_not_using_it(like, traceable):
+    class Tokens(zoo_rest.LinearNorm):
+        def forward(self, x):
+            if not traceable and float(x.sum()) > 1e9:
+                return x
+            x = self.linear(x)
+            y = self.bn(x.flatten(0, 1))
+            return (
+                y.view(torch.zeros_like(x).shape) if like == "zeros_like" else getattr(y, like)(x)
+            )
+
+    torch.manual_seed(0)
+    model = randomized(Tokens(6, 4).double())
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert fuse_(model, x).require_all().applied
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_layer_with_its_norm_inside():
+    class Wrapper(nn.Conv2d):
+        """detectron2's Conv2d."""
+
+        def __init__(self):
+            super().__init__(4, 6, 3, padding=1)
+            self.norm, self.activation = nn.BatchNorm2d(6), F.relu
+
+        def forward(self, x):
+            x = F.conv2d(
+                x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+            )
+            return self.activation(self.norm(x))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Wrapper(), nn.MaxPool2d(2)).double())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    assert fuse_(model, x).fused[0].parts == ("0.norm",)
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right():
+    class Same(nn.Conv2d):
+        def forward(self, x):
+            return self._conv_forward(F.pad(x, (0, 1, 0, 1)), self.weight, self.bias)
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x):
+            return self._conv_forward(
+                x, (self.weight - self.weight.mean()) / self.weight.std(), self.bias
+            )
+
+    torch.manual_seed(0)
+    for cls, fused in ((Same, 1), (Standardized, 0)):
+        model = randomized(nn.Sequential(cls(4, 6, 2), nn.BatchNorm2d(6)).double())
+        report = fuse_(model, verify=False)
+        assert len(report.fused) == fused
+    assert "folding it into 0 would be off by" in report.reason("1")

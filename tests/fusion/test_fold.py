@@ -1,0 +1,325 @@
+"""Folding BatchNorm into one layer: exact for every kind of layer, and the layer stays the object it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fusion.common import error, norms, outputs, randomized
+from torchq.errors import FuseError
+from torchq.fusion import ConstantPad, FuseReport, fuse_
+from torchq.nn.modules.frozen_batchnorm import freeze_norm_
+
+TOL64, TOL32 = 1e-10, 1e-5
+
+
+class FrozenBatchNorm(nn.Module):
+    """Four buffers and no parameters, as in torchvision and detectron2."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.eps = 1e-4
+        for name, value in (
+            ("weight", 1.0),
+            ("bias", 0.0),
+            ("running_mean", 0.0),
+            ("running_var", 1.0),
+        ):
+            self.register_buffer(name, torch.full((c,), value))
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        return x * scale.view(1, -1, 1, 1) + (self.bias - self.running_mean * scale).view(
+            1, -1, 1, 1
+        )
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    def __init__(self, c):
+        super().__init__(c)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def frozen(layers):
+    assert freeze_norm_(layers[-1])
+    return layers
+
+
+def image(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+AFTER = {
+    "conv1d": (lambda: [nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)], (2, 4, 9)),
+    "conv2d": (lambda: [nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6)], (2, 4, 9, 8)),
+    "conv2d-no-bias": (
+        lambda: [nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)],
+        (2, 4, 9, 8),
+    ),
+    "conv2d-groups": (
+        lambda: [nn.Conv2d(4, 8, 3, groups=2, dilation=2), nn.BatchNorm2d(8)],
+        (2, 4, 9, 8),
+    ),
+    "conv2d-depthwise": (
+        lambda: [nn.Conv2d(4, 8, 3, groups=4, bias=False), nn.BatchNorm2d(8, affine=False)],
+        (2, 4, 9, 8),
+    ),
+    "conv2d-reflect": (
+        lambda: [nn.Conv2d(4, 6, 3, padding=2, padding_mode="reflect"), nn.BatchNorm2d(6)],
+        (2, 4, 9, 8),
+    ),
+    "conv2d-same": (
+        lambda: [nn.Conv2d(4, 6, (3, 5), padding="same"), nn.BatchNorm2d(6)],
+        (2, 4, 9, 8),
+    ),
+    "conv3d": (lambda: [nn.Conv3d(4, 6, (1, 3, 2)), nn.BatchNorm3d(6)], (2, 4, 5, 6, 7)),
+    "transposed1d": (lambda: [nn.ConvTranspose1d(4, 6, 3, 2), nn.BatchNorm1d(6)], (2, 4, 5)),
+    "transposed2d-groups": (
+        lambda: [nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2, bias=False), nn.BatchNorm2d(6)],
+        (2, 4, 5, 6),
+    ),
+    "transposed3d-depthwise": (
+        lambda: [nn.ConvTranspose3d(4, 4, 2, groups=4), nn.BatchNorm3d(4)],
+        (2, 4, 3, 3, 3),
+    ),
+    "linear": (lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)], (5, 4)),
+    "sync": (lambda: [nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6)], (2, 4, 9, 8)),
+    "frozen": (lambda: [nn.Conv2d(4, 6, 3), FrozenBatchNorm(6)], (2, 4, 9, 8)),
+    "frozen-in-place": (lambda: frozen([nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)]), (2, 4, 9, 8)),
+    "with-activation": (lambda: [nn.Conv2d(4, 6, 3), BatchNormAct(6)], (2, 4, 9, 8)),
+    "through-dropout": (
+        lambda: [nn.Conv2d(4, 6, 3), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(6)],
+        (2, 4, 9, 8),
+    ),
+}
+BEFORE = {
+    "unpadded": (lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2)], (2, 4, 9, 8)),
+    "reflect": (
+        lambda: [
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", bias=False),
+        ],
+        (2, 4, 9, 8),
+    ),
+    "pointwise-transposed": (
+        lambda: [nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 1, groups=2)],
+        (2, 4, 9, 8),
+    ),
+    "linear": (lambda: [nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 6)], (5, 4)),
+    "conv1d": (lambda: [nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3, dilation=2)], (5, 4, 9)),
+}
+
+
+def build(make):
+    torch.manual_seed(0)
+    layers = make()
+    return randomized(nn.Sequential(*layers).double())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [*AFTER.values(), *BEFORE.values()],
+    ids=[*AFTER, *("before-" + name for name in BEFORE)],
+)
+def test_fold_is_exact(make, shape):
+    model = build(make)
+    x = image(*shape)
+    want = outputs(model, x)
+    single, layers = (
+        copy.deepcopy(model).float(),
+        [m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")],
+    )
+    report = fuse_(model, x)
+    assert report.applied
+    assert len(report.fused) == 1
+    assert report.refused == ()
+    assert error(outputs(model, x), want) <= TOL64
+    assert report.error <= TOL64
+    assert norms(model) == []
+    assert all(any(layer is m for m in model) for layer in layers)
+    again = fuse_(model, x)
+    assert (again.fused, again.applied) == ((), False)
+    assert fuse_(single, x.float()).applied
+    assert error(outputs(single, x.float()), want) <= TOL32
+
+
+def test_activation_of_a_batchnorm_survives():
+    model = build(AFTER["with-activation"][0])
+    act = model[1].act
+    fuse_(model)
+    assert model[1] is act
+    frozen = build(AFTER["frozen"][0])
+    fuse_(frozen)
+    assert type(frozen[1]) is nn.Identity
+
+
+def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly():
+    model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()])
+    x = image(2, 4, 7, 8)
+    want, conv = outputs(model, x), model[1]
+    report = fuse_(model)
+    assert not report.applied
+    assert (
+        "pads with zeros, which a shift before it would change at the border; constant_pad=True"
+        in report.reason("0")
+    )
+    assert fuse_(model, x, constant_pad=True).applied
+    assert type(model[0]) is ConstantPad
+    assert model[1] is conv
+    assert error(outputs(model, x), want) <= TOL64
+    assert "padding=(1, 1)" in repr(model[0])
+
+
+def test_batchnorm_without_shift_passes_zero_padding():
+    model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)])
+    model[0].running_mean.zero_()
+    model[0].bias.data.zero_()
+    x = image(2, 4, 7, 8)
+    want = outputs(model, x)
+    assert fuse_(model, x).applied
+    assert error(outputs(model, x), want) <= TOL64
+
+
+def test_batchnorm_between_two_layers_and_around_one():
+    model = build(
+        lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
+    )
+    x = image(2, 4, 7, 8)
+    want = outputs(model, x)
+    report = fuse_(model, x)
+    assert sorted(fusion.kind for fusion in report.fused) == [
+        "norm after layer",
+        "norm after layer",
+        "norm before layer",
+    ]
+    assert norms(model) == []
+    assert error(outputs(model, x), want) <= TOL64
+
+
+def test_batchnorm_that_feeds_several_layers():
+    class Fan(nn.Module):
+        def __init__(self, padding):
+            super().__init__()
+            self.norm, self.a, self.b = (
+                nn.BatchNorm2d(4),
+                nn.Conv2d(4, 3, 1),
+                nn.Conv2d(4, 5, 3, padding=padding),
+            )
+
+        def forward(self, x):
+            x = self.norm(x)
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    x = image(2, 4, 7, 8)
+    model = randomized(Fan(0).double())
+    want = outputs(model, x)
+    assert fuse_(model).fused[0].parts == ("norm", "b")
+    assert error(outputs(model, x), want) <= TOL64
+    padded = randomized(Fan(1).double())
+    assert "b after it pads with zeros" in fuse_(padded).reason("norm")
+    assert type(padded.norm) is nn.BatchNorm2d
+
+
+def test_layer_stays_the_same_object_with_its_hooks_and_attributes():
+    model = build(AFTER["conv2d-no-bias"][0]).float().to(memory_format=torch.channels_last)
+    conv, seen = model[0], []
+    conv.note, conv.weight.tag = "mine", 7
+    conv.weight.requires_grad_(False)
+    conv.register_forward_pre_hook(lambda module, args: seen.append(module))
+    old = conv.weight
+    values = old.clone()
+    fuse_(model)
+    assert model[0] is conv
+    assert (conv.note, conv.weight.tag) == ("mine", 7)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not conv.weight.requires_grad
+    assert seen == []  # checking a fold does not run hooks
+    outputs(model, torch.randn(1, 4, 6, 6))
+    assert seen == [conv]
+    assert torch.equal(old, values)  # whoever holds the old parameter still has its values
+    assert set(model.state_dict()) == {"0.weight", "0.bias"}
+
+
+def test_tied_weights_are_not_corrupted():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.norm(self.a(x)) + self.b(x)
+
+    torch.manual_seed(0)
+    model = randomized(Tied().double())
+    x = image(1, 3, 6, 6)
+    want, tied = outputs(model, x), model.b.weight
+    assert fuse_(model, x).applied
+    assert model.b.weight is tied
+    assert model.a.weight is not tied
+    assert error(outputs(model, x), want) <= TOL64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_folded_in_float64(dtype):
+    model = build(AFTER["conv2d"][0]).to(dtype)
+    exact = copy.deepcopy(model).double()
+    fuse_(exact)
+    fuse_(model)
+    assert model[0].weight.dtype is dtype
+    # one rounding to the storage type, and none before it
+    assert torch.equal(model[0].weight, exact[0].weight.to(dtype))
+    assert torch.equal(model[0].bias, exact[0].bias.to(dtype))
+
+
+def test_overflow_of_half_precision_is_refused():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).half().eval()
+    model[1].running_var.zero_()
+    model[1].weight.data.fill_(30000.0)
+    model[0].weight.data.fill_(10.0)
+    assert "overflows torch.float16" in fuse_(model).reason("1")
+
+
+def test_dry_run_changes_nothing():
+    model = build(AFTER["conv2d"][0])
+    state = copy.deepcopy(model.state_dict())
+    report = fuse_(model, image(1, 4, 6, 6), dry_run=True)
+    assert len(report.fused) == 1
+    assert not report.applied
+    assert "model unchanged" in str(report)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert report.error <= TOL64
+
+
+def test_without_verification_the_result_is_the_same():
+    model = build(AFTER["conv2d"][0])
+    other = copy.deepcopy(model)
+    fuse_(model, verify=False)
+    fuse_(other)
+    assert torch.equal(model[0].weight, other[0].weight)
+
+
+def test_report_reads_as_a_table():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)
+    ).eval()
+    model[1].weight.data[1] = 8.0
+    report = fuse_(model)
+    assert isinstance(report, FuseReport)
+    assert "1 fused, 1 refused, applied" in str(report)
+    assert "0  <- 1  [norm after layer, fx" in str(report)
+    assert "3  refused: its input comes from 2, not from a convolution or linear layer" in str(
+        report
+    )
+    assert report.fused[0].scale == pytest.approx(8.0, rel=1e-4)
+    assert report.fused[0].spread_after > report.fused[0].spread_before
+    with pytest.raises(
+        FuseError, match=r"refused 1; expected to merge everything. 3: its input comes from 2"
+    ):
+        report.require_all()

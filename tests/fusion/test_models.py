@@ -1,0 +1,240 @@
+"""Whole networks of torchvision: every BatchNorm that follows a layer goes, and the function stays."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fusion import zoo
+from tests.fusion.common import error, norms, outputs, randomized
+from torchq.fusion import fuse_
+from torchq.graph import tensors_in
+
+torchvision = pytest.importorskip("torchvision")
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(t.numel() for t in tensors_in(out))])
+        return out
+
+
+# name: (BatchNorms that stay, because they come before an activation, image size); untrained weights
+MODELS = {
+    "resnet18": (0, 64),
+    "mobilenet_v3_small": (0, 64),
+    "shufflenet_v2_x0_5": (0, 64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torchvision_network(name):
+    left, size = MODELS[name]
+    torch.manual_seed(0)
+    model = randomized(torchvision.models.get_model(name, weights=None))
+    exact, x = copy.deepcopy(model).double(), torch.randn(1, 3, size, size + 3)
+    want = outputs(exact, x.double())
+    before = outputs(model, x)
+    report = fuse_(model, x)
+    assert len(report.refused) == left
+    assert report.error <= 1e-5
+    # the reference is the float64 network: fusing must not be further from it than rounding in float32 is
+    assert error(outputs(model, x), want) <= max(1e-5, 3 * error(before, want))
+    assert fuse_(exact, x.double()).error <= 1e-10
+    assert error(outputs(exact, x.double()), want) <= 1e-10
+
+
+def test_detection_backbone_with_frozen_batchnorm():
+    torch.manual_seed(0)
+    layer = torchvision.ops.misc.FrozenBatchNorm2d
+    model = randomized(torchvision.models.resnet18(weights=None, norm_layer=layer).double())
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 20
+    assert not any(isinstance(m, layer) for m in model.modules())
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_a_detector_whose_forward_cannot_be_traced():
+    torch.manual_seed(0)
+    name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
+    model = randomized(
+        torchvision.models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=3, **sizes
+        ).double()
+    )
+    images = [torch.rand(3, 64, 80, dtype=torch.float64)]
+    features = outputs(model.backbone, images[0][None])
+    report = fuse_(model, (images,)).require_all()
+    assert {fusion.found_by for fusion in report.fused} == {"recorder"}
+    assert report.error <= 1e-9
+    assert norms(model) == []
+    assert (
+        max(
+            error(got, features[key])
+            for key, got in outputs(model.backbone, images[0][None]).items()
+        )
+        <= 1e-10
+    )
+
+
+def test_a_wrapped_model_keeps_its_wrapper():
+    torch.manual_seed(0)
+    model = nn.DataParallel(
+        randomized(nn.Sequential(zoo.conv_bn(3, 8, 3), nn.ReLU(), zoo.RepVGGBlock(8, 8)).double())
+    )
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.name for fusion in fuse_(model, x).fused] == [
+        "module.2.rbr_reparam",
+        "module.0.conv",
+    ]
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_a_branch_that_is_read_elsewhere_is_not_merged():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big, self.small = zoo.conv_bn(8, 8, 3, padding=1), zoo.conv_bn(8, 8, 1)
+
+        def forward(self, x):
+            small = self.small(x)
+            return torch.relu(self.big(x) + small) * small
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Reads()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == ["norm after layer"] * 2
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_widely_dilated_convolutions_cost_no_memory():
+    """Written densely, the kernels of an atrous pyramid would take hundreds of megabytes."""
+
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (
+                nn.Conv2d(64, 64, 3, padding=rate, dilation=rate, bias=False) for rate in (90, 150)
+            )
+            self.norm_a, self.norm_b = nn.BatchNorm2d(64), nn.BatchNorm2d(64)
+
+        def forward(self, x):
+            return torch.relu(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Pyramid()))
+    with Allocations() as allocations:
+        report = fuse_(model)
+    assert [fusion.kind for fusion in report.fused] == ["norm after layer"] * 2
+    assert (
+        allocations.largest <= 64 * 64 * 9 * 2
+    )  # nothing larger than a kernel as it is stored, and a little for images
+
+
+def test_branches_are_not_merged_into_more_work():
+    class LowRank(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = zoo.conv_bn(32, 2, 1), zoo.conv_bn(2, 32, 1)
+
+        def forward(self, x):
+            return x + self.up(self.down(x))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(LowRank()).double())
+    fuse_(model)
+    assert isinstance(model[0], LowRank)
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 2
+
+
+def test_factors_computed_from_parameters_are_constants():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha, self.body = nn.Parameter(torch.randn(2, 8)), zoo.conv_bn(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            one, two = self.alpha.sigmoid().unbind(0)
+            return torch.relu(one.view(1, -1, 1, 1) * self.body(x) + two.view(1, -1, 1, 1) * x)
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Gated()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == ["unknown block"]
+    assert [type(m) for m in model[0].children()] == [nn.Conv2d]
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+def test_branches_that_can_only_be_followed_without_their_norms():
+    class Opaque(nn.BatchNorm2d):
+        """A BatchNorm with an activation slot, whose forward looks at the image size."""
+
+        def __init__(self, c):
+            super().__init__(c)
+            self.act = nn.Identity()
+
+        def forward(self, x):
+            return self.act(super().forward(x)) if x.shape[-1] else x
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big, self.small, self.norm = (
+                nn.Conv2d(8, 8, 3, padding=1),
+                nn.Conv2d(8, 8, 1),
+                Opaque(8),
+            )
+
+        def forward(self, x):
+            return torch.relu(self.norm(self.big(x)) + self.small(x))
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(Branch()).double())
+    x = torch.randn(1, 8, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.kind for fusion in fuse_(model, x).fused] == [
+        "norm after layer",
+        "unknown block",
+    ]
+    assert error(outputs(model, x), want) <= 1e-10
+    assert fuse_(model, x).fused == ()
+
+
+def test_a_network_of_unknown_blocks():
+    class Block(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.big, self.small, self.out_channels = (
+                nn.Conv2d(c, c, 3, padding=1, bias=False),
+                nn.Conv2d(c, c, 1),
+                c,
+            )
+            self.bn1, self.bn2, self.act = nn.BatchNorm2d(c), nn.BatchNorm2d(c), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.bn1(self.big(x)) + self.bn2(self.small(x)) + x) * 2
+
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), Block(8), Block(8)).double())
+    act = model[1].act
+    x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
+    want = outputs(model, x)
+    assert [fusion.name for fusion in fuse_(model, x).fused] == ["2", "1"]
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 3
+    assert model[1].act is act
+    assert model[1].out_channels == 8
+    assert type(model[1]).__name__ == "Block"
+    assert error(outputs(copy.deepcopy(model), x), want) <= 1e-10

@@ -1,0 +1,375 @@
+"""Layers and blocks whose numbers cannot be changed are refused; a failed check leaves everything as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from tests.fusion.common import error, outputs, randomized
+from tests.fusion.zoo import RepVGGBlock
+from torchq.errors import FuseError
+from torchq.fusion import fuse_
+
+
+def pair(layer=None, norm=None):
+    return nn.Sequential(layer or nn.Conv2d(4, 4, 1), norm or nn.BatchNorm2d(4)).eval()
+
+
+class Rounding(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).round()
+
+
+def hooked(model, index, kind):
+    getattr(model[index], kind)(lambda *args: None)
+    return model
+
+
+def trained(model):
+    model[1].train()
+    return model
+
+
+def not_finite():
+    model = pair()
+    model[1].running_var[0] = -1.0
+    model[0].weight.data[0] = float("nan")
+    return model
+
+
+def integer():
+    model = pair()
+    model[0].weight = nn.Parameter(torch.ones(4, 4, 1, 1, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+class Held(nn.Module):
+    def __init__(self, container):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.stages = (
+            container(enumerate([self.conv, self.norm]))
+            if container is dict
+            else container([self.conv, self.norm])
+        )
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+def with_quantizer(index):
+    model = pair()
+    model[index].weight_quantizer = nn.ReLU()
+    return model
+
+
+MODELS = {
+    "one in training mode": (lambda: trained(pair()), "1", "in training mode; call .eval() first"),
+    "no statistics": (
+        lambda: pair(norm=nn.BatchNorm2d(4, track_running_stats=False)),
+        "1",
+        "keeps no running statistics",
+    ),
+    "weight norm": (
+        lambda: pair(parametrizations.weight_norm(nn.Conv2d(4, 4, 1))),
+        "1",
+        "is parametrized; call torch.nn.utils.parametrize",
+    ),
+    "pruned": (
+        lambda: pair(_pruned(nn.Conv2d(4, 4, 1))),
+        "1",
+        "computes its weight (weight_norm, spectral_norm or pruning)",
+    ),
+    "lazy": (
+        lambda: pair(nn.LazyConv2d(4, 1)),
+        "1",
+        "has an uninitialized weight; run the model once first",
+    ),
+    "meta": (
+        lambda: pair(nn.Conv2d(4, 4, 1, device="meta")),
+        "1",
+        "has its weight on the meta device; load the weights first",
+    ),
+    "integer": (integer, "1", "has a weight of torch.int8; expected a floating-point one"),
+    "not finite": (not_finite, "1", "has a weight that is not finite"),
+    "own forward": (
+        lambda: pair(norm=Rounding(4)),
+        "1",
+        "is a Rounding, whose forward may do more than BatchNorm",
+    ),
+    "observed layer": (
+        lambda: hooked(pair(), 0, "register_forward_hook"),
+        "1",
+        "its layer 0 has a forward hook that observes its output",
+    ),
+    "observed norm": (
+        lambda: hooked(pair(), 1, "register_forward_pre_hook"),
+        "1",
+        "has a forward pre-hook; remove it first",
+    ),
+    "plain list": (
+        lambda: Held(list),
+        "norm",
+        "is also kept in the list stages, outside the module tree",
+    ),
+    "plain dict": (
+        lambda: Held(dict),
+        "norm",
+        "is also kept in the dict stages, outside the module tree",
+    ),
+    "quantized layer": (
+        lambda: with_quantizer(0),
+        "1",
+        "holds quantizers; expected the order fuse_, quantize_, calibrate",
+    ),
+    "quantized norm": (
+        lambda: with_quantizer(1),
+        "1",
+        "holds quantizers; expected the order fuse_, quantize_, calibrate",
+    ),
+    "linear, rank unknown": (
+        lambda: pair(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        "1",
+        "dimensions of its result are unknown; give an example",
+    ),
+    "channel axis": (lambda: pair(nn.Conv2d(4, 6, 1)), "1", "has 4 channels, its layer 0 6"),
+}
+
+
+def _pruned(layer):
+    with torch.no_grad():
+        return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_not_plain_numbers_are_refused(name):
+    make, norm, reason = MODELS[name]
+    model = make().eval() if name != "one in training mode" else make()
+    report = fuse_(model)
+    assert report.fused == ()
+    assert reason in report.reason(norm)
+    assert isinstance(model.get_submodule(norm), nn.BatchNorm1d | nn.BatchNorm2d)
+
+
+def test_a_model_in_training_mode_is_an_error():
+    with pytest.raises(
+        FuseError, match=r"the model is in training mode; expected eval mode.* Call model.eval"
+    ):
+        fuse_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+
+
+def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features():
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
+    tokens, rows = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    report = fuse_(model, tokens)
+    assert (
+        "is linear on a 3-d input: its features are the last axis, BatchNorm normalises axis 1"
+        in report.reason("1")
+    )
+    want = outputs(model, rows)
+    assert fuse_(model, rows).applied
+    assert error(outputs(model, rows), want) <= 1e-10
+
+
+def test_failed_whole_model_check_leaves_everything_as_it_was():
+    class Watching(nn.Module):
+        """Its output depends on how it is built, so that only the check of the whole model can notice."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.bn(self.conv(x)) * (2 if type(self.bn) is nn.Identity else 1)
+
+    torch.manual_seed(0)
+    model = randomized(Watching())
+    conv, norm, weight = model.conv, model.bn, model.conv.weight
+    state = copy.deepcopy(model.state_dict())
+    with pytest.warns(
+        UserWarning,
+        match="the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as it was",
+    ):
+        report = fuse_(model, torch.randn(2, 4, 5, 5))
+    assert not report.applied
+    assert report.error == pytest.approx(1.0, rel=1e-3)
+    assert (model.conv, model.bn, model.conv.weight) == (conv, norm, weight)
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.bn(self.conv(x)) / self.bn.num_features
+
+    torch.manual_seed(0)
+    model = randomized(Asks())
+    with pytest.warns(
+        UserWarning,
+        match="the fused model is off by inf; expected at most 1e-04. The model is left as it was",
+    ):
+        report = fuse_(model, torch.randn(2, 4, 5, 5))
+    assert not report.applied
+    assert (
+        "the fused model fails (AttributeError: 'Identity' object has no attribute 'num_features')"
+        in report.notes
+    )
+    assert type(model.bn) is nn.BatchNorm2d
+
+
+class Ranked(nn.Module):
+    """Returns scores and what belongs to them, in an order that rounding decides."""
+
+    def __init__(self, swap=False):
+        super().__init__()
+        self.conv, self.bn, self.swap = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), swap
+
+    def forward(self, x):
+        scores = self.bn(self.conv(x)).mean(1).flatten()
+        values = x.sum(1).flatten()
+        if type(self.bn) is nn.Identity:  # ties broken the other way round, as rounding does
+            order = torch.arange(len(scores)).flip(0)
+            return scores[order], values[order] + self.swap
+        return scores, values
+
+
+def test_results_in_another_order_are_the_same_results():
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 5, 5)
+    report = fuse_(randomized(Ranked()), x)
+    assert report.applied
+    assert (
+        "the outputs agree, but in another order, as after top-k or NMS with ties" in report.notes
+    )
+    with pytest.warns(UserWarning, match="the fused model is off by .*; expected at most 1e-04"):
+        assert not fuse_(randomized(Ranked(swap=True)), x).applied
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone():
+    torch.manual_seed(0)
+    body = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    scripted = torch.jit.script(copy.deepcopy(body))
+    with pytest.raises(
+        FuseError, match=r"got a RecursiveScriptModule; expected a module in Python"
+    ):
+        fuse_(scripted)
+    model = nn.Sequential(
+        body, nn.ReLU(), torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()).eval())
+    )
+    x = torch.randn(1, 3, 5, 5)
+    want = outputs(model, x)
+    assert len(fuse_(model, x).fused) == 1
+    assert error(outputs(model, x), want) <= 1e-5
+
+
+class Masked(nn.Module):
+    """Returns infinities and integers beside its result, and writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x.mul_(0.5)
+        y = self.bn(self.conv(x))
+        return {"masked": y.masked_fill(y < 0, -torch.inf), "index": y.argmax(1)}
+
+
+def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison():
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 5, 5, dtype=torch.float64)
+    kept = x.clone()
+    report = fuse_(randomized(Masked().double()), x)
+    assert report.applied
+    assert report.error <= 1e-10
+    assert torch.equal(x, kept)
+
+
+def test_a_single_layer_or_norm_as_the_model():
+    assert fuse_(nn.Conv2d(3, 3, 1)).fused == ()
+    assert fuse_(nn.BatchNorm2d(3).eval()).refused[0].name == ""
+    torch.manual_seed(0)
+    block = randomized(RepVGGBlock(4, 4))
+    x = torch.randn(2, 4, 6, 6)
+    want = outputs(block, x)
+    assert fuse_(block, x).fused[0].name == "rbr_reparam"
+    assert error(outputs(block, x), want) <= 1e-5
+
+
+def test_what_is_no_module_is_an_error():
+    report = fuse_(nn.ReLU())
+    with pytest.raises(
+        FuseError,
+        match=r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report is returned",
+    ):
+        fuse_(report)
+
+
+def test_models_that_cannot_be_copied_are_an_error():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    prune.l1_unstructured(model[0], "weight", 0.5)  # the weight is the result of a computation now
+    with pytest.raises(
+        FuseError,
+        match=r"the model cannot be copied .*; expected one that copy.deepcopy takes. Make weights",
+    ):
+        fuse_(model)
+
+
+def quantizer_in(block):
+    block.rbr_dense.conv.weight_quantizer = nn.ReLU()
+
+
+BLOCKS = {
+    "holds quantizers; expected the order fuse_, quantize_, calibrate": quantizer_in,
+    "rbr_1x1.bn is in training mode; call .eval() first": lambda block: block.rbr_1x1.bn.train(),
+    "rbr_dense.conv has a forward hook; remove it first": lambda block: (
+        block.rbr_dense.conv.register_forward_hook(lambda *args: None)
+    ),
+    "rbr_1x1.conv is parametrized": lambda block: parametrizations.weight_norm(block.rbr_1x1.conv),
+}
+
+
+@pytest.mark.parametrize("reason", BLOCKS)
+def test_blocks_are_refused_with_the_reason(reason):
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(RepVGGBlock(4, 4)))
+    BLOCKS[reason](model[0])
+    report = fuse_(model)
+    assert "is a repvgg block; " + reason in report.reason("0")
+    assert hasattr(model[0], "rbr_dense")
+    assert not hasattr(model[0], "rbr_reparam")
+
+
+def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error():
+    class Strange(RepVGGBlock):
+        def forward(self, x):
+            return super().forward(x) + (0 if hasattr(self, "rbr_reparam") else 0.25)
+
+    class StrangeAndUntraceable(Strange):
+        def forward(self, x):
+            return super().forward(x) if float(x.detach().sum()) < 1e9 else x
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 6, 6)
+    model = randomized(nn.Sequential(StrangeAndUntraceable(4, 4)))
+    want = outputs(model, x)
+    report = fuse_(model, x)
+    assert "looks like a repvgg block; merging would be off by" in report.reason("0")
+    assert len(report.fused) == 2  # two of its BatchNorms still fold into their own convolutions
+    assert hasattr(model[0], "rbr_dense")
+    assert error(outputs(model, x), want) <= 1e-5
+    traceable = randomized(nn.Sequential(Strange(4, 4)))
+    want = outputs(traceable, x)
+    report = fuse_(traceable, x)
+    assert (report.fused[0].kind, report.refused) == ("unknown block", ())
+    assert error(outputs(traceable, x), want) <= 1e-5

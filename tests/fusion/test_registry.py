@@ -1,0 +1,159 @@
+"""Teaching fuse_ a block, and the engines behind it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fusion.common import error, outputs, randomized
+from torchq.errors import ConfigError
+from torchq.fusion import fuse_, register_block
+from torchq.fusion.linear_map.solve import apply_map, collapse, extract, linear_map, relative_error
+from torchq.fusion.linear_map.symbolic import NotAffine
+from torchq.fusion.linear_map.symbolic_ops import AffineTensor
+from torchq.fusion.reparam.rule import BLOCKS
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.act = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 1),
+            nn.ReLU(),
+        )
+
+    def forward(self, x):
+        if hasattr(self, "merged_conv"):
+            return self.act(self.merged_conv(x))
+        return self.act(self.wide(x) + self.narrow(x))
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [Two, lambda block: hasattr(block, "wide") and hasattr(block, "narrow")],
+    ids=["class", "predicate"],
+)
+def test_register_block(decorate):
+    register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(
+        decorate
+    )
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(Two()).eval()
+        x = torch.randn(1, 4, 6, 6)
+        want = outputs(model, x)
+        assert fuse_(model).fused[0].kind == "two"
+        assert sorted(model.state_dict()) == ["0.merged_conv.bias", "0.merged_conv.weight"]
+        assert error(outputs(model, x), want) <= 1e-5
+        with pytest.raises(ConfigError, match="block family 'two' is registered already"):
+            register_block("two")(Two)
+    finally:
+        BLOCKS.remove("two")
+
+
+def test_register_block_wants_a_class_or_predicate():
+    with pytest.raises(ConfigError, match="got 3; expected a class or a predicate"):
+        register_block("three")(3)
+
+
+def linear_block(groups, stride):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        [nn.Conv2d(4, 8, 3, stride, 1, groups=groups), nn.Conv2d(4, 8, 1, stride, groups=groups)]
+    ).double()
+    return lambda x: layers[0](x) - 0.5 * layers[1](x)
+
+
+@pytest.mark.parametrize("engine", [collapse, extract])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_both_engines_find_the_same_map(engine, groups, stride):
+    function = linear_block(groups, stride)
+    geometry, value = engine(function, 4, 2)
+    assert (geometry.groups, geometry.stride, geometry.window) == (groups, (stride, stride), (3, 3))
+    for size in (9, 10, 11):
+        x = torch.randn(2, 4, size, size + 1, dtype=torch.float64)
+        assert relative_error(apply_map(x, geometry, value), function(x)) <= 1e-12
+
+
+NOT_LINEAR = {
+    "relu": F.relu,
+    "product": lambda x: x * x,
+    "depends on the position": lambda x: x * torch.arange(x.shape[-1], dtype=x.dtype),
+    "batch": lambda x: x + x.mean(0, keepdim=True),
+    "attention": lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)),
+    "bias then padding": lambda x: F.pad(x + 1, (1, 1, 1, 1)),
+    "two windows with padding": lambda x: F.avg_pool2d(F.avg_pool2d(x, 3, 1, 1), 3, 1, 1),
+    "max": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "flip": lambda x: x.flip(-1),
+    "flatten": lambda x: x.flatten(1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_is_not_one_convolution_is_rejected(name):
+    with pytest.raises(NotAffine):
+        linear_map(NOT_LINEAR[name], 4, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NOT_LINEAR if name not in ("flip", "flatten")])
+def test_the_symbolic_engine_rejects_them_by_itself(name):
+    with pytest.raises(NotAffine):
+        collapse(NOT_LINEAR[name], 4, 2)
+
+
+@pytest.mark.parametrize("name", ["relu", "product", "attention", "max"])
+def test_what_is_not_linear_is_turned_away_at_a_small_size(name):
+    """Looking for the window of a wide residual block up to 258 x 258 takes minutes."""
+    sizes = []
+
+    def function(x):
+        sizes.append(x.shape[-1])
+        return NOT_LINEAR[name](x)
+
+    with pytest.raises(NotAffine):
+        extract(function, 4, 2)
+    assert sizes == [11]
+
+
+LINEAR = {
+    "crop": lambda x: x[:, :, 1:-1, 2:],
+    "pad": lambda x: F.pad(x, (1, 0, 2, 1)),
+    "pad and pool": lambda x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 1),
+    "pool of a pool": lambda x: F.avg_pool2d(F.avg_pool2d(x, 2, 1), 2, 2),
+    "negative": lambda x: 1.5 - (-x) / 2 + torch.ones(1, 4, 1, 1, dtype=torch.float64),
+    "sum": lambda x: sum([x, x * 2, torch.add(x, x, alpha=3)]),
+    "dimensions": lambda x: x * 2.0 if x.ndim == 4 and x.dim() == 4 else x,
+    "leaky relu of slope one": lambda x: F.leaky_relu(x, 1.0),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False).contiguous(),
+    "pointwise then window": lambda x: F.avg_pool2d(
+        F.conv2d(x, torch.eye(4, dtype=torch.float64)[:, :, None, None]), 3, 2, 1
+    ),
+    "same": lambda x: F.conv2d(
+        x, torch.ones(4, 4, 3, 3, dtype=torch.float64), padding="same", dilation=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_one_convolution_collapses(name):
+    geometry, value = collapse(LINEAR[name], 4, 2)
+    x = torch.randn(2, 4, 12, 13, dtype=torch.float64)
+    assert relative_error(apply_map(x, geometry, value), LINEAR[name](x)) <= 1e-12
+
+
+def test_maps_of_different_tensors_do_not_add_up():
+    one, two = (AffineTensor.identity(object(), 4, 2) for _ in range(2))
+    with pytest.raises(NotAffine, match="a sum of maps of two different tensors"):
+        one + two
+
+
+def test_linear_layers_are_maps_without_window():
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
+    for engine in (collapse, extract):
+        geometry, value = engine(model, 4, 0)
+        x = torch.randn(5, 4, dtype=torch.float64)
+        assert geometry.window == ()
+        assert relative_error(apply_map(x, geometry, value), model(x)) <= 1e-12

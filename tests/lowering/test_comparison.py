@@ -1,0 +1,105 @@
+"""``deploy(model, example)`` compares its result with the simulation."""
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import torchq
+from tests.lowering.common import calibrated, sqnr
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 16, 16)
+
+
+class Evasive(nn.Module):
+    """Computes something else while it is traced."""
+
+    def __init__(self, factor: float = 5) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * (1 if type(x) is Tensor else self.factor)
+
+
+def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
+    model = calibrated(Evasive(), images)
+    with pytest.raises(
+        torchq.errors.ExportError,
+        match=r"deploy: result 0 has relative error 4 against the simulation; expected at most 0.1, or",
+    ):
+        torchq.deploy(model, images)
+    assert sqnr(torchq.deploy(model, images, chains=False)(images), model(images)) > 40
+
+
+def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
+    model = calibrated(Evasive(1.15), images)
+    with pytest.raises(
+        torchq.errors.ExportError, match=r"result 0 has relative error 0.15 against the simulation"
+    ):
+        torchq.deploy(model, images)
+    coarse = torchq.restore_(model)
+    weight = torchq.QuantDescriptor(2, axis=0)
+    torchq.quantize_(
+        coarse,
+        torchq.QuantConfig((torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)),
+    )
+    torchq.calibrate(coarse, [images], progress=False)
+    torchq.deploy(coarse, images)
+
+
+class Encoder(nn.Module):
+    """Traceable, with more to it than a call with its defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    @property
+    def stride(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        return self.body(self.body(x)) if twice else self.body(x)
+
+
+class Reader(nn.Module):
+    """Cannot be traced; asks its encoder for a property, or calls it with another flag."""
+
+    def __init__(self, flag: bool) -> None:
+        super().__init__()
+        self.encoder, self.other = Encoder(), nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+        self.flag = flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            raise ValueError("too much")
+        y = self.encoder(x, twice=True) if self.flag else self.encoder(x) * self.encoder.stride
+        return self.other(y)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_part_that_its_parent_needs_as_it_is_keeps_its_code(images: Tensor, flag: bool) -> None:
+    model = calibrated(Reader(flag), images)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    assert type(int8.encoder) is Encoder
+    assert all(isinstance(part, fx.GraphModule) for part in (int8.encoder.body, int8.other))
+
+
+def test_a_block_in_two_places_is_joined_once_for_each(images: Tensor) -> None:
+    class Outer(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) if x.sum() < 1e9 else x
+
+    block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+    model = calibrated(nn.Sequential(Outer(block), Outer(block)), images)
+    for example in (None, images):
+        assert sqnr(torchq.deploy(model, example)(images), model(images)) > 40

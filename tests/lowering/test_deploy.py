@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import Residual, calibrated, sqnr
+from torchq.lowering import Int8Conv, Int8Layer
+from torchq.lowering.modules.pooling import CodesMaxPool2d
+from torchq.lowering.modules.qdq import Dequantize, Quantize
+
+
+def kinds(model: nn.Module, kind: type) -> int:
+    return sum(isinstance(m, kind) for m in model.modules())
+
+
+def deployed(model: nn.Module, x: Tensor, **options: Any) -> nn.Module:
+    return torchq.deploy(calibrated(model, x), x, **options)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.GELU, nn.Sigmoid]
+)
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_network_agrees_with_its_simulation(
+    images: Tensor, activation: type[nn.Module], chains: bool
+) -> None:
+    model = calibrated(Residual(activation), images)
+    before = copy.deepcopy(model)
+    int8 = torchq.deploy(model, images, chains=chains)
+    # Where float32 rounds differently on the two sides of a tie a code moves by one: one scale of one element, 1/127 of a range.
+    assert sqnr(int8(images), model(images)) > 40
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), before.state_dict().values(), strict=True)
+    )
+    assert type(model.stem) is torchq.nn.QuantConv2d
+
+
+def test_chains_pass_codes_and_leave_no_float_layer_between(images: Tensor) -> None:
+    int8 = deployed(Residual(), images)
+    assert kinds(int8, nn.BatchNorm2d) == kinds(int8, nn.ReLU) == 0
+    outputs = {
+        name: m.output_qparams for name, m in int8.named_modules() if isinstance(m, Int8Conv)
+    }
+    assert outputs["conv1"] is not None and outputs["conv1"].zero_point == 0
+    # stem feeds the residual addition, conv2 the two branches, and the branches a mean: in floating point.
+    assert [name for name, qparams in outputs.items() if qparams is None] == [
+        "stem",
+        "conv2",
+        "left",
+        "right",
+    ]
+    assert str(torchq.summary(int8)).count("uint8 x int8") == 6
+
+
+class Inception(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Conv2d(3, 8, 1),
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(16, 4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([torch.relu(self.a(x)), self.b(x)], 1)
+        return self.c(torch.nn.functional.max_pool2d(y, 2))
+
+
+def test_pooling_and_concatenation_on_codes(images: Tensor) -> None:
+    model = calibrated(Inception(), images)
+    int8 = torchq.deploy(model, images)
+    assert kinds(int8, Quantize) == 1 and kinds(int8, CodesMaxPool2d) == 1
+    assert sqnr(int8(images), model(images)) > 40
+
+
+class Quantizers(nn.Module):
+    """Quantizers that the author placed: the residual of a block, pooled and flattened on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.residual = torchq.TensorQuantizer()
+        self.next = nn.Linear(3 * 64, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.conv(x) + self.residual(x))
+        return self.next(torch.nn.functional.max_pool2d(y, 2).flatten(1))
+
+
+def test_quantized_residuals_are_added_as_codes(images: Tensor) -> None:
+    model = calibrated(Quantizers(), images)
+    int8 = torchq.deploy(model, images)
+    (conv,) = (m for m in int8.modules() if isinstance(m, Int8Conv))
+    assert conv.residual_qparams is not None and conv.output_qparams is not None
+    assert kinds(int8, Dequantize) == 0
+    assert sqnr(int8(images), model(images)) > 40
+
+
+def test_quantized_inputs_of_pooling(images: Tensor) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
+    config = torchq.recipes.int8().with_rules(
+        *(torchq.Rule(c, input=torchq.QuantDescriptor()) for c in (nn.MaxPool2d, nn.AvgPool2d))
+    )
+    calibrated(model, images, config)
+    int8 = torchq.deploy(model, images)
+    assert kinds(int8, CodesMaxPool2d) == 1
+    assert sqnr(int8(images), model(images)) > 40
+
+
+class Aliased(nn.Module):
+    """What a rewrite could get wrong: a layer called twice, work in place on a tensor that is read again, view after a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.again = self.conv
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(3 * 256, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.relu(y)
+        u = self.again(z) + y  # y was changed in place
+        u += z
+        return self.head(u.view(x.size(0), -1)) + u.mean()
+
+
+def test_shared_layers_and_work_in_place(images: Tensor) -> None:
+    model = calibrated(Aliased(), images)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images.clone()), model(images.clone())) > 40
+
+
+class Undecided(nn.Module):
+    """Control flow that looks at a tensor: cannot be traced; its parts can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stage(x)
+        return self.last(y) if y.sum() > -1e9 else y
+
+
+def test_what_cannot_be_traced_is_lowered_in_parts(images: Tensor) -> None:
+    model = calibrated(Undecided(), images)
+    int8 = torchq.deploy(model, images)
+    assert type(int8) is Undecided
+    assert (
+        isinstance(int8.last, Int8Layer)
+        and int8.stage.get_submodule("0").output_qparams is not None
+    )
+    assert sqnr(int8(images), model(images)) > 40
+
+
+def test_hooks_keep_layers_apart(images: Tensor) -> None:
+    model = calibrated(Residual(), images)
+    seen: list[int] = []
+    model.act.register_forward_hook(lambda *args: seen.append(1))  # type: ignore[union-attr]
+    torchq.deploy(model)(images)
+    assert len(seen) == 5
+
+
+def test_transformer_layers() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu")
+    x = torch.randn(2, 7, 32)
+    model = calibrated(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), x)
+    int8 = torchq.deploy(model, x)
+    assert kinds(int8, Int8Layer) == 8
+    assert sqnr(int8(x), model(x)) > 40
+
+
+# --- living with the result -------------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_files(images: Tensor) -> None:
+    int8 = deployed(Residual(), images)
+    expected = int8(images)
+    file = io.BytesIO()
+    torch.save(int8, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(int8),
+        pickle.loads(pickle.dumps(int8)),
+        torch.load(file, weights_only=False),
+    ):
+        assert torch.equal(other(images), expected)
+
+
+def test_state_dict(images: Tensor) -> None:
+    torch.manual_seed(1)
+    first, second = (deployed(Residual(), scale * images) for scale in (1.0, 2.0))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(second(images), first(images))
+
+
+def test_threads(images: Tensor) -> None:
+    int8 = copy.deepcopy(deployed(Residual(), images))  # nothing packed yet
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(int8(images))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = int8(images)
+    assert len(results) == 8 and all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+def test_any_batch(images: Tensor, count: int) -> None:
+    int8 = deployed(Residual(), images)
+    x = torch.randn(count, 3, 16, 16)
+    assert int8(x).shape == (count, 5)
+    for one, together in zip(x.split(1), int8(x).split(1), strict=False):
+        torch.testing.assert_close(int8(one), together, rtol=1e-5, atol=1e-5)
+
+
+def test_export_with_a_dynamic_batch(images: Tensor) -> None:
+    int8 = deployed(Residual(), images)
+    file = io.BytesIO()
+    torch.export.save(
+        torch.export.export(
+            int8, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
+        ),
+        file,
+    )
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for x in (images, torch.randn(7, 3, 16, 16)):
+        torch.testing.assert_close(loaded(x), int8(x), rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_as_one_graph_for_any_batch(images: Tensor) -> None:
+    int8 = deployed(Residual(), images)
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend=backend)
+    for size in (4, 2, 7):
+        x = torch.randn(size, 3, 16, 16)
+        assert sqnr(compiled(x), int8(x)) > 40
+    assert len(graphs) == 1
+
+
+# --- errors and warnings ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_deploy() -> None:
+    with pytest.raises(
+        torchq.errors.ExportError,
+        match="deploy: Sequential has no quantized layer; expected a calibrated model",
+    ):
+        torchq.deploy(nn.Sequential(nn.ReLU()))
+
+
+def test_uncalibrated_quantizers_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torchq.quantize_(model)
+    torchq.calibrate(model, progress=False)
+    model[1].input_quantizer.set_amax(1.0)  # type: ignore[union-attr, operator]
+    with pytest.raises(
+        torchq.errors.ExportError,
+        match=r"no range is known for 0.input_quantizer; expected calibrated quantizers",
+    ):
+        torchq.deploy(model)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
+    model = nn.Sequential(Residual()).eval()
+    torchq.quantize_(model, target=target)
+    torchq.calibrate(model, [images], progress=False)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    if target == "tensorrt":  # the shortcut alone is quantized, as the kernels want it
+        assert (
+            sum(m.residual_qparams is not None for m in int8.modules() if isinstance(m, Int8Conv))
+            == 1
+        )
+        assert kinds(int8, Dequantize) <= 1
+
+
+def test_products_of_quantized_operands(images: Tensor) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.mul, self.cat = nn.Conv2d(3, 3, 1), torchq.nn.Mul(), torchq.nn.Cat()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cat([self.mul(self.conv(x), torch.sigmoid(x)), x])
+
+    config = torchq.recipes.int8().with_rules(
+        *(torchq.Rule(c, input=torchq.QuantDescriptor()) for c in (torchq.nn.Mul, torchq.nn.Cat))
+    )
+    model = calibrated(Gate(), images, config)
+    int8 = torchq.deploy(model, images)
+    assert sqnr(int8(images), model(images)) > 40
+    assert kinds(int8, torchq.TensorQuantizer) == 0
+
+
+def test_compiled_models_see_a_loaded_state(images: Tensor) -> None:
+    first, second = (deployed(Residual(), images) for _ in range(2))
+    compiled = torch.compile(
+        first, backend="eager"
+    )  # calls the operators, which keep bound kernels
+    assert not torch.allclose(compiled(images), second(images))
+    first.load_state_dict(second.state_dict())
+    torch.compiler.reset()  # qparams are constants of the compiled code
+    torch.testing.assert_close(torch.compile(first, backend="eager")(images), second(images))

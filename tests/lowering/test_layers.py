@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import calibrated
+from torchq.lowering import Int8Conv, Int8Layer, Int8Linear
+
+LAYERS = [
+    ("conv1d", nn.Conv1d(8, 16, 3, padding=1), (2, 8, 11)),
+    ("conv2d", nn.Conv2d(8, 16, 3, stride=2, padding=1), (2, 8, 9, 9)),
+    ("conv3d", nn.Conv3d(8, 16, 3, padding=1), (2, 8, 5, 6, 7)),
+    ("depthwise", nn.Conv2d(8, 8, 3, padding=1, groups=8), (2, 8, 9, 9)),
+    ("dilated", nn.Conv2d(8, 16, 3, dilation=2, bias=False), (2, 8, 9, 9)),
+    ("same", nn.Conv2d(8, 16, (4, 3), padding="same"), (2, 8, 9, 9)),
+    ("valid", nn.Conv1d(8, 16, 3, padding="valid"), (2, 8, 9)),
+    ("reflect", nn.Conv2d(8, 16, 3, padding=2, padding_mode="reflect"), (2, 8, 9, 9)),
+    ("circular", nn.Conv1d(8, 16, 3, padding=2, padding_mode="circular"), (2, 8, 9)),
+    ("replicate", nn.Conv3d(8, 16, 3, padding=1, padding_mode="replicate"), (2, 8, 5, 5, 5)),
+    ("unbatched", nn.Conv2d(8, 16, 3), (8, 9, 9)),
+    ("empty", nn.Conv2d(8, 16, 3), (0, 8, 9, 9)),
+    ("linear", nn.Linear(24, 10), (3, 5, 24)),
+    ("vector", nn.Linear(24, 10, bias=False), (24,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS]
+)
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], positive: bool) -> None:
+    torch.manual_seed(0)  # a weight next to a tie has another code in float64
+    layer.reset_parameters()
+    x = torch.randn(shape).abs() if positive else torch.randn(shape)
+    model = calibrated(copy.deepcopy(layer), x if x.numel() else torch.randn(2, *shape[1:]))
+    int8 = torchq.deploy(model)
+    assert isinstance(int8, Int8Layer)
+    expected = copy.deepcopy(model).double()(x.double())
+    got = int8(x)
+    assert got.dtype is torch.float32
+    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero of 128 makes larger than the result.
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+FEW_BITS = torchq.Rule(
+    nn.Linear,
+    input=torchq.QuantDescriptor(4, unsigned=True),
+    weight=torchq.QuantDescriptor(3, axis=0),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*got negative values")
+@pytest.mark.parametrize(
+    "config",
+    [torchq.recipes.int8_per_tensor(), torchq.QuantConfig((FEW_BITS,))],
+    ids=["per tensor", "few bits"],
+)
+def test_other_grids(config: torchq.QuantConfig) -> None:
+    x = torch.randn(4, 24)
+    model = calibrated(nn.Linear(24, 10), x, config)
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_dead_ranges_give_the_bias() -> None:
+    model = calibrated(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert torch.equal(torchq.deploy(model)(torch.randn(2, 4)), model.bias.expand(2, 3))  # type: ignore[operator]
+
+
+def test_a_scale_in_front_of_the_quantizer() -> None:
+    x = torch.randn(4, 24)
+    model = calibrated(nn.Linear(24, 10), x)
+    model.input_quantizer.pre_quant_scale = torch.rand(24) + 0.5  # type: ignore[union-attr]
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_results_have_the_models_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 5, 5).to(dtype)
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3)).to(dtype), x
+    )
+    for chains in (False, True):
+        got = torchq.deploy(model, chains=chains)(x)
+        assert got.dtype is dtype
+        torch.testing.assert_close(
+            got, model(x), rtol=0.05, atol=0.05
+        )  # a code or two: 16-bit results are rounded again
+
+
+def test_codes_are_taken_as_they_are() -> None:
+    x = torch.randn(2, 8, 5, 5)
+    int8 = torchq.deploy(calibrated(nn.Conv2d(8, 4, 3, padding=1), x))
+    assert isinstance(int8, Int8Conv)
+    assert torch.equal(int8(int8.codes(x)), int8(x))
+
+
+def test_integer_weights_take_a_quarter() -> None:
+    x = torch.randn(2, 64)
+    model = calibrated(nn.Linear(64, 512, bias=False), x)
+    int8 = torchq.deploy(model)
+    assert isinstance(int8, Int8Linear)
+    assert int8.weight_codes.dtype is torch.int8
+    assert sum(b.numel() * b.element_size() for b in int8.buffers()) == 64 * 512 + 4 * 512
+    assert list(int8.parameters()) == []
+
+
+def test_loading_replaces_packed_weights() -> None:
+    x = torch.randn(2, 3, 64)
+    models = [torchq.deploy(calibrated(nn.Linear(64, 8), scale * x)) for scale in (1.0, 3.0)]
+    results = [model(x) for model in models]
+    models[0].load_state_dict(models[1].state_dict())
+    assert torch.equal(models[0](x), results[1])
+    assert not torch.equal(results[0], results[1])
+
+
+def fallback(
+    layer: nn.Module, x: Tensor, **descriptors: torchq.QuantDescriptor
+) -> tuple[nn.Module, nn.Module]:
+    config = torchq.QuantConfig((torchq.Rule(type(layer), **descriptors),))  # type: ignore[arg-type]
+    model = calibrated(nn.Sequential(layer), x, config)
+    return model, torchq.deploy(model)
+
+
+D = torchq.QuantDescriptor
+
+
+@pytest.mark.filterwarnings("ignore:.*got negative values")
+@pytest.mark.parametrize(
+    ("layer", "shape", "descriptors", "reason"),
+    [
+        (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"weight": D(axis=0)}, "its input is not quantized"),
+        (nn.Conv2d(4, 4, 3), (1, 4, 5, 5), {"input": D()}, "its weight is not quantized"),
+        (
+            nn.Conv2d(4, 4, 3),
+            (1, 4, 5, 5),
+            {"input": D(dynamic=True), "weight": D()},
+            "the range of its input is taken from each call",
+        ),
+        (
+            nn.Conv2d(4, 4, 3),
+            (1, 4, 5, 5),
+            {"input": D(axis=1), "weight": D()},
+            "activations have more than one range",
+        ),
+        (
+            nn.Conv1d(4, 4, 1),
+            (1, 4, 5),
+            {"input": D((4, 3)), "weight": D((4, 3))},
+            "format e4m3 has no 8-bit integer kernel",
+        ),
+        (
+            nn.Linear(4, 4),
+            (1, 4),
+            {"input": D(), "weight": D(unsigned=True)},
+            "weight format uint8 does not fit int8",
+        ),
+        (
+            nn.Linear(4, 4),
+            (1, 4),
+            {"input": D(), "weight": D(axis=1)},
+            "weight ranges are neither per tensor nor per output channel",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_has_no_kernel_keeps_simulating_and_says_why(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    descriptors: dict[str, torchq.QuantDescriptor],
+    reason: str,
+) -> None:
+    x = torch.randn(shape)
+    model, int8 = fallback(layer, x, **descriptors)
+    torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
+    (row,) = torchq.summary(int8).layers
+    assert (row.kernel, row.note) == ("simulated", reason)
+
+
+def test_a_class_without_a_kernel_says_so() -> None:
+    indices = torch.arange(4)
+    model, int8 = fallback(nn.Embedding(4, 3), indices, weight=D(axis=0))
+    assert torch.equal(int8(indices), model(indices))
+    (row,) = torchq.summary(int8).layers
+    assert (row.kernel, row.note) == ("simulated", "no integer kernel for QuantEmbedding")
+
+
+class OwnForward(torchq.nn.QuantLinear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Renamed(torchq.nn.QuantLinear):
+    pass
+
+
+def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
+    x = torch.randn(3, 8)
+    model = nn.Sequential(Renamed(8, 8), OwnForward(8, 8), torchq.nn.QuantLinear(8, 8)).eval()
+    model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
+    torchq.calibrate(model[:2], [x], progress=False)
+    torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
+    int8 = torchq.deploy(model, chains=False)
+    assert [type(layer) for layer in int8.children()] == [
+        Int8Linear,
+        OwnForward,
+        torchq.nn.QuantLinear,
+    ]
+    assert [row.note for row in torchq.summary(int8).layers][1:] == [
+        "OwnForward has a forward of its own",
+        "QuantLinear has a forward of its own",
+    ]
+
+
+def test_layers_of_the_compatibility_package_are_lowered() -> None:
+    legacy = pytest.importorskip("torchq.compat.pytorch_quantization.nn")
+    x = torch.randn(2, 8, 6, 6)
+    model = nn.Sequential(
+        legacy.QuantConv2d(8, 4, 3), nn.Flatten(), legacy.QuantLinear(64, 5)
+    ).eval()
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 2
+
+
+def test_bound_kernels_follow_changes_of_the_layer() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
+    before = layer(x)
+    layer.weight_scale = layer.weight_scale * 2
+    assert isinstance(layer.bias, Tensor)
+    layer.bias = layer.bias * 2
+    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
+    layer.stride = [2, 2]
+    assert layer(x).shape == (2, 4, 4, 4)
+
+
+def test_other_steps_of_the_same_weight_are_seen() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, bias=False), x))
+    before = layer(x)
+    layer.weight_scale = layer.weight_scale * 2
+    torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_of_several_kinds_reach_one_layer() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 4, 3, padding=1), x))
+    plain = layer(x)
+    for residual in (
+        torch.randn(2, 4, 8, 8),
+        torch.randn(4, 1, 1),
+        torch.randn(2, 4, 8, 8, dtype=torch.float64),
+    ):
+        kept = residual.clone()
+        torch.testing.assert_close(
+            layer(x, residual), plain + residual, check_dtype=False, rtol=1e-5, atol=1e-5
+        )
+        assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_converting_the_result_to_another_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 5, 5)
+    model = calibrated(
+        nn.Sequential(
+            nn.Conv2d(8, 4, 1), nn.Sigmoid(), torchq.TensorQuantizer(), nn.Tanh(), nn.Flatten(1)
+        ),
+        x,
+    )
+    int8 = torchq.deploy(model)
+    expected = int8(x)
+    scales = [m.weight_scale for m in int8.modules() if isinstance(m, Int8Layer)]
+    converted = copy.deepcopy(int8).to(dtype)
+    got = converted(x.to(dtype))
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+    assert all(
+        torch.equal(a, b.weight_scale)
+        for a, b in zip(
+            scales, (m for m in converted.modules() if isinstance(m, Int8Layer)), strict=True
+        )
+    )
+
+
+def test_many_image_sizes_keep_a_few_kernels() -> None:
+    layer = torchq.deploy(
+        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), chains=False
+    )
+    images = [torch.randn(2, 3, 8, 8 + i) for i in range(20)]
+    first = [layer(x) for x in images]
+    assert all(torch.equal(layer(x), y) for x, y in zip(images, first, strict=True))
+    assert len(layer._runs) <= 8  # type: ignore[arg-type]
+    assert torch.equal(layer(images[0][0]), first[0][0])

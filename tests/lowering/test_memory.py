@@ -1,0 +1,111 @@
+"""What stays in memory: the plain weights may lie in a mapped file, and packed copies go with their weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import Residual, calibrated
+from torchq.lowering import Int8Layer
+from torchq.lowering.ops import onednn
+from torchq.lowering.ops.prepack import PackCache
+
+MAPS = Path("/proc/self/maps")
+
+
+def file_at(address: int) -> str:
+    """Which file is mapped to an address of this process; empty for its own memory."""
+    for line in MAPS.read_text(encoding="utf-8").splitlines():
+        span, *rest = line.split(maxsplit=5)
+        low, high = (int(bound, 16) for bound in span.split("-"))
+        if low <= address < high:
+            return rest[4] if len(rest) == 5 else ""
+    return ""
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [m.weight_codes.data_ptr() for m in model.modules() if isinstance(m, Int8Layer)]
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
+def test_weights_of_a_mapped_file_are_never_copied(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    int8 = torchq.deploy(calibrated(Residual().eval(), x), x)
+    expected = int8(x)
+    path = tmp_path / "model"
+    torch.save(int8, path)
+    mapped = torch.load(path, mmap=True, weights_only=False)
+    for size in (16, 8, 16):
+        assert torch.equal(mapped(x[..., :size, :size]), int8(x[..., :size, :size]))
+    assert {file_at(address) for address in addresses(mapped)} == {str(path)}
+    assert torch.equal(copy.deepcopy(mapped)(x), expected)
+    assert {file_at(address) for address in addresses(int8)}.isdisjoint({str(path)})
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
+def test_a_mapped_state_dict_can_be_taken_over(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    network = Residual().eval()
+    first = torchq.deploy(calibrated(copy.deepcopy(network), x), x)
+    with torch.no_grad():
+        network.conv1.weight.neg_()
+    second = torchq.deploy(calibrated(network, x), x)
+    assert not torch.equal(second(x), first(x))
+    path = tmp_path / "weights"
+    torch.save(first.state_dict(), path)
+    second.load_state_dict(torch.load(path, mmap=True, weights_only=True), assign=True)
+    assert torch.equal(second(x), first(x))
+    assert {file_at(address) for address in addresses(second)} == {str(path)}
+
+
+@pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
+def test_packed_weights_go_with_the_model() -> None:
+    gc.collect()  # traced models hold cycles
+    before = len(onednn.PACKED)
+    x = torch.randn(2, 3, 16, 16)
+    int8 = torchq.deploy(calibrated(Residual().eval(), x))
+    int8(x)
+    assert len(onednn.PACKED) == before + sum(isinstance(m, Int8Layer) for m in int8.modules())
+    del int8
+    gc.collect()
+    assert len(onednn.PACKED) == before
+
+
+def test_the_oldest_of_many_sizes_goes() -> None:
+    cache, weight, built = PackCache(most=3), torch.ones(4), list[int]()
+
+    def get(key: int) -> int:
+        return cache.get(weight, key, (), lambda: built.append(key) or key)  # type: ignore[func-returns-value]
+
+    assert [get(key) for key in (1, 2, 3, 1, 4, 2, 3, 4, 1)] == [1, 2, 3, 1, 4, 2, 3, 4, 1]
+    assert built == [1, 2, 3, 4, 1]
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("capturing", "built", "waits"), [(False, 1, 1), (True, 2, 0)])
+def test_streams_and_graphs_of_gpus(
+    capturing: bool, built: int, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(synchronize=lambda: calls.append("wait")),
+    )
+    cache, weight = PackCache(), torch.ones(4).as_subclass(OnGpu)
+    for _ in range(2):
+        cache.get(weight, 0, (), lambda: calls.append("build"))
+    assert (calls.count("build"), calls.count("wait")) == (built, waits)

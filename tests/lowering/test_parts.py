@@ -1,0 +1,93 @@
+"""Tensors that are taken apart and put together again, as channel shuffles and dense blocks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import sqnr
+from torchq.lowering.modules.qdq import Dequantize, Quantize
+
+SPLITS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "chunk method": lambda x: x.chunk(2, dim=1),
+    "chunk": lambda x: torch.chunk(x, 2, 1),
+    "split method": lambda x: x.split([8, 8], 1),
+    "split": lambda x: torch.split(x, 8, dim=1),
+    "unbind": lambda x: x.reshape(x.shape[0], 2, 8, *x.shape[2:]).unbind(1),
+    "slices": lambda x: (x[:, :8], x[:, 8:]),
+}
+
+
+class Shuffle(nn.Module):
+    """A unit of ShuffleNet: half of the channels goes through a convolution, then all are mixed."""
+
+    def __init__(self, split: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.split = split
+        self.stem, self.branch, self.last = (
+            nn.Conv2d(3, 16, 3),
+            nn.Conv2d(8, 8, 1),
+            nn.Conv2d(16, 4, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.split(self.stem(x))
+        x = torch.cat((left, self.branch(right)), dim=1)
+        count, channels, height, width = x.size()
+        x = (
+            x.view(count, 2, channels // 2, height, width)
+            .transpose(1, 2)
+            .contiguous()
+            .view(count, -1, height, width)
+        )
+        return self.last(x)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_parts_and_shuffles_stay_codes(split: str) -> None:
+    model, x = Shuffle(SPLITS[split]).eval(), torch.randn(2, 3, 9, 9)
+    torchq.quantize_(model, target="tensorrt")
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    # Ties that float32 rounds otherwise are one scale of 1/127 of a range, in few places.
+    assert sqnr(int8(x), model(x)) > 40
+    # The image, and the stem's result once for each of its readers; nothing goes back to floating point.
+    assert sum(isinstance(m, Quantize) for m in int8.modules()) <= 3
+    assert not any(isinstance(m, Dequantize) for m in int8.modules())
+    smaller = x[:1, :, :7]
+    assert sqnr(int8(smaller), model(smaller)) > 40
+
+
+class Dense(nn.Module):
+    """Two layers of a DenseNet: the first tensor, never negative, is concatenated alone and with others of both signs."""
+
+    def __init__(self, pool: bool) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 1),
+            nn.Conv2d(16, 8, 1),
+        )
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(16), nn.BatchNorm2d(24)])
+        self.last = nn.Conv2d(24, 4, 1)
+        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.pool(torch.relu(self.stem(x)))]
+        for norm, layer in zip(self.norms, (self.first, self.second, self.last), strict=True):
+            new = layer(torch.relu(norm(torch.cat(parts, 1))))
+            parts.append(new)
+        return new
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_concatenated_codes_have_one_zero(pool: bool) -> None:
+    model, x = Dense(pool).eval(), torch.randn(2, 3, 9, 9)
+    torchq.quantize_(model, target="tensorrt")
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    assert sqnr(int8(x), model(x)) > 40

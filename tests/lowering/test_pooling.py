@@ -1,0 +1,116 @@
+"""Average pooling of codes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import sqnr
+from torchq.lowering import QParams
+from torchq.lowering.modules.pooling import CodesAvgPool2d
+from torchq.lowering.modules.qdq import Dequantize, Quantize
+from torchq.lowering.ops import onednn
+
+SIGNED, UNSIGNED, NARROW = (
+    QParams(0.02, 128, 0, 255),
+    QParams(0.013, 0, 0, 255),
+    QParams(0.017, 0, 0, 127),
+)
+POOLS = [
+    nn.AdaptiveAvgPool2d(1),
+    nn.AdaptiveAvgPool2d((2, 4)),
+    nn.AdaptiveAvgPool2d((None, 1)),
+    nn.AdaptiveAvgPool2d(5),  # windows of different sizes
+    nn.AvgPool2d(2),
+    nn.AvgPool2d(3, stride=2, padding=1),
+    nn.AvgPool2d((2, 3), stride=(1, 2), padding=(1, 0)),
+    nn.AvgPool2d(3, padding=1, count_include_pad=False),
+    nn.AvgPool2d(3, ceil_mode=True),
+    nn.AvgPool2d(2, divisor_override=3),
+]
+
+
+def codes_of(shape: tuple[int, ...], qparams: QParams) -> Tensor:
+    codes = torch.randint(qparams.quant_min, qparams.quant_max + 1, shape, dtype=torch.uint8)
+    return codes.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else codes
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(SIGNED, SIGNED), (UNSIGNED, NARROW), (SIGNED, UNSIGNED), (NARROW, SIGNED)],
+)
+@pytest.mark.parametrize("shape", [(3, 20, 8, 8), (1, 5, 4, 8), (8, 6, 8), (0, 4, 8, 8)])
+def test_codes_are_averaged_like_values(
+    pool: nn.Module, before: QParams, after: QParams, shape: tuple[int, ...]
+) -> None:
+    layer, codes = CodesAvgPool2d(pool, before, after), codes_of(shape, before)
+    exact = pool(before.dequantize(codes).double()) / after.scale
+    got = layer(codes)
+    assert got.dtype is torch.uint8 and got.shape == exact.shape
+    expected = exact.round().add(after.zero_point).clamp(after.quant_min, after.quant_max)
+    # Sums of up to 64 codes in float32: next to a tie either neighbour is right.
+    near_a_tie = (exact - exact.floor() - 0.5).abs() < 1e-4
+    assert bool(((got == expected) | (((got - expected).abs() <= 1) & near_a_tie)).all())
+
+
+class Squeeze(nn.Module):
+    """A squeeze-and-excitation block as networks write it, with the pooling as ``pool``."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), nn.Conv2d(16, 16, 1)
+        self.pool, self.kind = nn.AdaptiveAvgPool2d(1) if pool == "module" else None, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.kind == "module":
+            return self.conv(self.pool(x))
+        if self.kind == "function":
+            return self.conv(nn.functional.adaptive_avg_pool2d(x, output_size=1))
+        return self.conv(nn.functional.avg_pool2d(x, 2, count_include_pad=True))
+
+
+@pytest.mark.parametrize("pool", ["module", "function", "window"])
+def test_a_network_averages_codes(pool: str) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 1), Squeeze(pool)).eval(), torch.randn(4, 3, 10, 10)
+    torchq.quantize_(model, target="tensorrt")
+    model[1].stem.append(torchq.TensorQuantizer())  # its values are on a qparams
+    torchq.calibrate(model, [x], progress=False)
+    int8 = torchq.deploy(model, x)
+    kinds = [type(m) for m in int8.modules()]
+    assert (
+        kinds.count(CodesAvgPool2d) == 1
+        and kinds.count(Dequantize) == 0
+        and kinds.count(Quantize) == 1
+    )
+    assert sqnr(int8(x), model(x)) > 40
+    for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        assert torch.equal(twin(x), int8(x))
+    assert torch.equal(torch.compile(int8, fullgraph=True, backend="eager")(x), int8(x))
+
+
+def test_grids_are_part_of_the_state() -> None:
+    a, b = (
+        CodesAvgPool2d(nn.AvgPool2d(2), SIGNED, NARROW),
+        CodesAvgPool2d(nn.AvgPool2d(2), UNSIGNED, UNSIGNED),
+    )
+    codes = codes_of((1, 4, 4, 4), SIGNED)
+    b(codes)
+    b.load_state_dict(a.state_dict())
+    assert (b.qparams, b.after) == (SIGNED, NARROW) and torch.equal(a(codes), b(codes))
+
+
+@pytest.mark.skipif(not onednn.available(), reason="needs oneDNN's integer kernels")
+def test_kernels_are_bound_once_for_each_shape_and_some_are_kept() -> None:
+    layer = CodesAvgPool2d(nn.AvgPool2d(2), SIGNED, SIGNED)
+    runs = [layer._bind(torch.Size(shape)) for shape in ((1, 4, 4, 4), (1, 4, 0, 4))]
+    assert runs[1] == layer._float and runs[0] != layer._float
+    for size in range(4, 24):
+        layer(codes_of((1, 4, size, 4), SIGNED))
+    assert 0 < len(layer._runs) <= 8

@@ -1,0 +1,254 @@
+"""Transposed convolutions on integers against the simulation in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import calibrated, exported, sqnr, stored_state
+from torchq.lowering import Int8Conv, Int8ConvTranspose, Int8Layer
+from torchq.lowering.modules.qdq import Dequantize, Quantize
+from torchq.lowering.ops import onednn
+
+LAYERS = [
+    ("as wide as the stride", nn.ConvTranspose2d(4, 6, 2, 2), (2, 4, 5, 3)),
+    ("twice as wide", nn.ConvTranspose2d(4, 6, 4, 2, 1), (2, 4, 5, 3)),
+    ("odd", nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1), (2, 4, 5, 3)),
+    ("without output padding", nn.ConvTranspose2d(4, 6, 3, 2, 1), (2, 4, 5, 3)),
+    (
+        "more output padding than kernel",
+        nn.ConvTranspose2d(4, 6, 2, 3, output_padding=2, bias=False),
+        (2, 4, 5, 3),
+    ),
+    ("narrower than the stride", nn.ConvTranspose1d(4, 6, 2, 5), (2, 4, 7)),
+    ("dilated", nn.ConvTranspose2d(4, 6, 3, 2, 2, dilation=2), (2, 4, 5, 6)),
+    (
+        "output padding by dilation",
+        nn.ConvTranspose1d(4, 6, 3, 1, dilation=3, output_padding=2),
+        (2, 4, 5),
+    ),
+    ("more padding than kernel", nn.ConvTranspose1d(4, 6, 3, 2, 4), (2, 4, 9)),
+    ("stride 1", nn.ConvTranspose2d(4, 6, 3, 1, 1), (2, 4, 5, 3)),
+    ("unequal", nn.ConvTranspose2d(4, 6, (3, 4), (2, 3), (0, 1), (1, 2)), (2, 4, 5, 3)),
+    ("groups", nn.ConvTranspose2d(4, 6, 4, 2, 1, groups=2), (2, 4, 5, 3)),
+    ("depthwise", nn.ConvTranspose2d(4, 4, (4, 3), 2, 1, groups=4), (2, 4, 5, 3)),
+    ("3d", nn.ConvTranspose3d(4, 6, (2, 3, 4), (1, 3, 2), (0, 1, 1), groups=2), (2, 4, 3, 2, 4)),
+    ("unbatched", nn.ConvTranspose2d(4, 6, 4, 2, 1), (4, 5, 3)),
+    ("empty", nn.ConvTranspose2d(4, 6, 4, 2, 1), (0, 4, 5, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS]
+)
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(
+    "config", [None, torchq.recipes.int8_per_tensor()], ids=["per channel", "per tensor"]
+)
+def test_a_layer_equals_its_simulation(
+    layer: Any, shape: tuple[int, ...], positive: bool, config: torchq.QuantConfig | None
+) -> None:
+    torch.manual_seed(0)  # a weight next to a tie has another code in float64
+    layer.reset_parameters()
+    x = torch.randn(shape).abs() if positive else torch.randn(shape)
+    model = calibrated(copy.deepcopy(layer), x if x.numel() else torch.randn(2, *shape[1:]), config)
+    int8 = torchq.deploy(model)
+    assert isinstance(int8, Int8ConvTranspose)
+    expected, found = copy.deepcopy(model).double()(x.double()), int8(x)
+    assert found.dtype is torch.float32
+    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero of 128 makes larger than the result.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+    codes = int8.codes(x)
+    torch.testing.assert_close(int8(codes), found, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [LAYERS[1][1], LAYERS[11][1]], ids=["2d", "groups"])
+def test_without_kernels_of_onednn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    x = torch.randn(2, 4, 5, 3)
+    model = calibrated(copy.deepcopy(layer), x)
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_reduced_range() -> None:
+    x = torch.randn(2, 4, 5, 3)
+    model = calibrated(nn.ConvTranspose2d(4, 6, 3, 2), x)
+    int8 = torchq.deploy(model, reduce_range=True)
+    assert int(int8.weight_codes.abs().max()) == 63  # type: ignore[operator]
+    assert 30 < sqnr(int8(x), model(x)) < 60  # weights of 7 bits
+
+
+def test_a_kernel_as_wide_as_the_stride_becomes_one_of_size_1() -> None:
+    layer = torchq.deploy(calibrated(nn.ConvTranspose2d(4, 6, 2, 2), torch.randn(1, 4, 3, 3)))
+    assert layer.weight_codes.shape == (24, 4, 1, 1)
+    assert layer.padding == [0, 0]
+
+
+@pytest.mark.parametrize("added", [(0, 0), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("positive", [False, True])
+def test_output_size(added: tuple[int, int], padding: int, positive: bool) -> None:
+    x = torch.randn(2, 4, 5, 3)
+    x = x.abs() if positive else x
+    model = calibrated(nn.ConvTranspose2d(4, 6, 3, (3, 4), padding), x)
+    int8 = torchq.deploy(model)
+    size = [a + b for a, b in zip(model(x).shape[2:], added, strict=True)]
+    for found, expected in [
+        (int8(x, size), model(x, size)),
+        (int8(x, output_size=torch.Size([2, 6, *size])), model(x, [2, 6, *size])),
+        (int8(x[0], [6, *size]), model(x[0], [6, *size])),
+    ]:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [[12, 9], [16, 9], [13], [4, 13, 9], [1, 2, 6, 13, 9]], ids=str)
+def test_output_sizes_that_do_not_exist(size: list[int]) -> None:
+    x = torch.randn(2, 4, 5, 3)
+    layer = torchq.deploy(calibrated(nn.ConvTranspose2d(4, 6, 1, (3, 4)), x))
+    with pytest.raises(
+        torchq.errors.ConfigError,
+        match=r"got output_size \[.*\]; expected one from \[13, 9\] to \[15, 12\]",
+    ):
+        layer(x, size)
+
+
+def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
+    x = torch.randn(2, 4, 5, 3)
+    rule = torchq.Rule(
+        nn.ConvTranspose2d, input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor(axis=0)
+    )
+    model = calibrated(nn.ConvTranspose2d(4, 4, 3), x, torchq.QuantConfig((rule,)))
+    int8 = torchq.deploy(model)
+    torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
+    (row,) = torchq.summary(int8).layers
+    assert (row.kernel, row.note) == (
+        "simulated",
+        "weight ranges are neither per tensor nor per output channel",
+    )
+
+
+# --- in models --------------------------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels; the lower one is added behind an activation, the upper one at once, and concatenated."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.first, self.down = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        )
+        self.deep = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.up1, self.norm = nn.ConvTranspose2d(16, 16, 4, 2, 1, groups=2), nn.BatchNorm2d(16)
+        self.up2 = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last, self.act = nn.Conv2d(16, 4, 1), activation()
+        with torch.no_grad():
+            self.norm.running_mean.normal_()  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            self.norm.weight.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.act(self.first(x))
+        b = self.act(self.down(a))
+        y = self.act(self.norm(self.up1(self.act(self.deep(b)))))
+        y = self.up2(self.act(y + b)) + a
+        return self.last(torch.cat([self.act(y), a], 1))
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU])
+@pytest.mark.parametrize("target", [None, "tensorrt"])
+def test_decoders(images: Tensor, activation: type[nn.Module], target: str | None) -> None:
+    model = UNet(activation).eval()
+    torchq.quantize_(model, target=target)
+    torchq.calibrate(model, [images], progress=False)
+    int8 = torchq.deploy(model, images)
+    assert sum(isinstance(m, Int8Layer) for m in int8.modules()) == 6
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in int8.modules())
+    # Where float32 rounds differently on the two sides of a tie a code moves by one.
+    assert sqnr(int8(images), model(images)) > 35
+
+
+def test_codes_pass_through(images: Tensor) -> None:
+    model = calibrated(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 6, 4, 2, 1), nn.ReLU(), nn.Conv2d(6, 2, 1)
+        ),
+        images,
+    )
+    int8 = torchq.deploy(model, images)
+    assert sum(isinstance(m, Quantize) for m in int8.modules()) == 1
+    assert not any(isinstance(m, Dequantize) for m in int8.modules())
+    kinds = [type(m) for m in int8.modules() if isinstance(m, Int8Layer)]
+    assert kinds == [Int8Conv, Int8ConvTranspose, Int8Conv]
+    assert sqnr(int8(images), model(images)) > 40
+
+
+class Sized(nn.Module):
+    """Asks for the size of its input."""
+
+    def __init__(self, by_name: bool, fixed: bool) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 8, 3, stride=2)
+        self.last = nn.Conv2d(8, 2, 1)
+        self.by_name, self.fixed = by_name, fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, size = self.down(x), [16, 16] if self.fixed else x.shape[2:]
+        return self.last(self.up(y, output_size=size) if self.by_name else self.up(y, size))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_output_size_in_a_traced_model(images: Tensor, by_name: bool, fixed: bool) -> None:
+    model = calibrated(Sized(by_name, fixed), images)
+    int8 = torchq.deploy(model, images)
+    assert isinstance(int8, torch.fx.GraphModule)
+    assert int8(images).shape == (2, 2, 16, 16)
+    assert sqnr(int8(images), model(images)) > 40
+
+
+def test_sizes_of_a_compiled_model(images: Tensor) -> None:
+    int8 = torchq.deploy(calibrated(Sized(by_name=True, fixed=False), images), images)
+    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (16, 17, 21):
+        x = torch.randn(2, 3, size, size)
+        assert sqnr(compiled(x), int8(x)) > 40
+
+
+def test_copies_files_and_state(images: Tensor) -> None:
+    torch.manual_seed(1)
+    first, second = (torchq.deploy(calibrated(UNet(), scale * images)) for scale in (1.0, 2.0))
+    expected = first(images)
+    assert not torch.equal(second(images), expected)
+    second.load_state_dict(stored_state(first))
+    for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), second):
+        assert torch.equal(twin(images), expected)
+
+
+def test_compilers(images: Tensor) -> None:
+    int8 = torchq.deploy(calibrated(UNet(), images), images)
+    loaded = exported(int8, images, dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
+    for other in (loaded, compiled):
+        for x in (images, torch.randn(5, 3, 16, 16)):
+            assert sqnr(other(x), int8(x)) > 40
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(images: Tensor, dtype: torch.dtype) -> None:
+    model = calibrated(nn.ConvTranspose2d(3, 4, 4, 2, 1).to(dtype), images.to(dtype))
+    found, expected = torchq.deploy(model)(images.to(dtype)), model(images.to(dtype))
+    assert found.dtype is dtype
+    assert sqnr(found, expected) > (38 if dtype is torch.bfloat16 else 90)  # 8 bits of every result

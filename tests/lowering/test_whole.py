@@ -1,0 +1,313 @@
+"""Models are joined as a whole where that works, and remain what code around them expects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import torchq
+from tests.lowering.common import calibrated, sqnr
+from torchq.lowering.modules.qdq import Quantize
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 9, 9)
+
+
+def graphs(model: nn.Module) -> int:
+    return sum(isinstance(m, fx.GraphModule) for m in model.modules())
+
+
+class Block(nn.Module):
+    """A layer of ultralytics: the model's loop reads ``f``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 3, 1), nn.ReLU()
+        self.f = [-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+class Picky(nn.Module):
+    """Code that looks at its input and cannot be traced, around two layers that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.last(self.block(x)) * self.block.f[0]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "a copy of what was pickled": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
+    "dtype": lambda m: copy.deepcopy(m).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_a_part_keep_its_attributes(images: Tensor, how: str) -> None:
+    int8 = torchq.deploy(calibrated(Picky(), images), images)
+    other = COPIES[how](int8)
+    assert graphs(other) == 1
+    assert other.block.f == [-1] and other.block.f is not int8.block.f
+    assert torch.equal(other(images), int8(images))
+
+
+@dataclasses.dataclass
+class Result(OrderedDict[str, Any]):
+    """What transformers return: a dictionary with attributes."""
+
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+def as_dict(y: Tensor) -> dict[str, Tensor]:
+    return {"logits": y}
+
+
+def as_ordered(y: Tensor) -> OrderedDict[str, Any]:
+    return OrderedDict(logits=y, inner=OrderedDict(logits=y))
+
+
+def as_result(y: Tensor) -> Result:
+    return Result(logits=y)
+
+
+def as_tuple(y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return y, [y]
+
+
+def as_unknown(y: Tensor) -> Unknown:
+    return Unknown(logits=y)
+
+
+class Unknown(dict[str, Any]):
+    pass
+
+
+class Answering(nn.Module):
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    ("answer", "whole"),
+    [(as_dict, True), (as_ordered, True), (as_result, True), (as_tuple, True), (as_unknown, False)],
+)
+@pytest.mark.parametrize("compare", [False, True])
+def test_results_are_of_the_same_kind(
+    images: Tensor, answer: Callable[[Tensor], Any], whole: bool, compare: bool
+) -> None:
+    model = calibrated(Answering(answer), images)
+    int8 = torchq.deploy(model, images if compare else None)
+    assert isinstance(int8, fx.GraphModule) == whole and graphs(int8) == 1
+    for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        got, expected = copied(images), model(images)
+        assert type(got) is type(expected)
+        if isinstance(expected, dict):
+            assert list(got) == list(expected) and type(got.get("inner")) is type(
+                expected.get("inner")
+            )
+            got, expected = [got["logits"]], [expected["logits"]]
+        assert sqnr(got[0], expected[0]) > 40
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        return self.last(x if scale is None else x * scale)
+
+
+def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> None:
+    example = {"x": images, "scale": torch.tensor(3.0)}
+    model = Optional().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [example], progress=False)
+    fixed = torchq.deploy(model)
+    for copied in (fixed, copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):
+        assert sqnr(copied(images), model(images)) > 40
+        with pytest.raises(AssertionError, match="scale has been specialized to have value None"):
+            copied(**example)
+    int8 = torchq.deploy(model, example)
+    assert sqnr(int8(**example), model(**example)) > 40
+
+
+class Head(nn.Module):
+    """Looks at the size of its input, and keeps what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.seen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.seen:
+            self.seen = x.shape[-1]
+        return self.layers(x) / self.seen
+
+
+class Join(nn.Module):
+    """No layer, no children."""
+
+    def forward(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors, 1)
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.join = nn.Conv2d(3, 2, 1), nn.Conv2d(2, 2, 1), Join()
+        self.mix, self.heads = nn.Conv2d(4, 4, 1), nn.ModuleList([Head(), Head()])
+        with torch.no_grad():
+            for parameter in self.second.parameters():
+                parameter.mul_(0.1)  # so that the readers of `first` have the same range
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
+        first = self.first(x, *args, **kwargs).relu()
+        x = self.mix(self.join([first, self.second(first).relu()]))
+        x = F.interpolate(x.relu(), scale_factor=2)
+        return [head(x) for head in self.heads]
+
+
+def test_parts_that_cannot_be_traced_are_called_from_the_graph_of_the_rest(images: Tensor) -> None:
+    model = calibrated(Detector(), images)
+    int8 = torchq.deploy(model, images)
+    assert isinstance(int8, fx.GraphModule)
+    assert type(int8.get_submodule("heads.0")) is Head
+    assert graphs(int8) == 3  # the whole, and what the heads call
+    other = images[:1, :, :, :7]
+    for x in (images, other):
+        assert all(
+            sqnr(got, expected) > 40 for got, expected in zip(int8(x), model(x), strict=True)
+        )
+    # The image alone: codes go through the concatenation that has a module of its own.
+    assert [
+        name
+        for name, m in int8.named_modules()
+        if isinstance(m, Quantize) and not name.startswith("heads")
+    ] == ["first_input"]
+    # Without an example nobody would notice that arguments are missing.
+    assert graphs(torchq.deploy(model)) == 2
+
+
+class Constants(nn.Module):
+    """Makes a tensor in its forward, which tracing notes as one of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x * torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1))
+
+
+def test_tensors_made_in_the_forward_are_constants_of_the_graph(images: Tensor) -> None:
+    model = calibrated(Constants(), images)
+    int8 = torchq.deploy(model, images)
+    assert isinstance(int8, fx.GraphModule)
+    for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        assert sqnr(copied(images), model(images)) > 40
+
+
+OUTSIDE = nn.Sequential(nn.Identity())
+
+
+class Borrowing(nn.Module):
+    """Calls a module that is none of its own, which torch.fx refuses."""
+
+    def __init__(self, borrowed: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.borrowed = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), [borrowed]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrowed[0](self.layers(x))
+
+
+@pytest.mark.parametrize("borrowed", [OUTSIDE, nn.ReLU()], ids=["block", "layer"])
+def test_a_model_that_calls_what_is_not_its_own_keeps_its_code(
+    images: Tensor, borrowed: nn.Module
+) -> None:
+    model = calibrated(Borrowing(borrowed), images)
+    int8 = torchq.deploy(model, images)
+    assert type(int8) is Borrowing and graphs(int8) == 1
+    assert sqnr(int8(images), model(images)) > 40
+
+
+class NormReLU(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class PoolSame(nn.MaxPool2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(F.pad(input, [0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize("layer", [NormReLU(4), PoolSame(2)], ids=["norm", "pool"])
+def test_subclasses_with_a_forward_of_their_own_are_called(
+    images: Tensor, layer: nn.Module
+) -> None:
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Conv2d(4, 4, 1)), images)
+    int8 = torchq.deploy(model)
+    assert sqnr(int8(images), model(images)) > 40
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("functional", [False, True])
+def test_codes_are_enlarged(images: Tensor, mode: str, functional: bool) -> None:
+    class Enlarging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.last = (
+                nn.Conv2d(3, 4, 1),
+                nn.Upsample(scale_factor=2, mode=mode),
+                nn.Conv2d(4, 4, 3, padding=1),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(
+                F.interpolate(x, size=(11, 13), mode=mode) if functional else self.up(x)
+            )
+
+    model = calibrated(Enlarging(), images)
+    int8 = torchq.deploy(model, images)
+    assert int8.get_submodule("first").output_qparams is not None
+    assert sqnr(int8(images), model(images)) > 40
+
+
+def test_exported_with_its_kind_of_result(images: Tensor) -> None:
+    int8 = torchq.deploy(calibrated(Answering(lambda y: OrderedDict(logits=y)), images), images)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(int8, (images,)), file)
+    file.seek(0)
+    got = torch.export.load(file).module()(images)
+    assert torch.equal(got["logits"], int8(images)["logits"])

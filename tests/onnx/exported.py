@@ -1,0 +1,104 @@
+"""Small models that together have every layer that exports, calibrated on the spot, and a way to run a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+
+__all__ = ["Layers", "Residual", "calibrated", "ends", "run_file"]
+
+#: Exporters that this torch has: the torch.export based one writes Q/DQ from torch 2.8 on.
+MODERN = hasattr(torch.onnx, "ops")
+
+
+class Layers(nn.Module):
+    """Convolutions, a transposed one, and two linear layers that read the same tensor."""
+
+    def __init__(self, groups: int = 2) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, groups=groups)]
+        )
+        self.up = nn.ConvTranspose2d(16, 4, 3, stride=2, groups=groups, output_padding=1)
+        self.left, self.right = nn.Linear(16, 5), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for conv in self.convs:
+            x = conv(x).relu()
+        pooled = x.mean((2, 3))
+        return self.up(x), self.left(pooled), self.right(pooled)
+
+
+class Residual(nn.Module):
+    """A stem with max pooling, a block with an identity branch, one with a downsampling branch, a concatenation, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)
+        self.blocks = nn.Sequential(Block(16, 16), Block(16, 32))
+        self.side = nn.Conv2d(32, 16, 1)
+        self.gap, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.stem(x)))
+        x = self.blocks(x)
+        x = torch.cat([x, torch.relu(self.side(x))], dim=1)
+        return self.head(torch.flatten(self.gap(x), 1))
+
+
+class Block(nn.Module):
+    """A basic residual block."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Conv2d(channels, out, 3, padding=1),
+            nn.Conv2d(out, out, 3, padding=1),
+        )
+        self.down = None if channels == out else nn.Conv2d(channels, out, 1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.down is None else self.down(x)
+        out = self.second(self.relu(self.first(x)))
+        out += identity
+        return self.relu(out)
+
+
+def calibrated(
+    model: nn.Module, *batches: Any, config: torchq.QuantConfig | None = None, **options: Any
+) -> nn.Module:
+    """Swapped, calibrated on ``batches`` and in eval mode."""
+    torchq.quantize_(model, config, **options)
+    torchq.calibrate(model, list(batches), progress=False)
+    return model.eval()
+
+
+def run_file(path: Path, *inputs: Tensor, optimize: bool = False) -> list[Tensor]:
+    """The outputs of a file in ONNX Runtime, by default without any optimisation of the graph."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = {
+        value.name: tensor.numpy()
+        for value, tensor in zip(session.get_inputs(), inputs, strict=True)
+    }
+    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+
+
+def ends(path: Path, kind: str) -> dict[str, Any]:
+    """The Q or DQ nodes of a file by the path of their quantizer."""
+    import onnx
+
+    nodes: Sequence[Any] = onnx.load(str(path)).graph.node
+    return {node.name.rpartition("/")[0]: node for node in nodes if node.op_type == kind}

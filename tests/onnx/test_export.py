@@ -1,0 +1,372 @@
+"""What is written: types, sizes, shapes, names; and what is refused. ONNX Runtime and onnx.checker are the oracles."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import MODERN, Layers, Residual, calibrated, ends, run_file
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ExportError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+EXPORTERS = [
+    pytest.param(False, 13, id="torchscript-13"),
+    pytest.param(False, 21, id="torchscript-21"),
+    pytest.param(
+        True,
+        21,
+        id="dynamo-21",
+        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
+    ),
+]
+modern = pytest.mark.skipif(
+    not MODERN, reason="needs blocks or types that only torch >= 2.8 writes"
+)
+
+
+def weights_of(path: Path) -> dict[str, object]:
+    """Stored weights by quantizer."""
+    return {
+        t.name.rpartition("/")[0]: t
+        for t in onnx.load(str(path)).graph.initializer
+        if t.name.endswith(("/weight", "/weight.T"))
+    }
+
+
+@pytest.mark.parametrize(("dynamo", "opset"), EXPORTERS)
+def test_layers_agree_and_are_standard(tmp_path: Path, dynamo: bool, opset: int) -> None:
+    """S32: checker, standard operators, integer weights, dynamic batch, equal numbers, and the model as it was."""
+    model = calibrated(Layers(), torch.randn(8, 3, 9, 9)).train()
+    report = torchq.export_onnx(
+        model, torch.randn(1, 3, 9, 9), tmp_path / "m.onnx", dynamo=dynamo, opset=opset
+    )
+    proto = onnx.load(str(tmp_path / "m.onnx"))
+    onnx.checker.check_model(proto, full_check=True)
+    assert {node.domain for node in proto.graph.node} <= {"", "ai.onnx"}
+    assert {o.domain: o.version for o in proto.opset_import if o.domain in ("", "torchq")} == {
+        "": opset
+    }
+    assert set(report.weights) == {
+        f"{name}.weight_quantizer" for name in ("convs.0", "convs.1", "up", "left", "right")
+    }
+    assert all(
+        t.data_type == onnx.TensorProto.INT8 for t in weights_of(tmp_path / "m.onnx").values()
+    )
+    assert model.training and all(module.training for module in model.modules())
+    model.eval()
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 9, 9)
+        for found, expected in zip(run_file(tmp_path / "m.onnx", x), model(x), strict=True):
+            # A tie may fall on the other side, as sums are added in another order: at most one scale of the last layer's input, seldom.
+            assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+            assert ((found - expected).abs() > 1e-5).float().mean() < 0.02
+
+
+def test_scales_do_not_depend_on_the_example(tmp_path: Path) -> None:
+    """S32, for the exporter that traces values; the other one takes buffers as they are."""
+    model = calibrated(Layers(), torch.randn(8, 3, 9, 9))
+    files = []
+    for scale in (1.0, 100.0):
+        path = tmp_path / f"{scale}.onnx"
+        torchq.export_onnx(model, scale * torch.randn(2, 3, 9, 9), path, dynamo=False)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+    scale = next(
+        t
+        for t in onnx.load(str(path)).graph.initializer
+        if t.name == "convs.0.input_quantizer/scale"
+    )
+    assert onnx.numpy_helper.to_array(scale) == model.convs[0].input_quantizer.scale.numpy()
+
+
+def test_no_warning_reaches_the_user(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torchq.export_onnx(
+            calibrated(Layers(), torch.randn(4, 3, 9, 9)),
+            torch.randn(1, 3, 9, 9),
+            tmp_path / "m.onnx",
+            dynamo=False,
+        )
+    assert [str(w.message) for w in seen] == []
+
+
+def test_the_file_is_a_quarter_and_names_no_machine(tmp_path: Path) -> None:
+    model = calibrated(
+        nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.randn(4, 256)
+    )
+    report = torchq.export_onnx(model, torch.randn(1, 256), tmp_path / "m.onnx", dynamo=False)
+    assert 0.25 < report.size / report.float_size < 0.29
+    assert report.size == (tmp_path / "m.onnx").stat().st_size
+    assert str(Path(torch.__file__).parent).encode() not in (tmp_path / "m.onnx").read_bytes()
+    assert "2 weights stored quantized, 2 activations quantized" in str(report)
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_one_tensor_is_quantized_once(tmp_path: Path, dynamo: bool) -> None:
+    model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
+    report = torchq.export_onnx(
+        model, torch.randn(1, 3, 9, 9), tmp_path / "m.onnx", dynamo=dynamo, opset=18
+    )
+    assert report.merged == {"right.input_quantizer": "left.input_quantizer"}
+    assert "right.input_quantizer" not in ends(tmp_path / "m.onnx", "QuantizeLinear")
+
+
+TYPES = {
+    "INT8": QuantDescriptor(axis=0),
+    "INT8 per tensor": QuantDescriptor(),
+    "INT8 narrow": QuantDescriptor(narrow_range=True, axis=0),
+    "INT8 for int6": QuantDescriptor(6, axis=0),
+    "INT4": QuantDescriptor(4, axis=0),
+    "UINT4": QuantDescriptor(4, unsigned=True, axis=0),
+    "UINT8": QuantDescriptor(unsigned=True),
+    "FLOAT8E4M3FN": QuantDescriptor((4, 3), axis=0),
+    "FLOAT8E5M2": QuantDescriptor((5, 2)),
+}
+MODERN_TYPES = {
+    "INT16": QuantDescriptor(16, axis=0),
+    "INT4 blocks": QuantDescriptor(4, block_size=16),
+    "INT8 blocks": QuantDescriptor(8, block_size=16),
+    "INT4 uneven blocks": QuantDescriptor(4, block_size=24),
+}
+
+
+class Typed(nn.Module):
+    """A linear layer for each weight type, all on the same input."""
+
+    def __init__(self, types: dict[str, QuantDescriptor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 5) for _ in types)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers], dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*got negative values")  # unsigned weights are legal
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_types_of_weights(tmp_path: Path, dynamo: bool) -> None:
+    """Every type is stored as itself and gives the simulation's numbers."""
+    types = {**TYPES, **MODERN_TYPES} if dynamo else TYPES
+    rules = [Rule(f"layers.{i}", weight=descriptor) for i, descriptor in enumerate(types.values())]
+    model = calibrated(Typed(types), torch.randn(4, 48), config=QuantConfig(tuple(rules)))
+    path, x = tmp_path / "m.onnx", torch.randn(3, 48)
+    torchq.export_onnx(model, x, path, dynamo=dynamo)
+    kinds = {
+        name: onnx.TensorProto.DataType.Name(t.data_type) for name, t in weights_of(path).items()
+    }
+    assert kinds == {
+        f"layers.{i}.weight_quantizer": name.split()[0] for i, name in enumerate(types)
+    }
+    torch.testing.assert_close(
+        run_file(path, x)[0], model(x), rtol=0, atol=2e-6
+    )  # float32 sums of 48 terms below 3
+    report = torchq.verify_onnx(model, path, [x])
+    assert report.ok and len(report.layers) == len(types)
+
+
+@pytest.mark.parametrize("name", ["INT16", "INT4 blocks"])
+def test_the_torchscript_exporter_says_what_it_cannot_write(tmp_path: Path, name: str) -> None:
+    model = calibrated(
+        Typed({name: MODERN_TYPES[name]}),
+        torch.randn(4, 48),
+        config=QuantConfig((Rule("*", weight=MODERN_TYPES[name]),)),
+    )
+    with pytest.raises(
+        ExportError,
+        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends at opset 20; expected opset 21",
+    ):
+        torchq.export_onnx(model, torch.randn(3, 48), tmp_path / "m.onnx", dynamo=False)
+
+
+@modern
+def test_types_of_activations(tmp_path: Path) -> None:
+    bits = [8, 16, 4, (4, 3), (5, 2), 6]
+    rules = [
+        Rule(f"layers.{i}", input=QuantDescriptor(b), weight=QuantDescriptor(axis=0))
+        for i, b in enumerate(bits)
+    ]
+    model = calibrated(
+        Typed(dict.fromkeys(map(str, bits))), torch.randn(4, 48), config=QuantConfig(tuple(rules))
+    )
+    x = 2 * torch.randn(30, 48)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx")
+    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=2e-6)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
+def test_four_bit_weights_are_an_eighth(tmp_path: Path) -> None:
+    config = QuantConfig((Rule("type:*Linear", weight=QuantDescriptor(4, axis=0)),))
+    model = calibrated(nn.Sequential(nn.Linear(512, 512)), torch.randn(4, 512), config=config)
+    report = torchq.export_onnx(model, torch.randn(1, 512), tmp_path / "m.onnx", dynamo=False)
+    assert 0.125 < report.size / report.float_size < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_half_models_keep_float32_scales(tmp_path: Path, dtype: torch.dtype, dynamo: bool) -> None:
+    model = calibrated(nn.Sequential(nn.Linear(64, 8)).to(dtype), torch.randn(4, 64, dtype=dtype))
+    torchq.export_onnx(model, torch.randn(2, 64, dtype=dtype), tmp_path / "m.onnx", dynamo=dynamo)
+    graph = onnx.load(str(tmp_path / "m.onnx")).graph
+    assert {t.data_type for t in graph.initializer if t.name.endswith("/scale")} == {
+        onnx.TensorProto.FLOAT
+    }
+    assert {t.data_type for t in weights_of(tmp_path / "m.onnx").values()} == {
+        onnx.TensorProto.INT8
+    }
+    if dtype is torch.float16:  # ONNX Runtime has no bfloat16 Gemm on CPUs
+        x = torch.randn(2, 64, dtype=dtype)
+        # one float16 rounding of sums around 1
+        torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=2e-3)
+
+
+class Keywords(nn.Module):
+    """Two tensors of which only one has a batch, and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, table: Tensor, twice: bool = False) -> Tensor:
+        y = self.linear(x) @ table
+        return 2 * y if twice else y
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool) -> None:
+    model = Keywords()
+    torchq.quantize_(model)
+    example = {"x": torch.randn(1, 4, 6), "table": torch.randn(6, 3)}
+    torchq.calibrate(model, [example], progress=False)
+    torchq.export_onnx(
+        model,
+        example,
+        tmp_path / "m.onnx",
+        dynamo=dynamo,
+        dynamic_shapes={"x": {1: "length"}},
+        output_names=["y"],
+    )
+    x, table = torch.randn(5, 9, 6), torch.randn(6, 3)
+    torch.testing.assert_close(
+        run_file(tmp_path / "m.onnx", x, table)[0], model(x, table), rtol=0, atol=1e-5
+    )
+    shapes = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in onnx.load(tmp_path / "m.onnx").graph.input
+    }
+    assert shapes == {"x": ["batch", "length", 6], "table": [6, 3]}
+    with pytest.raises(
+        ExportError,
+        match=r"dynamic_shapes names \['z'\]; expected some of the tensor arguments \['table', 'x'\]",
+    ):
+        torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes={"z": {0: "n"}})
+
+
+class Variadic(nn.Module):
+    """Arguments without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.linear(tensors[0]) + tensors[1]
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+def test_arguments_without_names(tmp_path: Path, dynamo: bool) -> None:
+    model = Variadic()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.randn(4, 6)], forward=lambda m, x: m(x, x), progress=False)
+    torchq.export_onnx(
+        model, (torch.randn(1, 6), torch.randn(1, 6)), tmp_path / "m.onnx", dynamo=dynamo
+    )
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    torch.testing.assert_close(
+        run_file(tmp_path / "m.onnx", x, y)[0], model(x, y), rtol=0, atol=1e-6
+    )
+
+
+def test_fixed_batch(tmp_path: Path) -> None:
+    model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+    torchq.export_onnx(
+        model,
+        torch.randn(3, 6),
+        tmp_path / "m.onnx",
+        dynamic_batch=False,
+        input_names=["x"],
+        dynamo=False,
+    )
+    (value,) = onnx.load(str(tmp_path / "m.onnx")).graph.input
+    assert (value.name, [d.dim_value for d in value.type.tensor_type.shape.dim]) == ("x", [3, 6])
+
+
+def test_wrapped_models_are_unwrapped(tmp_path: Path) -> None:
+    """S35: DataParallel; a compiled one is refused by name."""
+    model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+    torchq.export_onnx(nn.DataParallel(model), torch.randn(3, 6), tmp_path / "m.onnx", dynamo=False)
+    assert set(ends(tmp_path / "m.onnx", "QuantizeLinear")) == {"0.input_quantizer"}
+    with pytest.raises(ExportError, match=r"got a OptimizedModule; expected the model itself"):
+        torchq.export_onnx(
+            torch.compile(model), torch.randn(3, 6), tmp_path / "m.onnx", dynamo=False
+        )
+
+
+def test_per_tensor_reaches_opset_10(tmp_path: Path) -> None:
+    model = calibrated(
+        nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4), config=torchq.recipes.int8_per_tensor()
+    )
+    torchq.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx", opset=10)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6)
+
+
+def test_dead_weights_and_disabled_quantizers_export(tmp_path: Path) -> None:
+    """A weight of zeros is exact, and a quantizer that is off leaves no trace."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(model[0].weight)
+    calibrated(model, torch.randn(4, 4))
+    with torchq.disabled(model, "1.*"):
+        report = torchq.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx", dynamo=False)
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6)
+    assert report.weights == ("0.weight_quantizer",)
+
+
+def test_float_models_export_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="Linear has no active quantizer; the file will hold a float model"
+    ):
+        report = torchq.export_onnx(
+            nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx", dynamo=False
+        )
+    assert report.weights == ()
+
+
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_torch_export_gives_the_same_numbers() -> None:
+    model = calibrated(Residual(), torch.randn(4, 3, 16, 16))
+    x = torch.randn(2, 3, 16, 16)
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_jit_trace_needs_no_flag(tmp_path: Path) -> None:
+    """S35: no TracerWarning (warnings are errors here), and the saved program computes the same."""
+    model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+        traced = torch.jit.trace(model, torch.randn(2, 3, 9, 9))
+        torch.jit.save(traced, tmp_path / "m.pt")
+        loaded = torch.jit.load(tmp_path / "m.pt")
+    x = torch.randn(2, 3, 9, 9)
+    for found, expected in zip(loaded(x), model(x), strict=True):
+        assert torch.equal(found, expected)

@@ -1,0 +1,269 @@
+"""Products with quantized weights stay integer products in the graph that ONNX Runtime builds, and shapes that are known are constants."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import MODERN, calibrated, run_file
+from torchq.onnx.ir import Graph
+from torchq.onnx.passes.fold_shapes import fold_shapes
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+EXPORTERS = [
+    False,
+    pytest.param(
+        True,
+        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
+    ),
+]
+SHAPES = [(2, 16), (2, 5, 16)]
+
+
+class Perceptron(nn.Module):
+    """Two linear layers, an activation between them, and a layer that reads the same tensor with the same bias."""
+
+    def __init__(self, activation: Any, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.side = (
+            nn.Linear(16, 32, bias),
+            nn.Linear(32, 16, bias),
+            nn.Linear(32, 16, bias),
+        )
+        self.side.bias = self.down.bias
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.activation(self.up(x))
+        return x + self.down(y), self.side(y)
+
+
+def optimized(path: Path, open_dims: dict[str, int] | None = None) -> Counter[str]:
+    """The operators of the graph that ONNX Runtime runs."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
+    options.log_severity_level = 3
+    for name, length in (open_dims or {}).items():
+        options.add_free_dimension_override_by_name(name, length)
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=len)
+def test_linear_layers_stay_integer_products(
+    shape: tuple[int, ...], bias: bool, dynamic: bool, dynamo: bool, tmp_path: Path
+) -> None:
+    x = torch.randn(shape)
+    model = calibrated(Perceptron(F.gelu, bias), x, target="onnxruntime")
+    torchq.export_onnx(
+        model, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo, dynamic_batch=dynamic
+    )
+    found = optimized(tmp_path / "m.onnx")
+    assert (
+        found["MatMulIntegerToFloat"],
+        found["Gemm"],
+        found["MatMul"],
+        found["DequantizeLinear"],
+    ) == (3, 0, 0, 0), found
+    if dynamic:
+        assert optimized(tmp_path / "m.onnx", {"batch": 2})["Gemm"] == 0
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_files_without_a_target_do_too(dynamo: bool, tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    model = calibrated(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)), x)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo, dynamic_batch=False)
+    found = optimized(tmp_path / "m.onnx")
+    assert (found["MatMulIntegerToFloat"], found["Gemm"], found["DequantizeLinear"]) == (2, 0, 0), (
+        found
+    )
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_opsets_and_activations(opset: int, tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Perceptron(F.relu, True), x, target="onnxruntime")
+    torchq.export_onnx(
+        model,
+        x,
+        tmp_path / "m.onnx",
+        target="onnxruntime",
+        dynamo=False,
+        dynamic_batch=False,
+        opset=opset,
+    )
+    found = optimized(tmp_path / "m.onnx")
+    assert (found["MatMulIntegerToFloat"], found["Gemm"], found["DequantizeLinear"]) == (3, 0, 0)
+
+
+def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    model = calibrated(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), x, target="onnxruntime")
+    torchq.export_onnx(
+        model, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False, dynamic_batch=False
+    )
+    found = optimized(tmp_path / "m.onnx")
+    assert (found["QGemm"], found["MatMulIntegerToFloat"], found["DequantizeLinear"]) == (1, 1, 0)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=len)
+def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Static shapes, bias first or second: inspection names the float products, retargeting makes integers of them."""
+    helper, numbers = onnx.helper, onnx.numpy_helper
+    weight, bias = torch.randint(-127, 128, (16, 4), dtype=torch.int8), torch.randn(4)
+    scales = {
+        "s": torch.tensor(0.1),
+        "z": torch.tensor(0, dtype=torch.int8),
+        "w": weight,
+        "b": bias,
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        *(helper.make_node("DequantizeLinear", ["w", "s", "z"], [f"v{i}"]) for i in (0, 1)),
+        *(helper.make_node("MatMul", ["d", f"v{i}"], [f"p{i}"]) for i in (0, 1)),
+        helper.make_node("Add", ["p0", "b"], ["y0"]),
+        helper.make_node("Add", ["b", "p1"], ["y1"]),
+    ]
+    inputs = [helper.make_tensor_value_info("x", 1, shape)]
+    outputs = [helper.make_tensor_value_info(name, 1, (*shape[:-1], 4)) for name in ("y0", "y1")]
+    stored = [numbers.from_array(value.numpy(), name) for name, value in scales.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, stored)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9),
+        str(tmp_path / "m.onnx"),
+    )
+    assert optimized(tmp_path / "m.onnx")["Gemm"] == 2
+    fallbacks = torchq.inspect_onnx(tmp_path / "m.onnx").fallbacks
+    assert [node.kind for node in fallbacks] == ["Gemm", "Gemm"]
+    assert all(
+        "has no Gemm from integers to float; torchq.onnx.retarget_onnx" in node.reason
+        for node in fallbacks
+    )
+    torchq.onnx.retarget_onnx(tmp_path / "m.onnx", tmp_path / "r.onnx", "onnxruntime")
+    found = optimized(tmp_path / "r.onnx")
+    assert (found["MatMulIntegerToFloat"], found["Gemm"]) == (2, 0)
+    assert torchq.inspect_onnx(tmp_path / "r.onnx").fallbacks == ()
+    x = 5 * torch.randn(shape)
+    for before, after in zip(
+        run_file(tmp_path / "m.onnx", x), run_file(tmp_path / "r.onnx", x), strict=True
+    ):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+def test_a_plain_export_is_cured_too(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Perceptron(F.gelu, True), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=20)
+    torchq.onnx.retarget_onnx(tmp_path / "m.onnx", tmp_path / "r.onnx", "onnxruntime")
+    assert optimized(tmp_path / "m.onnx")["Gemm"] == 3
+    found = optimized(tmp_path / "r.onnx")
+    assert (found["MatMulIntegerToFloat"], found["Gemm"]) == (3, 0)
+
+
+class Attention(nn.Module):
+    """One block of attention that finds its sizes while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_known_lengths_are_constants(dynamo: bool, tmp_path: Path) -> None:
+    """Nothing is left to compute from shapes, and the batch stays open."""
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Attention(), x)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
+    found = Counter(node.op_type for node in onnx.load(str(tmp_path / "m.onnx")).graph.node)
+    assert not found.keys() & {"Shape", "Concat", "Gather", "Cast", "Sqrt", "Div", "Mod"}, found
+    for batch in (1, 7):
+        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(batch, 5, 16)])
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_open_lengths_stay_open(dynamo: bool, tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Attention(), x)
+    torchq.export_onnx(
+        model, x, tmp_path / "m.onnx", dynamo=dynamo, dynamic_shapes={"x": {1: "length"}}
+    )
+    for shape in ((1, 9, 16), (3, 2, 16)):
+        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(shape)])
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, tmp_path: Path) -> None:
+    """The TorchScript exporter notes the example's batch as that of the results."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.first(x)
+            return y, y.reshape(y.shape[0], -1) * y.shape[1]
+
+    x = torch.randn(2, 5, 16)
+    model = calibrated(Both(), x)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
+    batch = torch.randn(7, 5, 16)
+    for found, expected in zip(run_file(tmp_path / "m.onnx", batch), model(batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> None:
+    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16; a batch that is noted of a result is the example's."""
+    helper, numbers = onnx.helper, onnx.numpy_helper
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "i"], ["n"]),
+        helper.make_node("Concat", ["n", "m"], ["t"], axis=0),
+        helper.make_node("Reshape", ["x", "t"], ["y"], allowzero=1),
+        helper.make_node("Cast", ["m"], ["half"], to=onnx.TensorProto.BFLOAT16),
+        helper.make_node("Cast", ["half"], ["z"], to=onnx.TensorProto.FLOAT),
+    ]
+    inputs = [helper.make_tensor_value_info("x", 1, ("batch", 2, 3))]
+    outputs = [
+        helper.make_tensor_value_info("y", 1, (2, 6)),
+        helper.make_tensor_value_info("z", 1, (1,)),
+    ]
+    stored = [
+        numbers.from_array(torch.tensor([value]).numpy(), name)
+        for name, value in (("i", 0), ("m", 6))
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs, stored),
+        opset_imports=[helper.make_opsetid("", 20)],
+    )
+    graph = Graph(model)
+    fold_shapes(graph)
+    (reshape,) = graph.of("Reshape")
+    assert graph.value(reshape.input[1]).tolist() == [-1, 6]
+    assert [node.op_type for node in graph.nodes] == ["Reshape", "Cast", "Cast"]

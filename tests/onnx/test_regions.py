@@ -1,0 +1,83 @@
+"""Parts of networks that ONNX Runtime runs on integers from one end to the other: gates, and pyramids of several scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import MODERN, calibrated
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+EXPORTERS = [
+    False,
+    pytest.param(
+        True,
+        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
+    ),
+]
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation, with both ways of writing the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.squeeze, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        x = x * self.squeeze(x.mean((2, 3), keepdim=True)).relu()
+        return self.head(x.mean((-2, -1)))
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_means_of_images_run_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
+    x = torch.randn(2, 3, 9, 9)
+    net = calibrated(Gated(), x, target="onnxruntime", example=x)
+    torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    assert [node.kind for node in nodes.integer].count("QLinearGlobalAveragePool") == 2
+    assert nodes.fallbacks == ()
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 9, 9)]).ok
+
+
+class Pyramid(nn.Module):
+    """A convolution, and one on a smaller scale that is brought to its size, in one concatenation."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.near, self.far, self.last, self.mode = (
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(3, 4, 2, stride=2),
+            nn.Conv2d(8, 4, 1),
+            mode,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = nn.functional.interpolate(self.far(x).relu(), scale_factor=2, mode=self.mode)
+        return self.last(torch.cat([self.near(x).relu(), far], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("mode", "convolutions"), [("nearest", 2), ("bilinear", 2), ("bicubic", 1)]
+)
+def test_resizing_keeps_tensors_from_being_negative(
+    mode: str, convolutions: int, tmp_path: Path
+) -> None:
+    """Cubic interpolation does not, so what it is concatenated with has a signed grid too, and keeps its ReLU and its convolution float."""
+    x = torch.randn(2, 3, 8, 8)
+    net = calibrated(Pyramid(mode), x, target="onnxruntime", example=x)
+    with pytest.warns(
+        UserWarning,
+        match=r"far: its output is not quantized.* put torchq\.nn\.QuantIdentity\(\) behind it, or exclude it",
+    ):
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
+    assert kinds.count("QLinearConv") == convolutions
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok

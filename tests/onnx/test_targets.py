@@ -1,0 +1,356 @@
+"""What a runtime wants: whole integer regions in ONNX Runtime, TensorRT's rules, one calibrated model for all of them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import MODERN, Layers, Residual, calibrated, ends, run_file
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.onnx import retarget_onnx
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 16, 16)
+    return calibrated(Residual(), x, target="onnxruntime", example=x[:1])
+
+
+def write(
+    model: nn.Module, path: Path, target: str | None, shape: tuple[int, ...] = (1, 3, 16, 16)
+) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torchq.export_onnx(model, torch.randn(shape), path, target=target, dynamo=False)
+
+
+def settings(path: Path) -> dict[str, tuple[float, int, int]]:
+    """Scale, zero point and type of every activation."""
+    values = {t.name: t for t in onnx.load(str(path)).graph.initializer}
+    out = {}
+    for name, node in ends(path, "QuantizeLinear").items():
+        scale, zero = (values[i] for i in node.input[1:])
+        out[name] = (
+            float(onnx.numpy_helper.to_array(scale)),
+            int(onnx.numpy_helper.to_array(zero)),
+            zero.data_type,
+        )
+    return out
+
+
+def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path) -> None:
+    """Every convolution, sum and concatenation runs on integers; the file computes what the model does on its finer grids."""
+    report = write(model, tmp_path / "m.onnx", "onnxruntime")
+    assert report.warnings == ()
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    kinds = [node.kind for node in nodes.integer]
+    assert (
+        kinds.count("QLinearConv"),
+        kinds.count("QLinearAdd"),
+        kinds.count("QLinearConcat"),
+    ) == (7, 2, 1)
+    assert (kinds.count("MatMulIntegerToFloat"), kinds.count("QLinearGlobalAveragePool")) == (1, 1)
+    assert nodes.fallbacks == ()
+    proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
+    assert proof.ok, str(proof)
+    assert (
+        proof.optimized[0].sqnr_db > 25
+    )  # biases in int32 scales and codes that flip: measured 30 and more
+
+
+@pytest.mark.parametrize(
+    "dynamo",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ")),
+    ],
+)
+def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, 9)
+    net = calibrated(
+        nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)
+        ),
+        x,
+        target="onnxruntime",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    kinds = [node.kind for node in nodes.integer]
+    assert (
+        kinds.count("QLinearConv"),
+        kinds.count("QLinearSigmoid"),
+        kinds.count("QLinearMul"),
+    ) == (2, 2, 2)
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+
+
+@pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+def test_the_modern_exporter_reaches_the_same_kernels(model: nn.Module, tmp_path: Path) -> None:
+    torchq.export_onnx(
+        model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", target="onnxruntime", dynamo=True
+    )
+    kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
+    assert (
+        kinds.count("QLinearConv"),
+        kinds.count("QLinearAdd"),
+        kinds.count("QLinearConcat"),
+    ) == (7, 2, 1)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(4, 3, 16, 16)]).ok
+
+
+def test_positive_tensors_get_the_finer_grid(model: nn.Module, tmp_path: Path) -> None:
+    write(model, tmp_path / "plain.onnx", None)
+    write(model, tmp_path / "ort.onnx", "onnxruntime")
+    before, after = settings(tmp_path / "plain.onnx"), settings(tmp_path / "ort.onnx")
+    for name, (scale, zero, kind) in before.items():
+        assert (zero, kind) == (0, onnx.TensorProto.INT8)
+        positive = (
+            not name.startswith("stem")
+            and "quant_add.input" not in name
+            and name != "blocks.1.quant_add.other_quantizer"
+        )
+        expected = (pytest.approx(scale * 127 / 255, rel=1e-6), 0) if positive else (scale, 128)
+        assert after[name] == (*expected, onnx.TensorProto.UINT8), name
+
+
+def test_openvino_gets_unsigned_codes_where_nothing_is_negative(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    """CPUs without AMX multiply uint8 by int8; signed tensors stay as they are."""
+    write(model, tmp_path / "ort.onnx", "onnxruntime")
+    write(model, tmp_path / "plain.onnx", None)
+    write(model, tmp_path / "ov.onnx", "openvino")
+    unsigned, plain = settings(tmp_path / "ort.onnx"), settings(tmp_path / "plain.onnx")
+    for name, found in settings(tmp_path / "ov.onnx").items():
+        assert found == (unsigned[name] if unsigned[name][1] == 0 else plain[name]), name
+    assert torchq.verify_onnx(model, tmp_path / "ov.onnx", [torch.randn(4, 3, 16, 16)]).ok
+
+
+class Heads(nn.Module):
+    """A linear layer whose result is quantized again, one whose result is not, one without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out, self.plain = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 5),
+            nn.Linear(16, 3, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.hidden(x).relu()
+        return self.out(x), self.plain(x)
+
+
+def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
+    """A Gemm without a quantized result would dequantize its weight on every call."""
+    model = calibrated(Heads(), torch.randn(16, 8), target="onnxruntime")
+    write(model, tmp_path / "m.onnx", "onnxruntime", (2, 8))
+    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
+    assert [node.kind for node in nodes.integer] == [
+        "QGemm",
+        "MatMulIntegerToFloat",
+        "MatMulIntegerToFloat",
+    ]
+    assert nodes.fallbacks == ()
+    proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(7, 8), torch.randn(1, 8)])
+    assert proof.ok and len(proof.layers) == 5, str(proof)
+
+
+def test_a_file_is_retargeted_there_and_back(model: nn.Module, tmp_path: Path) -> None:
+    write(model, tmp_path / "plain.onnx", None)
+    report = retarget_onnx(tmp_path / "plain.onnx", tmp_path / "ort.onnx", "onnxruntime")
+    assert (report.target, report.exporter) == ("onnxruntime", "file")
+    write(model, tmp_path / "direct.onnx", "onnxruntime")
+    assert settings(tmp_path / "ort.onnx") == settings(tmp_path / "direct.onnx")
+    with pytest.warns(UserWarning, match=r"TensorRT adds before it rounds"):
+        retarget_onnx(tmp_path / "ort.onnx", tmp_path / "trt.onnx", "tensorrt")
+    back, before = settings(tmp_path / "trt.onnx"), settings(tmp_path / "plain.onnx")
+    assert {name: value[1:] for name, value in back.items()} == dict.fromkeys(
+        back, (0, onnx.TensorProto.INT8)
+    )
+    for name, value in before.items():
+        assert back[name][0] == pytest.approx(value[0], rel=1e-6)
+
+
+def test_tensorrt_leaves_the_branch_of_the_convolution_open(tmp_path: Path) -> None:
+    x = torch.randn(4, 8, 16, 16)
+    model = Residual()
+    model.stem = nn.Conv2d(8, 16, 3, padding=1)
+    calibrated(model, x, target="tensorrt", example=x)
+    report = write(model, tmp_path / "m.onnx", "tensorrt", (1, 8, 16, 16))
+    assert report.warnings == ()
+    nodes = {o: n for n in onnx.load(str(tmp_path / "m.onnx")).graph.node for o in n.output}
+    sums = [n for n in nodes.values() if n.op_type == "Add"]
+    assert [[nodes[i].op_type for i in n.input] for n in sums] == [["Conv", "DequantizeLinear"]] * 2
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
+class Deconvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose2d(16, 16, 3), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x))
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torchq.nn.QuantIdentity(), torchq.nn.QuantIdentity()
+        self.conv = nn.Conv2d(32, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(torch.cat([self.a(x), self.b(3 * x)], dim=1))
+
+
+RULES = [
+    (
+        Deconvolution(),
+        None,
+        r"up: TensorRT scales ConvTranspose weights on axis 0 alone.*QuantDescriptor\(axis=0\)",
+    ),
+    (nn.Sequential(nn.Conv2d(16, 9, 3)), None, r"0: has 9 channels; .* exclude="),
+    (
+        Joined(),
+        None,
+        r"a\.input_quantizer: the inputs of .* have different scales; use QuantCat, or torchq\.qat\.share_range",
+    ),
+    (
+        nn.Sequential(nn.Conv2d(16, 16, 7)),
+        QuantConfig((Rule("0", input=QuantDescriptor((4, 3)), weight=QuantDescriptor((4, 3))),)),
+        r"0: TensorRT's FP8 filters have at most 31 elements, this one 49",
+    ),
+    (
+        nn.Sequential(nn.Conv2d(16, 16, 1)),
+        QuantConfig((Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor()),)),
+        r"0\.input_quantizer: TensorRT takes one scale for an activation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "config", "message"), RULES, ids=range(len(RULES)))
+def test_tensorrt_rules_name_the_layer_and_the_fix(
+    module: nn.Module, config: QuantConfig | None, message: str, tmp_path: Path
+) -> None:
+    model = calibrated(copy.deepcopy(module), torch.randn(4, 16, 8, 8), config=config)
+    arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
+    with pytest.warns(UserWarning, match=message):
+        report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
+    assert len(report.warnings) >= 1
+
+
+def test_an_unfused_norm_is_reported(tmp_path: Path) -> None:
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU()), torch.randn(4, 16, 8, 8)
+    )
+    with pytest.warns(
+        UserWarning, match=r"0: a BatchNorm follows it as a layer of its own; run torchq\.fuse_"
+    ):
+        torchq.export_onnx(
+            model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx", target="openvino", dynamo=False
+        )
+
+
+def test_onnxruntime_names_convolutions_without_a_quantized_output(tmp_path: Path) -> None:
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), torch.randn(4, 3, 8, 8)
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"^[^;]*: 2: its output is not quantized, so it runs in float; use quantize_ with target",
+    ):
+        torchq.export_onnx(
+            model, torch.randn(1, 3, 8, 8), tmp_path / "m.onnx", target="onnxruntime", dynamo=False
+        )
+
+
+def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(tmp_path: Path) -> None:
+    model = calibrated(Layers(), torch.randn(4, 3, 9, 9), target="onnxruntime")
+    assert isinstance(model.up.input_quantizer, nn.Identity)
+    write(model, tmp_path / "m.onnx", "onnxruntime", (1, 3, 9, 9))
+    assert "up.input_quantizer" not in ends(tmp_path / "m.onnx", "QuantizeLinear")
+    assert "up.weight_quantizer" in ends(tmp_path / "m.onnx", "DequantizeLinear")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) -> None:
+    """S36: quantizers off equals torch bit for bit; on, the file equals the simulation."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, output_size=[12, 13])
+
+    model, x = Sized(), torch.randn(2, 4, 5, 6)
+    with torch.no_grad():
+        expected = model(x)
+    assert expected.shape[2:] == (12, 13)
+    calibrated(model, x)
+    with torchq.disabled(model), torch.no_grad():
+        assert torch.equal(model(x), expected)
+    torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, dynamic_batch=False)
+    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6)
+
+
+def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
+    """S37: Q/DQ on both inputs of the sum and of the concatenation, the same scale in the latter; copies keep it."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+            self.add, self.cat = torchq.nn.QuantAdd(), torchq.nn.QuantCat(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cat([self.add(x, self.conv(x)), 5 * x])
+
+    model = calibrated(Written(), torch.randn(8, 4, 6, 6))
+    twin = Written()
+    torchq.quantize_(twin)
+    twin.load_state_dict(copy.deepcopy(model).state_dict(), strict=True)
+    for candidate in (model, copy.deepcopy(model), twin.eval()):
+        torchq.export_onnx(candidate, torch.randn(1, 4, 6, 6), tmp_path / "m.onnx", dynamo=False)
+        found = settings(tmp_path / "m.onnx")
+        assert found["cat.input_quantizer"] == found["cat.input_quantizer#2"]
+        nodes = {
+            output: node
+            for node in onnx.load(str(tmp_path / "m.onnx")).graph.node
+            for output in node.output
+        }
+        joined = [node for node in nodes.values() if node.op_type in ("Add", "Concat")]
+        assert [[nodes[name].op_type for name in node.input] for node in joined] == [
+            ["DequantizeLinear"] * 2
+        ] * 2
+        assert torchq.verify_onnx(candidate, tmp_path / "m.onnx", [torch.randn(4, 4, 6, 6)]).ok
+
+
+def test_activations_with_a_range_per_channel_stay_as_they_are(tmp_path: Path) -> None:
+    config = QuantConfig(
+        (Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor(axis=0)),)
+    )
+    model = calibrated(nn.Sequential(nn.Linear(4, 4)), torch.randn(16, 4), config=config)
+    write(model, tmp_path / "m.onnx", "onnxruntime", (2, 4))
+    zero = ends(tmp_path / "m.onnx", "QuantizeLinear")["0.input_quantizer"].input[2]
+    (stored,) = [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if t.name == zero]
+    assert (stored.data_type, list(stored.dims)) == (onnx.TensorProto.INT8, [4])
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4)]).ok

@@ -1,0 +1,254 @@
+"""The proof itself: agreement where there is agreement, and a named layer where the file was tampered with."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.onnx.exported import Layers, Residual, calibrated, run_file
+from torchq.errors import ExportError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[nn.Module, Path]:
+    model = calibrated(Residual(), torch.randn(8, 3, 16, 16))
+    torchq.export_onnx(model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False)
+    return model, tmp_path / "m.onnx"
+
+
+def edit(path: Path, name: str, change: object) -> None:
+    """Change one initializer of a file."""
+    model = onnx.load(str(path))
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            assert callable(change)
+            tensor.CopyFrom(
+                onnx.numpy_helper.from_array(
+                    change(onnx.numpy_helper.to_array(tensor).copy()), name
+                )
+            )
+            break
+    else:
+        raise AssertionError(f"no initializer {name}")
+    onnx.save(model, str(path))
+
+
+def test_codes_are_equal_except_ties(exported: tuple[nn.Module, Path]) -> None:
+    """S33."""
+    model, path = exported
+    report = torchq.verify_onnx(
+        model.train(),
+        path,
+        [torch.randn(4, 3, 16, 16), (torch.randn(3, 3, 16, 16), torch.zeros(3))],
+    )
+    assert report.ok, str(report)
+    assert model.training
+    # one tensor with two readers is quantized once in the file
+    names = {name for name, _ in model.named_modules() if name.endswith("_quantizer")}
+    assert names - {layer.name for layer in report.layers} == {"blocks.1.first.input_quantizer"}
+    assert sum(layer.ties for layer in report.layers) <= 1e-4 * sum(
+        layer.elements for layer in report.layers
+    )
+    assert report.outputs[0].samples == 7
+    assert "agrees" in str(report)
+
+
+def test_end_to_end_figures_are_those_of_the_outputs(exported: tuple[nn.Module, Path]) -> None:
+    model, path = exported
+    edit(path, "head.bias", lambda bias: bias + 1)
+    x = torch.randn(6, 3, 16, 16)
+    (found,) = torchq.verify_onnx(model, path, [x], layers=False).outputs
+    want, got = model(x).double(), run_file(path, x)[0].double()
+    assert found.max_diff == pytest.approx((want - got).abs().max().item(), rel=1e-12)
+    assert found.sqnr_db == pytest.approx(
+        10 * (want.square().sum() / (want - got).square().sum()).log10().item(), rel=1e-9
+    )
+    assert found.top1 == (want.argmax(1) == got.argmax(1)).double().mean()
+
+
+def test_a_changed_layer_is_named_alone(exported: tuple[nn.Module, Path]) -> None:
+    """A wrong bias shows at the quantizer behind it and nowhere else: the layers do not see each other's faults."""
+    model, path = exported
+    edit(path, "blocks.0.first.bias", lambda bias: bias + 0.5)
+    report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])
+    assert not report.ok
+    assert [layer.name for layer in report.layers if layer.mismatches] == [
+        "blocks.0.second.input_quantizer"
+    ]
+    assert report.layers[0].name == "blocks.0.second.input_quantizer"
+    assert "DIFFERS" in str(report)
+
+
+def test_a_changed_weight_is_named(exported: tuple[nn.Module, Path]) -> None:
+    model, path = exported
+
+    def change(codes: object) -> object:
+        codes[0, 0, 0, 0] += 1 if codes[0, 0, 0, 0] < 0 else -1  # type: ignore[index]
+        return codes
+
+    edit(path, "side.weight_quantizer/weight", change)
+    report = torchq.verify_onnx(model, path, [torch.randn(1, 3, 16, 16)])
+    (found,) = [
+        layer
+        for layer in report.layers
+        if layer.mismatches and layer.name.endswith("weight_quantizer")
+    ]
+    assert (found.name, found.mismatches, found.max_diff) == ("side.weight_quantizer", 1, 1.0)
+
+
+def test_another_model_is_refused(exported: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    model, path = exported
+    other = copy.deepcopy(model)
+    other.head = nn.Linear(48, 3)
+    with pytest.raises(
+        ExportError, match=r"the model returns \[\(2, 3\)\], the file \[\(2, 10\)\]"
+    ):
+        torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
+    with pytest.raises(ExportError, match="got no batch"):
+        torchq.verify_onnx(model, path, [])
+    (tmp_path / "broken.onnx").write_bytes(b"\x00" * 64)
+    with pytest.raises(Exception, match=r"."):
+        torchq.verify_onnx(model, tmp_path / "broken.onnx", [torch.randn(2, 3, 16, 16)])
+
+
+class Repeated(nn.Module):
+    """One layer called three times, with an activation that works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(6, 6), nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.act(self.linear(x))
+        return x
+
+
+def test_repeated_layers_are_told_apart(tmp_path: Path) -> None:
+    model = calibrated(Repeated(), torch.randn(16, 6))
+    torchq.export_onnx(model, torch.randn(1, 6), tmp_path / "m.onnx", dynamo=False)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(9, 6), torch.randn(2, 6)])
+    names = {layer.name for layer in report.layers if "input" in layer.name}
+    assert names == {
+        "linear.input_quantizer",
+        "linear.input_quantizer#2",
+        "linear.input_quantizer#3",
+    }
+    assert report.ok, str(report)
+
+
+def test_several_outputs_and_dict_batches(tmp_path: Path) -> None:
+    model = calibrated(Layers(), torch.randn(8, 3, 9, 9))
+    torchq.export_onnx(
+        model,
+        {"x": torch.randn(1, 3, 9, 9)},
+        tmp_path / "m.onnx",
+        dynamo=False,
+        output_names=["up", "left", "right"],
+    )
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [{"x": torch.randn(2, 3, 9, 9)}])
+    assert [o.name for o in report.outputs] == ["up", "left", "right"]
+    assert report.ok
+
+
+def test_a_plain_export_is_compared_end_to_end(tmp_path: Path) -> None:
+    """A file that torch.onnx.export wrote by itself has no names of quantizers."""
+    model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(8, 6))
+    if hasattr(torch.onnx, "ops"):
+        torch.onnx.export(
+            model, (torch.randn(2, 6),), tmp_path / "m.onnx", opset_version=21, verbose=False
+        )
+    else:
+        torch.onnx.export(model, (torch.randn(2, 6),), str(tmp_path / "m.onnx"), opset_version=17)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 6)])
+    assert report.layers == ()
+    assert report.ok and report.outputs[0].max_diff < 1e-6
+
+
+def test_float_nodes_are_explained(exported: tuple[nn.Module, Path]) -> None:
+    """Quantizers at layer inputs alone: convolutions before a ReLU stay float in ONNX Runtime."""
+    report = torchq.inspect_onnx(exported[1])
+    reasons = {node.name: node.reason for node in report.fallbacks if node.kind == "Conv"}
+    assert any("export with target='onnxruntime'" in reason for reason in reasons.values())
+    assert report.counts.get("QLinearAdd", 0) == 0
+    assert f"{len(report.integer)} of {len(report.nodes)} computing nodes" in str(report)
+
+
+@pytest.mark.parametrize(("reduce_range", "wide"), [(False, 7), (True, 0)])
+def test_weights_that_overflow_without_vnni_are_counted(
+    reduce_range: bool, wide: int, tmp_path: Path
+) -> None:
+    x = torch.randn(4, 3, 16, 16)
+    model = calibrated(
+        Residual(),
+        x,
+        config=torchq.recipes.int8(reduce_range=reduce_range),
+        target="onnxruntime",
+        example=x,
+    )
+    torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    stored = [
+        t
+        for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer
+        if t.name.endswith(("/weight", "/weight.T"))
+    ]
+    largest = max(abs(onnx.numpy_helper.to_array(t).astype(int)).max() for t in stored)
+    assert largest == (64 if reduce_range else 127) or largest == (63 if reduce_range else 128)
+    report = torchq.inspect_onnx(tmp_path / "m.onnx")
+    assert len(report.wide) >= wide if wide else report.wide == ()
+    assert ("recipes.int8(reduce_range=True)" in str(report)) == bool(wide)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
+def test_what_the_runtime_cannot_optimise_is_compared_as_it_is(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 makes an invalid graph of a Gemm of FP8."""
+    config = torchq.recipes.fp8()
+    model = calibrated(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        torch.randn(16, 8),
+        config=config,
+    )
+    torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
+    with pytest.warns(
+        UserWarning,
+        match=r"verify_onnx: onnxruntime .* cannot run the model .*\. Compared without optimisations",
+    ):
+        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 8)])
+    assert report.ok and report.optimized == () and len(report.layers) == 4
+
+
+def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
+    model = calibrated(nn.Sequential(nn.Linear(8, 8)), torch.randn(16, 8))
+    torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
+    with pytest.raises(
+        ExportError,
+        match=r"cannot run the model on this batch .* expected inputs like \{'input': \['batch', 8\]\}",
+    ):
+        torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4, 8)])
+
+
+def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is 2 GB; here every file is above it."""
+    monkeypatch.setattr("torchq.onnx.ir._EXTERNAL_ABOVE", 0)
+    x, path = torch.randn(4, 3, 16, 16), tmp_path / "m.onnx"
+    model = calibrated(Residual(), x)
+    for _ in range(2):  # writing again replaces the tensors
+        report = torchq.export_onnx(model, x[:1], path, dynamo=False)
+    assert report.size == path.stat().st_size + (tmp_path / "m.onnx.data").stat().st_size
+    weights = onnx.load(str(path), load_external_data=False).graph.initializer
+    assert any(t.data_location == onnx.TensorProto.EXTERNAL for t in weights)
+    assert torchq.verify_onnx(model, path, [x]).ok
+    assert torchq.inspect_onnx(path).nodes
+    with pytest.warns(UserWarning, match="its output is not quantized"):
+        torchq.onnx.retarget_onnx(path, tmp_path / "ort.onnx", "onnxruntime")
+    assert torchq.verify_onnx(model, tmp_path / "ort.onnx", [x]).ok

@@ -1,0 +1,135 @@
+"""The classic ``tensor_quant`` functions: a multiplier *scale* = qmax / amax, codes = round(x * scale).
+
+Kept in the arithmetic of NVIDIA's pytorch-quantization, where they come from: ``x * scale`` and ``q / scale`` differ from
+``x / step`` and ``q * step`` (:func:`torchq.functional.fake_quantize`) by at most one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.formats import Format, by_bits
+from torchq.functional.kernels import gradient_mask, mask_gradient
+from torchq.functional.scale import TINY, compute_dtype
+
+__all__ = ["TensorQuantFunction", "FakeTensorQuantFunction", "tensor_quant", "fake_tensor_quant"]
+
+
+def _codes(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes in the compute dtype and the scale to divide them by (1 for dead ranges)."""
+    dead = amax <= TINY
+    qmax = torch.full_like(
+        amax, format.qmax
+    )  # number / tensor would be reciprocal times number: two roundings
+    scale = torch.where(dead, 0.0, qmax / amax)
+    codes = format.snap_(x.to(scale.dtype) * scale)
+    return codes, torch.where(dead, 1.0, scale)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Shared backward: gradient 1 where ``|x| <= amax`` (inclusive), 0 elsewhere; none to amax or through the scale."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, amax = inputs[:2]
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gradient_mask(x, amax))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        (mask,) = ctx.saved_tensors
+        return mask_gradient("reference", grads[0], mask), None, None
+
+
+class TensorQuantFunction(_StraightThrough):
+    """``(codes, scale)``; see :func:`tensor_quant`."""
+
+    @staticmethod
+    def forward(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+        codes, scale = _codes(x, amax, format)
+        return codes.to(x.dtype), scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        _StraightThrough.setup_context(ctx, inputs, output)
+
+
+class FakeTensorQuantFunction(_StraightThrough):
+    """``codes / scale``; see :func:`fake_tensor_quant`."""
+
+    @staticmethod
+    def forward(x: Tensor, amax: Tensor, format: Format) -> Tensor:
+        codes, scale = _codes(x, amax, format)
+        return codes.div_(scale).to(x.dtype)
+
+
+def _arguments(
+    x: Tensor, amax: Tensor | float, num_bits: int, unsigned: bool, narrow_range: bool
+) -> tuple[Tensor, Tensor, Format]:
+    if not x.is_floating_point():
+        raise TypeError(
+            f"tensor_quant: got a tensor of {x.dtype}; expected a floating-point tensor. Convert it with x.float()"
+        )
+    amax = torch.as_tensor(amax, device=x.device).to(compute_dtype(x.dtype))
+    return x, amax, by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
+
+
+def tensor_quant(
+    x: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Integer codes of ``x`` and the scale they were made with.
+
+    Args:
+        x: floating point, any shape. Computed in fp32 (fp64 for fp64).
+        amax: >= 0, broadcastable to x; at most 2**-24 gives codes 0 and scale 1.
+        num_bits: 2 to 16 (1 to 16 unsigned).
+        unsigned: codes ``0 .. 2**num_bits - 1``; negative values become 0.
+        narrow_range: codes ``-qmax .. qmax`` instead of ``-qmax-1 .. qmax``; ignored when unsigned.
+
+    Returns:
+        codes in x's dtype and shape; scale = qmax / amax in the compute dtype, amax's shape.
+
+    Example:
+        >>> _ = torch.manual_seed(12345)
+        >>> x = torch.rand(10)
+        >>> x
+        tensor([0.9817, 0.8796, 0.9921, 0.4611, 0.0832, 0.1784, 0.3674, 0.5676, 0.3376,
+                0.2119])
+        >>> codes, scale = tensor_quant(x, torch.max(torch.abs(x)))
+        >>> codes
+        tensor([126., 113., 127.,  59.,  11.,  23.,  47.,  73.,  43.,  27.])
+        >>> scale
+        tensor(128.0057)
+    """
+    return TensorQuantFunction.apply(*_arguments(x, amax, num_bits, unsigned, narrow_range))
+
+
+def fake_tensor_quant(
+    x: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = False,
+) -> Tensor:
+    """``codes / scale`` of :func:`tensor_quant`, in x's dtype.
+
+    Example:
+        >>> _ = torch.manual_seed(12345)
+        >>> x = torch.rand(10)
+        >>> fake_tensor_quant(x, torch.max(torch.abs(x)))
+        tensor([0.9843, 0.8828, 0.9921, 0.4609, 0.0859, 0.1797, 0.3672, 0.5703, 0.3359,
+                0.2109])
+    """
+    return FakeTensorQuantFunction.apply(*_arguments(x, amax, num_bits, unsigned, narrow_range))

@@ -1,0 +1,165 @@
+"""Which kernel computes a fake-quantize: chosen from the tensor, or forced for a while."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ConfigError
+from torchq.formats import INT8, Format
+from torchq.functional.kernels import reference, tiled
+
+__all__ = [
+    "BACKENDS",
+    "Kernels",
+    "backend_for",
+    "is_plain",
+    "kernels",
+    "learned_gradients",
+    "mask_gradient",
+    "use_backend",
+]
+
+#: The definition, CPU tiles, and Triton on CUDA.
+BACKENDS = ("reference", "tiled", "triton")
+
+_forced: ContextVar[str | None] = ContextVar("torchq_forced_backend", default=None)
+
+
+class Kernels(Protocol):
+    """What a backend has; see :mod:`torchq.functional.kernels.reference`. ``supports`` says which cases it can do."""
+
+    def supports(self, x: Tensor, amax: Tensor, format: Format) -> bool: ...
+
+    def fake_quantize(
+        self, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def mask_gradient(self, grad: Tensor, mask: Tensor) -> Tensor: ...
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force a backend of :data:`BACKENDS` for plain tensors inside; nests, and ends with the block also after an error.
+
+    Compiled, exported and transformed (``torch.func``) code uses the definition whatever is forced. The choice belongs to the
+    thread or task that makes it.
+
+    Raises:
+        ConfigError: an unknown name; and inside, a call that the backend cannot do.
+
+    Example:
+        >>> with use_backend("reference"):
+        ...     backend_for(torch.ones(3))
+        'reference'
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}")
+    if name == "triton" and not has_triton():
+        raise ConfigError(
+            "use_backend: got 'triton', which is not installed; expected an installed backend. Run pip install triton"
+        )
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) -> str:
+    """The backend that quantizes ``x`` now: ``"reference"``, ``"tiled"`` (CPU) or ``"triton"`` (CUDA, where Triton is installed).
+
+    Args:
+        x: a block axis already split.
+        amax: aligned with it (see :meth:`torchq.formats.Granularity.align`); None stands for one value.
+        format: the grid.
+
+    Raises:
+        ConfigError: the forced backend cannot do it.
+    """
+    if not is_plain(x) or not (amax is None or is_plain(amax)):
+        return "reference"
+    amax = x.new_ones(()) if amax is None else amax
+    forced = _forced.get()
+    if forced is None:
+        candidates = ("triton",) if x.is_cuda and has_triton() else ("tiled",)
+    else:
+        candidates = (forced,)
+    for name in candidates:
+        if kernels(name).supports(x, amax, format):
+            return name
+    if forced is not None:
+        raise ConfigError(
+            f"fake_quantize: backend {forced!r} cannot do {format} for {x.dtype} on {x.device} with amax of shape {tuple(amax.shape)}; "
+            "expected a case that it supports. Leave the choice to torchq, or use 'reference'"
+        )
+    return "reference"
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a kernel may run on ``x`` now: it has memory, nothing traces, and the definition is not forced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _forced.get() == "reference":
+        return False
+    return _has_memory(x)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether ``x`` is an ordinary tensor: no subclass (fake, distributed), no wrapper of ``torch.func``, not on the meta device."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+        return False
+    try:
+        x.untyped_storage()
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # wrappers have none, and no public name to be known by
+        return False
+    return True
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; imports nothing."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _triton() -> Kernels:
+    return importlib.import_module(
+        f"{__package__}.triton"
+    )  # late, so that importing torchq does not import Triton
+
+
+def kernels(name: str) -> Kernels:
+    """The functions of a backend that :func:`backend_for` named."""
+    if name == "triton":
+        return _triton()
+    return tiled if name == "tiled" else reference
+
+
+def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
+    """``grad`` where ``mask`` is 1, else 0, by the backend of the forward where it can.
+
+    A second derivative, a batch of gradients (``is_grads_batched``) and unusual strides go to the definition.
+    """
+    if name == "reference" or grad.requires_grad or not is_plain(grad):
+        return reference.mask_gradient(grad, mask)
+    if name == "triton" and grad.stride() != mask.stride():
+        return reference.mask_gradient(grad, mask)
+    return kernels(name).mask_gradient(grad, mask)
+
+
+def learned_gradients(
+    name: str, grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients to x and amax: tiled where the forward was, the definition elsewhere and for second derivatives."""
+    tiles = name == "tiled" and not torch.is_grad_enabled() and all(map(is_plain, (grad, x, amax)))
+    return (tiled if tiles else reference).learned_gradients(grad, x, amax, format, scale_format)

@@ -1,0 +1,1 @@
+"""Folding BatchNorm into the layer beside it."""

@@ -1,0 +1,1 @@
+"""Turning a callable that is one linear map into one kernel."""

@@ -1,0 +1,300 @@
+"""What torch functions make of a map that stands in for a tensor.
+
+A block's own ``forward`` is run on an :class:`AffineTensor`: its Python control flow is followed for real, its convolutions,
+BatchNorms, sums, scalings, crops and average pools build up one map, and everything else raises :class:`NotAffine`. Rules are keyed by
+the name of the function, so ``a + b``, ``torch.add(a, b)`` and ``a.add_(b)`` are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.fusion.linear_map import kernel_algebra
+from torchq.fusion.linear_map.symbolic import Affine, Geometry, Ints, NotAffine
+from torchq.utils import Registry
+
+__all__ = ["AffineTensor", "RULES"]
+
+#: Name of a torch function -> what it does to a map; the first argument is a map or (for commuted operators) a constant.
+RULES: Registry[str, Callable[..., Any]] = Registry("affine rule")
+
+
+class AffineTensor(Affine):
+    """An :class:`Affine` that can be passed to torch functions and modules."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        rule = RULES.get(name)
+        if rule is None:
+            raise NotAffine(f"{name} is not linear and shift-invariant, or not known to be")
+        return rule(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        rule = None if name.startswith("_") else RULES.get(name)
+        if rule is None:
+            raise NotAffine(f"Tensor.{name} is not linear and shift-invariant, or not known to be")
+        return lambda *args, **kwargs: rule(self, *args, **kwargs)
+
+    def dim(self) -> int:
+        """Dimensions of the tensor that this stands for, with the batch."""
+        return self.geometry.rank + 2
+
+    @property
+    def ndim(self) -> int:
+        """The same as :meth:`dim`."""
+        return self.dim()
+
+    def size(self, axis: int | None = None) -> int:
+        """Only the number of channels is known."""
+        if axis != 1:
+            raise NotAffine("the forward looks at the size of the input")
+        return self.geometry.out
+
+    def __add__(self, other: Any) -> AffineTensor:
+        return _add(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> AffineTensor:
+        return _sub(self, other)
+
+    def __rsub__(self, other: Any) -> AffineTensor:
+        return _sub(other, self)
+
+    def __mul__(self, other: Any) -> AffineTensor:
+        return _mul(self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> AffineTensor:
+        return _div(self, other)
+
+    def __neg__(self) -> AffineTensor:
+        return _mul(self, -1.0)
+
+    def __getitem__(self, index: Any) -> AffineTensor:
+        return _crop(self, index)
+
+
+def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            RULES.add(name, function)
+        return function
+
+    return enter
+
+
+def _constant(value: Any, like: AffineTensor) -> Tensor:
+    """A number, or one value per channel laid out to broadcast against ``(N, C, *spatial)``."""
+    tensor = torch.as_tensor(value).double()
+    if tensor.numel() == 1:
+        return tensor.reshape(1)
+    rank, channels = like.geometry.rank, like.geometry.out
+    aligned = (1,) * (rank + 2 - tensor.dim()) + tuple(tensor.shape)
+    if aligned != (1, channels, *(1,) * rank):
+        raise NotAffine(f"a constant of shape {tuple(tensor.shape)} is not one value per channel")
+    return tensor.reshape(-1)
+
+
+@_rule("add", "add_", "__add__", "__radd__", "__iadd__")
+def _add(a: Any, b: Any, *, alpha: float = 1.0) -> AffineTensor:
+    if isinstance(b, AffineTensor) and alpha != 1:
+        b = _mul(b, alpha)
+    elif alpha != 1:
+        b = b * alpha
+    if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
+        return a.added(b)
+    value, constant = (a, b) if isinstance(a, AffineTensor) else (b, a)
+    if isinstance(constant, (int, float)) and constant == 0:  # sum([...]) starts at 0
+        return value
+    return value.scaled(None, _constant(constant, value))
+
+
+@_rule("sub", "sub_", "__sub__", "__isub__")
+def _sub(a: Any, b: Any, *, alpha: float = 1.0) -> AffineTensor:
+    return _add(a, _mul(b, -alpha) if isinstance(b, AffineTensor) else -alpha * b)
+
+
+@_rule("rsub", "__rsub__")
+def _rsub(a: Any, b: Any) -> AffineTensor:
+    return _sub(b, a)
+
+
+@_rule("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
+def _mul(a: Any, b: Any) -> AffineTensor:
+    if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
+        raise NotAffine("a product of two maps")
+    value, constant = (a, b) if isinstance(a, AffineTensor) else (b, a)
+    return value.scaled(_constant(constant, value), None)
+
+
+@_rule("div", "div_", "__truediv__", "__itruediv__", "true_divide")
+def _div(a: Any, b: Any) -> AffineTensor:
+    if isinstance(b, AffineTensor):
+        raise NotAffine("a division by a map")
+    return a.scaled(1.0 / _constant(b, a), None)
+
+
+@_rule("neg", "__neg__", "negative")
+def _neg(a: AffineTensor) -> AffineTensor:
+    return _mul(a, -1.0)
+
+
+@_rule("contiguous", "clone", "detach", "requires_grad_")
+def _same(a: AffineTensor, *args: Any, **kwargs: Any) -> AffineTensor:
+    return a
+
+
+@_rule("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+def _dropout(
+    a: AffineTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> AffineTensor:
+    if training and p > 0:
+        raise NotAffine("dropout in training mode")
+    return a
+
+
+@_rule("leaky_relu", "leaky_relu_")
+def _leaky_relu(
+    a: AffineTensor, negative_slope: float = 0.01, inplace: bool = False
+) -> AffineTensor:
+    if float(negative_slope) != 1.0:  # VanillaNet anneals the slope to 1
+        raise NotAffine(f"leaky_relu of slope {float(negative_slope):g}")
+    return a
+
+
+@_rule("batch_norm")
+def _batch_norm(
+    a: AffineTensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> AffineTensor:
+    if training or running_mean is None or running_var is None:
+        raise NotAffine("BatchNorm uses the statistics of the batch")
+    if running_mean.numel() != a.geometry.out:
+        raise NotAffine(f"BatchNorm of {running_mean.numel()} channels on {a.geometry.out}")
+    return a.scaled(
+        *kernel_algebra.batch_norm_affine(running_mean, running_var, weight, bias, eps), layers=1
+    )
+
+
+def _ints(value: Any, rank: int) -> Ints:
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * rank if len(given) == 1 else given
+
+
+def _conv(
+    a: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> AffineTensor:
+    if not isinstance(a, AffineTensor) or isinstance(weight, Affine):
+        raise NotAffine("a convolution whose weight depends on the input")
+    rank = weight.dim() - 2
+    rate = _ints(dilation, rank)
+    window = tuple(r * (k - 1) + 1 for r, k in zip(rate, weight.shape[2:], strict=True))
+    if isinstance(padding, str):
+        before = tuple((w - 1) // 2 if padding == "same" else 0 for w in window)
+        after = tuple(
+            w - 1 - b if padding == "same" else 0 for w, b in zip(window, before, strict=True)
+        )
+    else:
+        before = after = _ints(padding, rank)
+    geometry = Geometry(
+        weight.shape[1] * groups,
+        weight.shape[0],
+        groups,
+        window,
+        before,
+        after,
+        _ints(stride, rank),
+    )
+    return a.convolved(weight, bias, geometry, rate)
+
+
+_rule("conv1d", "conv2d", "conv3d")(_conv)
+
+
+@_rule("linear")
+def _linear(a: AffineTensor, weight: Tensor, bias: Tensor | None = None) -> AffineTensor:
+    if a.geometry.rank:
+        raise NotAffine("a linear layer on feature maps")
+    return a.convolved(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
+
+
+def _avg_pool(
+    a: AffineTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> AffineTensor:
+    rank, channels = a.geometry.rank, a.geometry.out
+    window, pads = _ints(kernel_size, rank), _ints(padding, rank)
+    if ceil_mode or (any(pads) and not count_include_pad):
+        raise NotAffine("an average pool whose divisor varies with the position")
+    step = window if stride is None or stride == [] else _ints(stride, rank)
+    kernel = kernel_algebra.avg_pool_kernel(
+        channels, channels, window, divisor_override, device=a.device
+    )
+    return a.convolved(
+        kernel, None, Geometry(channels, channels, channels, window, pads, pads, step)
+    )
+
+
+_rule("avg_pool1d", "avg_pool2d", "avg_pool3d")(_avg_pool)
+
+
+@_rule("pad")
+def _pad(
+    a: AffineTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> AffineTensor:
+    rank = a.geometry.rank
+    if mode != "constant" or value or len(pad) > 2 * rank:
+        raise NotAffine(f"padding by {mode} {value or ''}".rstrip())
+    full = list(pad) + [0] * (2 * rank - len(pad))
+    return a.padded(tuple(reversed(full[0::2])), tuple(reversed(full[1::2])))
+
+
+@_rule("__getitem__", "getitem")
+def _crop(a: AffineTensor, index: Any) -> AffineTensor:
+    rank = a.geometry.rank
+    slices = index if isinstance(index, tuple) else (index,)
+    whole = slice(None)
+    if (
+        any(not isinstance(s, slice) or s.step not in (None, 1) for s in slices)
+        or slices[:2] != (whole, whole)
+        or len(slices) != rank + 2
+    ):
+        raise NotAffine("an index that is not a crop")
+    before, after = [], []
+    for part in slices[2:]:
+        start, stop = part.start or 0, part.stop
+        if (
+            not isinstance(start, int)
+            or start < 0
+            or not (stop is None or (isinstance(stop, int) and stop < 0))
+        ):
+            raise NotAffine("a crop that depends on the size of the input")
+        before.append(-start)
+        after.append(stop or 0)
+    return a.padded(tuple(before), tuple(after))

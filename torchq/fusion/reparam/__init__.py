@@ -1,0 +1,1 @@
+"""Merging the parallel branches of re-parameterisable blocks."""

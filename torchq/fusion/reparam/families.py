@@ -1,0 +1,297 @@
+"""The families of blocks that fuse_ knows by name. Attribute names and deployed names are those of the original repositories."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchq.fusion.modules import is_layer
+from torchq.fusion.reparam.custom_rules import (
+    GhostV3Rule,
+    ImplicitHeadRule,
+    RepGhostRule,
+    VanillaActivationRule,
+)
+from torchq.fusion.reparam.rule import BLOCKS, BlockRule
+
+__all__ = ["FAMILIES"]
+
+
+def _needs_more_than_one(block: Any) -> bool:
+    parameters = inspect.signature(block.forward).parameters.values()
+    return (
+        sum(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            for p in parameters
+        )
+        > 1
+    )
+
+
+def _sum_of_rbr(block: Any, x: Tensor) -> Tensor:
+    total = block.rbr_dense(x) + block.rbr_1x1(x)
+    return total if block.rbr_identity is None else total + block.rbr_identity(x)
+
+
+def _use_forward_fuse(block: Any) -> None:
+    block.forward = block.forward_fuse  # as Ultralytics' own fuse does
+
+
+def _is_module(block: Any, *names: str) -> bool:
+    return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
+
+
+def _wraps_layer(block: Any, name: str) -> bool:
+    return is_layer(getattr(getattr(block, name, None), "conv", None))
+
+
+def _implicit(block: Any) -> bool:
+    lists = [getattr(block, name, None) for name in ("m", "ia", "im")]
+    return all(isinstance(each, nn.ModuleList) for each in lists) and any(
+        hasattr(each, "implicit") for each in (*block.ia, *block.im)
+    )
+
+
+def _fully_fused(block: Any) -> bool:
+    return bool(block.fully_fused or block.partially_fused)
+
+
+def _two_heads(name: str, *heads: str) -> BlockRule:
+    """Classifiers for two teachers, whose results are averaged."""
+    return BlockRule(
+        name=name, has=heads, branches=heads, when=lambda b: _is_module(b, *heads), loose=True
+    )
+
+
+_RBR = ("rbr_dense", "rbr_1x1", "rbr_identity", "rbr_avg", "id_tensor")
+_RBR_AFTER = ("nonlinearity", "se", "post_se", "act", "activation")
+
+#: All of them, the general ones first: later entries are tried first.
+FAMILIES: tuple[BlockRule, ...] = (
+    # PaddleDetection PP-YOLOE, RT-DETR
+    BlockRule(
+        name="ppyoloe",
+        has=("conv1", "conv2", "act"),
+        branches=("conv1", "conv2"),
+        writes="conv",
+        bypass=("act",),
+        lacks=("conv",),
+        when=lambda b: _wraps_layer(b, "conv1") and _wraps_layer(b, "conv2"),
+        loose=True,
+    ),
+    # Ultralytics RepConv, and Conv2, whose branches share one BatchNorm
+    BlockRule(
+        name="ultralytics-repconv",
+        has=("conv1", "conv2", "forward_fuse"),
+        branches=("conv1", "conv2", "bn"),
+        writes="conv",
+        bypass=("act",),
+        lacks=("conv",),
+        finish=_use_forward_fuse,
+        loose=True,
+    ),
+    BlockRule(
+        name="ultralytics-conv2",
+        has=("conv", "cv2", "bn", "forward_fuse"),
+        branches=("conv", "cv2"),
+        writes="conv",
+        bypass=("act", "bn"),
+        finish=_use_forward_fuse,
+        loose=True,
+    ),
+    # RepVGG, RepVGGplus, YOLOv6, YOLOv7
+    BlockRule(
+        name="repvgg",
+        has=("rbr_dense", "rbr_1x1"),
+        branches=_RBR,
+        writes="rbr_reparam",
+        bypass=_RBR_AFTER,
+        flags={"deploy": True},
+        when=lambda b: _is_module(b, "rbr_dense"),
+    ),
+    BlockRule(
+        name="repvgg-custom-l2",
+        has=("rbr_dense", "rbr_1x1", "rbr_identity"),
+        branches=_RBR,
+        writes="rbr_reparam",
+        flags={"deploy": True},
+        when=lambda b: _is_module(b, "rbr_dense") and _needs_more_than_one(b),
+        linear=_sum_of_rbr,
+    ),
+    # YOLOv6 QARepVGG: a BatchNorm after the sum, folded afterwards like any other
+    BlockRule(
+        name="qarepvgg",
+        has=("rbr_dense", "rbr_1x1", "bn"),
+        branches=_RBR,
+        writes="rbr_reparam",
+        bypass=(*_RBR_AFTER, "bn"),
+        flags={"deploy": True},
+        when=lambda b: _is_module(b, "rbr_dense", "bn"),
+    ),
+    # MobileOne, FastViT (Apple)
+    BlockRule(
+        name="mobileone",
+        has=("rbr_conv", "rbr_scale"),
+        branches=("rbr_conv", "rbr_scale", "rbr_skip"),
+        writes="reparam_conv",
+        bypass=("se", "activation"),
+        lacks=("reparam_conv",),
+        flags={"inference_mode": True},
+    ),
+    BlockRule(
+        name="large-kernel",
+        has=("lkb_origin", "small_conv"),
+        branches=("lkb_origin", "small_conv"),
+        writes="lkb_reparam",
+        bypass=("activation",),
+        lacks=("lkb_reparam",),
+    ),
+    BlockRule(
+        name="repmixer",
+        has=("mixer", "norm"),
+        branches=("mixer", "norm", "layer_scale"),
+        writes="reparam_conv",
+        lacks=("reparam_conv",),
+        when=lambda b: (
+            _is_module(b, "mixer", "norm")
+            and (hasattr(b, "reparam_conv") or hasattr(b, "use_layer_scale"))
+        ),
+        loose=True,
+    ),
+    BlockRule(
+        name="repcpe",
+        has=("pe",),
+        branches=("pe",),
+        writes="reparam_conv",
+        lacks=("reparam_conv",),
+        when=lambda b: is_layer(b.pe),
+        loose=True,
+    ),
+    # timm
+    BlockRule(
+        name="timm",
+        has=("conv_kxk", "reparam_conv"),
+        branches=("conv_kxk", "conv_1x1", "conv_scale", "identity", "drop_path"),
+        writes="reparam_conv",
+        bypass=("attn", "se", "act"),
+        lacks=("reparam_conv",),
+    ),
+    BlockRule(
+        name="timm-large-kernel",
+        has=("large_conv", "small_conv", "reparam_conv"),
+        branches=("large_conv", "small_conv"),
+        writes="reparam_conv",
+        bypass=("se", "act"),
+        lacks=("reparam_conv",),
+        when=lambda b: _is_module(b, "large_conv"),
+    ),
+    BlockRule(
+        name="timm-repcpe",
+        has=("pos_enc", "reparam_conv"),
+        branches=("pos_enc",),
+        writes="reparam_conv",
+        lacks=("reparam_conv",),
+    ),
+    GhostV3Rule(
+        name="ghostnetv3",
+        has=("primary_rpr_conv", "cheap_rpr_conv"),
+        branches=("primary_rpr_*", "cheap_rpr_*"),
+        writes="primary_conv",
+    ),
+    BlockRule(
+        name="ghostnetv3-bottleneck",
+        has=("dw_rpr_conv", "dw_rpr_scale", "conv_dw"),
+        branches=("dw_rpr_*",),
+        writes="conv_dw",
+        flags={"infer_mode": True},
+        when=lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
+        linear=lambda b, x: sum((conv(x) for conv in b.dw_rpr_conv), start=b.dw_rpr_scale(x)),
+    ),
+    RepGhostRule(
+        name="repghost",
+        has=("fusion_conv", "fusion_bn", "cheap_operation"),
+        branches=("fusion_conv", "fusion_bn"),
+        writes="cheap_operation",
+        when=lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
+    ),
+    _two_heads("repvit-classifier", "classifier", "classifier_dist"),
+    _two_heads("timm-distilled-classifier", "head", "head_dist"),
+    # mmpretrain
+    BlockRule(
+        name="mmpretrain-repvgg",
+        has=("branch_3x3", "branch_1x1"),
+        branches=("branch_3x3", "branch_1x1", "branch_norm"),
+        writes="branch_reparam",
+        bypass=("se_layer", "act"),
+        flags={"deploy": True},
+    ),
+    BlockRule(
+        name="mmpretrain-mobileone",
+        has=("branch_conv_list",),
+        branches=("branch_conv_list", "branch_scale", "branch_norm"),
+        writes="branch_reparam",
+        bypass=("se_layer", "act"),
+        flags={"deploy": True},
+    ),
+    # super-gradients: rbr_reparam is there from the start, unused
+    BlockRule(
+        name="super-gradients-qarepvgg",
+        has=("branch_3x3", "branch_1x1", "fully_fused", "partially_fused"),
+        branches=("branch_3x3", "branch_1x1", "identity", "alpha", "post_bn", "id_tensor"),
+        writes="rbr_reparam",
+        bypass=("se", "nonlinearity"),
+        flags={"fully_fused": True, "partially_fused": False},
+        when=lambda b: not _fully_fused(b),
+    ),
+    # Diverse Branch Block, ACNet, UniRepLKNet
+    BlockRule(
+        name="dbb",
+        has=("dbb_origin",),
+        branches=("dbb_origin", "dbb_1x1", "dbb_avg", "dbb_1x1_kxk"),
+        writes="dbb_reparam",
+        bypass=("nonlinear",),
+        lacks=("dbb_reparam",),
+    ),
+    BlockRule(
+        name="acnet",
+        has=("square_conv", "ver_conv", "hor_conv"),
+        branches=("square_*", "ver_*", "hor_*"),
+        writes="fused_conv",
+        flags={"deploy": True},
+    ),
+    BlockRule(
+        name="unireplknet",
+        has=("lk_origin", "origin_bn"),
+        branches=("lk_origin", "origin_bn", "dil_conv_*", "dil_bn_*"),
+        writes="lk_origin",
+    ),
+    # VanillaNet; conv1 and conv2 merge once the slope between them has reached 1
+    BlockRule(
+        name="vanillanet-block",
+        has=("conv1", "conv2", "act_learn"),
+        branches=("conv1", "conv2"),
+        writes="conv",
+        bypass=("pool", "act"),
+        lacks=("conv",),
+        flags={"deploy": True},
+        loose=True,
+    ),
+    VanillaActivationRule(
+        name="vanillanet-activation",
+        has=("weight", "bn", "act_num", "dim"),
+        branches=("bn",),
+        writes="weight",
+    ),
+    ImplicitHeadRule(
+        name="yolov7-implicit",
+        has=("m", "ia", "im"),
+        branches=("ia", "im"),
+        writes="m",
+        when=_implicit,
+    ),
+)
+
+for _rule in FAMILIES:
+    BLOCKS.add(_rule.name, _rule)

@@ -1,0 +1,262 @@
+"""Who feeds whom in one forward pass, whether it was traced or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+__all__ = [
+    "Call",
+    "Flow",
+    "LAYER_FUNCTIONS",
+    "METADATA",
+    "flow_of_graph",
+    "passes_bias",
+    "read_arguments",
+]
+
+#: Functions whose second argument is the weight of a layer: called with a module's own weight they count as a call of that module.
+LAYER_FUNCTIONS = frozenset(
+    [
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+    ],
+)
+
+#: Names that read what a tensor is like, not what it holds; they do not count as consumers.
+METADATA = frozenset(
+    [
+        "size",
+        "shape",
+        "dim",
+        "ndim",
+        "ndimension",
+        "dtype",
+        "device",
+        "numel",
+        "nelement",
+        "stride",
+        "layout",
+        "__len__",
+        "is_contiguous",
+    ]
+    + [
+        "is_floating_point",
+        "is_cuda",
+        "requires_grad",
+        "names",
+        "type",
+        "get_device",
+        "element_size",
+        "is_complex",
+        "is_quantized",
+    ]
+)
+
+#: Functions that take the shape or type of their second argument, and those that take nothing else of their first.
+_SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as", "to"])
+_MADE_LIKE = frozenset(
+    [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+    ],
+)
+
+
+def passes_bias(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    is_own: Callable[[Any], bool],
+) -> bool:
+    """Whether a call of one of :data:`LAYER_FUNCTIONS` says what the bias is, and means that of ``layer``.
+
+    Without it a bias that the layer gets later would have no effect.
+    """
+    if len(args) < 3 and "bias" not in kwargs:
+        return False
+    bias = args[2] if len(args) > 2 else kwargs["bias"]
+    return bias is None if getattr(layer, "bias", None) is None else is_own(bias)
+
+
+def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of function ``name`` whose values it reads, not only what they are like."""
+    if name in _MADE_LIKE:
+        return ()
+    return args[:1] if name in _SHAPED_LIKE else (args, kwargs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in the forward pass.
+
+    Attributes:
+        index: its position in :attr:`Flow.calls`.
+        name: dotted path of the module, or the function's name.
+        module: the leaf module called, or whose weight the function was called with; None for other functions.
+        inputs: indices of the calls whose results it reads, with repetition.
+        arguments: the arguments that are plain values (numbers, slices), as far as they are positional.
+        rank: dimensions of the result, where it is known.
+        functional: a function was called with the weight of ``module``; stride and padding are those of the call.
+    """
+
+    index: int
+    name: str
+    module: nn.Module | None
+    inputs: tuple[int, ...]
+    arguments: tuple[Any, ...] = ()
+    rank: int | None = None
+    functional: bool = False
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One forward pass.
+
+    Attributes:
+        calls: all of them, in order.
+        outputs: indices of those that the model returns.
+        origin: ``"fx"`` or ``"recorder"``.
+        read: ids of modules with parameters that something else reads than calls of these modules.
+    """
+
+    calls: tuple[Call, ...]
+    outputs: frozenset[int]
+    origin: str
+    read: frozenset[int] = frozenset()
+
+    @cached_property
+    def _consumers(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for call in self.calls:
+            for source in call.inputs:
+                found.setdefault(source, []).append(call.index)
+        return found
+
+    @cached_property
+    def _by_module(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            if call.module is not None:
+                found.setdefault(id(call.module), []).append(call)
+        return found
+
+    def consumers(self, call: Call) -> list[Call]:
+        """The calls that read the result of ``call``; one that reads it twice is listed twice."""
+        return [self.calls[index] for index in self._consumers.get(call.index, ())]
+
+    def calls_of(self, module: nn.Module) -> list[Call]:
+        """Every call of ``module``."""
+        return self._by_module.get(id(module), [])
+
+
+def _function_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _reads_metadata(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in METADATA
+    return node.op == "call_function" and node.target is getattr and node.args[1] in METADATA
+
+
+def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | None:
+    if node.op == "call_function" and node.target in LAYER_FUNCTIONS:
+        weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+        if isinstance(weight, fx.Node) and weight.op == "get_attr":
+            layer, own = (
+                owners.get(str(weight.target)),
+                str(weight.target).removesuffix("weight") + "bias",
+            )
+            if layer is not None and passes_bias(
+                layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == own
+            ):
+                return layer
+    return None
+
+
+def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
+    """The flow of a traced model. ``root`` is the model that was traced; names are paths in it."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    owners = {f"{path}.weight" if path else "weight": module for path, module in modules.items()}
+    calls: list[Call] = []
+    index: dict[fx.Node, int] = {}
+    outputs: set[int] = set()
+    for node in graph_module.graph.nodes:
+        sources = tuple(index[source] for source in _sources(node) if source in index)
+        if node.op == "output":
+            outputs.update(sources)
+        if node.op == "output" or _reads_metadata(node):
+            continue
+        module = (
+            modules.get(str(node.target)) if node.op == "call_module" else _layer_of(node, owners)
+        )
+        plain = tuple(value for value in node.args if not isinstance(value, fx.Node))
+        name = (
+            str(node.target)
+            if node.op in ("call_module", "get_attr", "placeholder")
+            else _function_name(node.target)
+        )
+        index[node] = len(calls)
+        functional = module is not None and node.op == "call_function"
+        calls.append(Call(len(calls), name, module, sources, plain, functional=functional))
+    return Flow(
+        tuple(calls),
+        frozenset(outputs),
+        "fx",
+        frozenset(_read_elsewhere(graph_module, modules, owners)),
+    )
+
+
+def _read_elsewhere(
+    graph_module: fx.GraphModule, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]
+) -> Iterator[int]:
+    for node in graph_module.graph.nodes:
+        owner = modules.get(str(node.target).rpartition(".")[0]) if node.op == "get_attr" else None
+        if owner is not None and any(
+            node in _sources(user) and _layer_of(user, layers) is not owner for user in node.users
+        ):
+            yield id(owner)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    if _reads_metadata(node):
+        return found
+    function = node.op in ("call_function", "call_method")
+    _visit(
+        read_arguments(_function_name(node.target), node.args, node.kwargs)
+        if function
+        else (node.args, node.kwargs),
+        found.append,
+    )
+    return found
+
+
+def _visit(value: Any, see: Callable[[fx.Node], None]) -> None:
+    if isinstance(value, fx.Node):
+        see(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _visit(item, see)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _visit(item, see)
+    elif isinstance(value, slice):
+        _visit((value.start, value.stop, value.step), see)

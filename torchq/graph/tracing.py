@@ -1,0 +1,168 @@
+"""Symbolic tracing at module level, and small helpers to call a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchq.utils import evaluating
+
+__all__ = [
+    "ForwardTracer",
+    "call_model",
+    "is_torch_leaf",
+    "observed",
+    "tensors_in",
+    "trace",
+    "trace_call",
+]
+
+
+def is_torch_leaf(module: nn.Module) -> bool:
+    """Whether ``module`` is one call in a module-level trace: a layer of ``torch.nn``, or anything without children.
+
+    A module of the user's own without children (an activation, a drop path) is a leaf too: it holds no layer that a trace
+    would have to show, and its ``forward`` is often what makes symbolic tracing fail.
+    """
+    library = type(module).__module__.startswith("torch.nn.") and not isinstance(
+        module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    )
+    return library or next(module.children(), None) is None
+
+
+class ForwardTracer(fx.Tracer):
+    """A tracer that can also loop over the parts of a tensor where the code says how many there are.
+
+    ``list(x.chunk(2, 1))`` and ``for part in torch.split(x, [8, 8])`` (the C2f block of YOLOv8) give two items each. A dimension that
+    has fewer chunks than asked for raises an IndexError when the traced graph runs.
+    """
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
+        return super().proxy(node) if _number_of_parts(node) is None else _Parts(node, self)
+
+
+class _Parts(fx.Proxy):
+    """A tuple of known length."""
+
+    def __len__(self) -> int:
+        return _number_of_parts(self.node) or 0
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        parts: Any = self
+        return (parts[i] for i in range(len(self)))
+
+
+def _number_of_parts(node: fx.Node) -> int | None:
+    name = getattr(node.target, "__name__", node.target)
+    given = [
+        node.kwargs[key]
+        for key in ("chunks", "split_size_or_sections", "split_size")
+        if key in node.kwargs
+    ]
+    parts = given[0] if given else node.args[1] if len(node.args) > 1 else None
+    if name == "split" and isinstance(parts, (list, tuple)):
+        return len(parts)
+    return parts if name == "chunk" and isinstance(parts, int) else None
+
+
+class _Tracer(ForwardTracer):
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._leaf = is_leaf
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._leaf(m)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards no module keeps what its forward stored in it: the first call of torchvision's RoI pooling notes scales, here proxies."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
+    """What ``tracer`` makes of the forward of ``module``; calls give arguments by position or by name as before.
+
+    Arguments with a default of None, a number or a flag keep that default: otherwise a Proxy stands in for it and ``if mask is not None``
+    takes a branch that ordinary calls do not. A call with another value raises an AssertionError that names the argument.
+
+    Raises:
+        Exception: whatever the forward raises when its control flow looks at a tensor.
+    """
+    function = getattr(type(module), tracer.traced_func_name)
+    parameters = list(inspect.signature(function).parameters.values())
+    constants = {
+        p.name: p.default
+        for p in parameters
+        if p.default is None or isinstance(p.default, (bool, int, float))
+    }
+    with _attributes_kept(module):
+        graph = tracer.trace(module, constants or None)
+    names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
+        node.target = (
+            name  # fx numbers those with a constant, which would hide them from keyword calls
+        )
+    return graph
+
+
+def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole; see :func:`trace_call` for its arguments.
+
+    Args:
+        model: left unchanged; its modules' training modes are given back.
+        is_leaf: which modules stay one ``call_module`` node.
+
+    Raises:
+        Exception: whatever the model raises when its control flow looks at a tensor.
+    """
+    tracer = _Tracer(is_leaf)
+    with evaluating(model):
+        graph = trace_call(tracer, model)
+    return fx.GraphModule(tracer.root, graph)
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """Run ``model`` on an example: a tuple or list holds positional arguments, a mapping keyword arguments, else it is the one argument."""
+    if isinstance(example, (tuple, list)):
+        return model(*example)
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(example)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def observed(module: nn.Module) -> str | None:
+    """Which forward hooks ``module`` has: ``"a forward hook"``, ``"a forward pre-hook"`` or None.
+
+    torch offers no public way to ask, so this is the one place that looks at its hook dictionaries.
+    """
+    if module._forward_hooks:
+        return "a forward hook"
+    return "a forward pre-hook" if module._forward_pre_hooks else None

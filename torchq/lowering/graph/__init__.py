@@ -1,0 +1,1 @@
+"""Tracing a model and editing its graph."""

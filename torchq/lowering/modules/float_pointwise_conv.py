@@ -1,0 +1,115 @@
+"""Convolutions of single pixels, as in squeeze-and-excitation: too small for integer kernels, whose calls take longer than the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchq.lowering.graph import match
+from torchq.lowering.modules.base import dequantized
+from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.qdq import Dequantize
+from torchq.lowering.ops.epilogues import activation
+from torchq.lowering.ops.onednn import Run
+
+__all__ = ["PixelConv", "is_pixel"]
+
+#: Weights up to which multiplying floats is faster: reading four times the bytes takes less time than the integer kernel's call.
+_MOST_WEIGHTS = 2**17
+
+
+class PixelConv(Int8Conv):
+    """A convolution whose image is one pixel, computed in floating point from the rounded input: what the simulation computes.
+
+    Args:
+        layer: with a 1 x 1 kernel; its tensors are shared.
+    """
+
+    def __init__(self, layer: Int8Conv) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(layer.variant()))
+
+    @staticmethod
+    def fits(layer: nn.Module | None) -> bool:
+        """Whether ``layer`` may become one."""
+        if (
+            not isinstance(layer, Int8Conv)
+            or layer.weight_codes.numel() > _MOST_WEIGHTS
+            or layer.pre_quant_scale is not None
+        ):
+            return False
+        return (
+            layer.weight_codes.shape[2:] == (1, 1)
+            and layer.groups == 1
+            and layer.border is None
+            and not any(layer.padding)
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See :class:`Int8Conv`; anything but one floating-point pixel for each image goes to the integer kernel."""
+        other = (
+            x.dtype is torch.uint8
+            or x.shape[2:] != (1, 1)
+            or residual is not None
+            or self.output_qparams is not None
+        )
+        if other or torch.compiler.is_compiling():
+            return super().forward(x, residual)
+        run: Run = self._bound("pixels", self._bind_pixels)
+        return run(x)
+
+    def _bind_pixels(self) -> Run:
+        qparams, name, arguments, dtype = (
+            self.input_qparams,
+            self.activation,
+            self.arguments,
+            self.dtype,
+        )
+        bounds = (qparams.quant_min - qparams.zero_point, qparams.quant_max - qparams.zero_point)
+        weight, bias = dequantized(self.weight_codes, self.weight_scale).flatten(1), self.bias
+
+        def run(x: Tensor) -> Tensor:
+            rounded = torch.fake_quantize_per_tensor_affine(
+                x.flatten(1).to(torch.float32), qparams.scale, 0, *bounds
+            )
+            y = activation(F.linear(rounded, weight, bias), name, arguments)
+            return y.to(dtype).view(x.shape[0], weight.shape[0], 1, 1)
+
+        return run
+
+    def summary_row(self) -> tuple[str, int, str]:
+        """For :func:`torchq.summary`."""
+        _, size, fused = super().summary_row()
+        return "float32, one pixel", size, fused
+
+
+def is_pixel(node: object, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the result of a node is one floating-point pixel for each image, whatever the image."""
+    if not isinstance(node, fx.Node):
+        return False
+    module, source = match.module_of(node, modules), match.source_of(node)
+    if (
+        isinstance(module, PixelConv)
+        or match.pointwise_of(node, modules)
+        or match.activation_of(node, modules)
+    ):
+        return is_pixel(source, modules)
+    # Pooling of codes is done on integers, and gives codes to the layer.
+    return _pools_all(node, modules) and not isinstance(
+        match.module_of(source, modules), Dequantize
+    )
+
+
+def _pools_all(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    pool = match.average_pool_of(node, modules)
+    if isinstance(pool, nn.AdaptiveAvgPool2d):
+        return pool.output_size in (1, (1, 1), [1, 1])
+    if node.target not in ("mean", torch.mean) or not node.kwargs.get(
+        "keepdim", node.args[2:] == (True,)
+    ):
+        return False
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    return isinstance(dims, (tuple, list)) and sorted(dims) in ([2, 3], [-2, -1])

@@ -1,0 +1,1 @@
+"""The operators of deployed models and the kernels behind them."""

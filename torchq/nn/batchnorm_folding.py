@@ -1,0 +1,99 @@
+"""Scaling the output channels of a quantized layer: how a BatchNorm is folded into a calibrated layer without changing a code."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchq.formats import PerTensor
+from torchq.functional import quantize
+from torchq.fusion.linear_map.kernel_algebra import fold_affine_after
+from torchq.nn.tensor_quantizer import TensorQuantizer
+
+__all__ = ["OutputScaling"]
+
+#: The fraction of weight codes that may differ after a fold, by rounding.
+CHANGED_CODES = 1e-4
+
+
+class OutputScaling(nn.Module):
+    """Mixin that gives a quantized layer what :class:`torchq.fusion.RescalesOutput` asks for.
+
+    With ``weight * s`` and ``amax * |s|`` per output channel every code keeps its magnitude, and takes the sign of ``s``. That needs a
+    range per output channel, or one scale for all of them.
+    """
+
+    channel_axis: ClassVar[int]
+    weight: Tensor
+    input_quantizer: nn.Module
+    weight_quantizer: nn.Module
+
+    def output_scale_obstacle(self, scale: Tensor) -> str | None:
+        """Why the weight's codes could not keep their magnitude under ``scale``, one value per output channel; None if they can."""
+        quantizer = self.weight_quantizer
+        if any(getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)):
+            return "is being calibrated; finish the calibration first, or fuse before quantizing"
+        if not isinstance(quantizer, TensorQuantizer):
+            return None
+        if not quantizer.calibrated and not quantizer.descriptor.dynamic:
+            return None  # its range will be that of the folded weight
+        granularity = quantizer.descriptor.granularity
+        factor = self._per_weight(scale.abs())
+        largest, smallest = (
+            granularity.amax(factor),
+            factor.max() - granularity.amax(factor.max() - factor),
+        )
+        if bool((largest - smallest > 1e-6 * largest).any()):
+            unit = (
+                "one range for the whole weight"
+                if isinstance(granularity, PerTensor)
+                else "ranges that several output channels share"
+            )
+            ratio = (largest / smallest.clamp_min(1e-30)).max().item()
+            return (
+                f"has {unit}, but BatchNorm scales its channels by factors up to {ratio:.3g} apart; expected a range per output channel. "
+                "Fuse before quantizing"
+            )
+        changed = self._changed_codes(quantizer, scale)
+        if changed > CHANGED_CODES:
+            return f"would change {changed:.1%} of its weight codes ({quantizer.descriptor}); expected none. Fuse before quantizing"
+        return None
+
+    def rescale_output_(self, scale: Tensor) -> None:
+        """Multiply the ranges of the weight by ``|scale|``; the weight itself was scaled by the caller."""
+        quantizer = self.weight_quantizer
+        if isinstance(quantizer, TensorQuantizer) and quantizer.calibrated:
+            quantizer.set_amax(self._scaled_amax(quantizer, scale))
+
+    def _per_weight(self, channelwise: Tensor) -> Tensor:
+        """One value per output channel, laid out over the weight; float64."""
+        module: Any = self
+        ones = torch.ones(self.weight.shape, dtype=torch.float64, device=self.weight.device)
+        groups, channelwise = getattr(module, "groups", 1), channelwise.to(ones.device)
+        return fold_affine_after(
+            ones,
+            None,
+            channelwise,
+            torch.zeros_like(channelwise),
+            groups=groups,
+            transposed=self.channel_axis == 1,
+        ).kernel
+
+    def _scaled_amax(self, quantizer: TensorQuantizer, scale: Tensor) -> Tensor:
+        factor = quantizer.descriptor.granularity.amax(self._per_weight(scale.abs()))
+        return quantizer.amax.detach().double() * factor.reshape(quantizer.amax.shape)
+
+    def _changed_codes(self, quantizer: TensorQuantizer, scale: Tensor) -> float:
+        d, weight = quantizer.descriptor, self.weight.detach()
+        factor = self._per_weight(scale)
+        amax = quantizer.range_for(weight)
+        folded = (weight.double() * factor).to(weight.dtype)
+        new_amax = (amax.double() * d.granularity.amax(factor).reshape(amax.shape)).float()
+        codes = [
+            quantize(w, a.float(), d.format, d.granularity, d.block_scale_format)
+            for w, a in ((weight, amax), (folded, new_amax))
+        ]
+        expected = codes[0] * factor.sign().to(codes[0].dtype)
+        return (codes[1] != expected).double().mean().item() if expected.numel() else 0.0

@@ -1,0 +1,1 @@
+"""Quantized twins of torch's modules."""

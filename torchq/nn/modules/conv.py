@@ -1,0 +1,101 @@
+"""Quantized convolutions: quantize input and weight, then torch's own code."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.nn.batchnorm_folding import OutputScaling
+from torchq.nn.convert import QuantModule, register
+from torchq.utils import constant_while_tracing
+
+__all__ = [
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+]
+
+
+class _QuantConv(OutputScaling, QuantModule):
+    """``conv(input_quantizer(x), weight_quantizer(weight)) + bias``; the bias stays float.
+
+    Overrides torch's own seam, so every ``padding_mode``, ``"same"``, groups and dilation are torch's.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(
+            self.input_quantizer(input), self.weight_quantizer(weight), bias
+        )  # type: ignore[misc]
+
+
+@register(nn.Conv1d)
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """Quantized :class:`torch.nn.Conv1d`; input (N, C, L) or (C, L)."""
+
+
+@register(nn.Conv2d)
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """Quantized :class:`torch.nn.Conv2d`; input (N, C, H, W) or (C, H, W)."""
+
+
+@register(nn.Conv3d)
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """Quantized :class:`torch.nn.Conv3d`; input (N, C, D, H, W) or (C, D, H, W)."""
+
+
+class _QuantConvTranspose(OutputScaling, QuantModule):
+    """As :class:`_QuantConv`. The weight is (in, out / groups, ...): channels are on axis 1."""
+
+    channel_axis: ClassVar[int] = 1
+    _function: ClassVar[Any]
+    _spatial: ClassVar[int]
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        # torch refuses other padding modes when the module is built.
+        shape = (
+            output_size,
+            self.stride,
+            self.padding,
+            self.kernel_size,
+            self._spatial,
+            self.dilation,
+        )
+        with constant_while_tracing():
+            output_padding = self._output_padding(input, *shape)  # type: ignore[operator]
+        x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
+        return type(self)._function(
+            x,
+            weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )
+
+
+@register(nn.ConvTranspose1d)
+class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
+    """Quantized :class:`torch.nn.ConvTranspose1d`."""
+
+    _function, _spatial = staticmethod(F.conv_transpose1d), 1
+
+
+@register(nn.ConvTranspose2d)
+class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
+    """Quantized :class:`torch.nn.ConvTranspose2d`."""
+
+    _function, _spatial = staticmethod(F.conv_transpose2d), 2
+
+
+@register(nn.ConvTranspose3d)
+class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
+    """Quantized :class:`torch.nn.ConvTranspose3d`."""
+
+    _function, _spatial = staticmethod(F.conv_transpose3d), 3

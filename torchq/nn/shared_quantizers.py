@@ -1,0 +1,67 @@
+"""One quantizer for several tensors.
+
+A range is shared by being one: the same :class:`~torchq.nn.TensorQuantizer` object is the child of several modules. So calibration sees
+all tensors, a learned range has one gradient, ``deepcopy`` and ``pickle`` keep the sharing, and the state dict holds the range under
+every path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from torchq.errors import ConfigError, QuantizationError
+from torchq.formats import PerTensor
+from torchq.nn.tensor_quantizer import TensorQuantizer
+
+__all__ = ["share_quantizers_", "shared_groups"]
+
+
+def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer:
+    """Put the first of these quantizers in the place of all the others, and return it.
+
+    Args:
+        model: the model that the paths start from; changed in place.
+        paths: dotted paths of quantizers with equal descriptors, per tensor. Where several have a range, the largest one is taken.
+
+    Raises:
+        QuantizationError: a path leads to no quantizer.
+        ConfigError: the descriptors differ or are not per tensor.
+    """
+    found = dict(model.named_modules(remove_duplicate=False))
+    chosen = [found.get(path) for path in paths]
+    for path, quantizer in zip(paths, chosen, strict=True):
+        if not isinstance(quantizer, TensorQuantizer):
+            raise QuantizationError(
+                f"share: {path} is {type(quantizer).__name__}; expected the path of a quantizer"
+            )
+    quantizers = [q for q in chosen if isinstance(q, TensorQuantizer)]
+    first = quantizers[0]
+    for path, quantizer in zip(paths, quantizers, strict=True):
+        if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
+            raise ConfigError(
+                f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, as {paths[0]}"
+            )
+        if quantizer.descriptor.granularity != PerTensor():
+            raise ConfigError(
+                f"share: {path} is {quantizer.descriptor}; expected a range per tensor, tensors differ in their axes"
+            )
+    known = [q.amax.detach() for q in quantizers if q.calibrated and not q.amax.is_meta]
+    if known:
+        first.set_amax(max(float(amax) for amax in known))
+    for path in paths[1:]:
+        parent, _, leaf = path.rpartition(".")
+        setattr(found[parent], leaf, first)
+    return first
+
+
+def shared_groups(model: nn.Module) -> list[list[str]]:
+    """The paths of every quantizer that is the child of several modules."""
+    owners: dict[int, dict[int, str]] = {}
+    for path, module in model.named_modules():
+        for leaf, child in module.named_children():
+            if isinstance(child, TensorQuantizer):
+                owners.setdefault(id(child), {})[id(module)] = f"{path}.{leaf}" if path else leaf
+    groups = [list(paths.values()) for paths in owners.values()]
+    return [paths for paths in groups if len(paths) > 1]

@@ -1,0 +1,1 @@
+"""What each runtime wants of an ONNX file."""

@@ -1,0 +1,1 @@
+"""Proof that an ONNX file computes what the model simulates."""
