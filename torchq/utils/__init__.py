@@ -1,5 +1,6 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
+from torchq.utils.files import replacing
 from torchq.utils.modules import evaluating, set_submodule, twin_of
 from torchq.utils.names import (
     Pattern,
@@ -24,6 +25,7 @@ __all__ = [
     "pattern_text",
     "progress_bar",
     "qualified_name",
+    "replacing",
     "set_submodule",
     "twin_of",
 ]
