@@ -25,7 +25,7 @@ PROMISED: dict[str, str] = {
         QuantIdentity QuantInstanceNorm1d QuantInstanceNorm2d QuantInstanceNorm3d QuantLinear QuantMaxPool1d QuantMaxPool2d QuantMaxPool3d
         QuantModule QuantTransformerEncoderLayer TensorQuantizer convert_ is_weight_quantizer register revert_""",
     "torchq.swap": "Decision Patch SwapReport decide patch plan quantize_ restore_",
-    "torchq.workflow": """Summary SummaryRow apply_record calibrate calibrate_weights disabled freeze_ load quantizers run_batch save
+    "torchq.workflow": """Summary SummaryRow apply_record calibrate calibrate_weights disabled freeze_ load quantizers save
         select_quantizers summary swap_record weight_quantizers""",
 }
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchq.graph import call_model, flow_of_graph, record, tensors_in, trace
+from torchq.graph import flow_of_graph, record, tensors_in, trace
 
 
 class Net(nn.Module):
@@ -108,15 +108,6 @@ def test_reading_the_same_result_twice_counts_twice():
     model = Twice()
     for flow in (flow_of_graph(trace(model), model), record(model, X)):
         assert len(flow.consumers(flow.calls_of(model.conv)[0])) == 2
-
-
-@pytest.mark.parametrize(
-    "example",
-    [X, (X,), [X], {"x": X}, {"x": X, "scale": 2.0}],
-    ids=["tensor", "tuple", "list", "dict", "keywords"],
-)
-def test_examples(example):
-    assert call_model(Net().eval(), example)["out"].shape == (2, 2)
 
 
 def test_tensors_in_nested_values():

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from torchq.fusion.linear_map import kernel_algebra
-from torchq.graph import is_torch_leaf, observed
+from torchq.graph import forward_hook_kind, is_torch_leaf
 
 __all__ = [
     "CONVOLUTIONS",
@@ -132,7 +132,7 @@ def layer_obstacle(layer: nn.Module) -> str | None:
     """Why the weight of ``layer`` may not be replaced, or None."""
     if holds_quantizers(layer) and not isinstance(layer, RescalesOutput):
         return QUANTIZED_FIRST
-    if observed(layer) == "a forward hook":
+    if forward_hook_kind(layer) == "a forward hook":
         return "has a forward hook that observes its output; remove the hook first"
     return _tensor_obstacle(layer, ("weight", "bias"))
 
@@ -145,7 +145,7 @@ def norm_obstacle(norm: nn.Module) -> str | None:
         return "keeps no running statistics (track_running_stats=False)"
     if holds_quantizers(norm):
         return QUANTIZED_FIRST
-    if hook := observed(norm):
+    if hook := forward_hook_kind(norm):
         return f"has {hook}; remove it first"
     if not _inherits_forward(norm) and isinstance(norm, _NORMS) and not hasattr(norm, "act"):
         return f"is a {type(norm).__name__}, whose forward may do more than BatchNorm"
@@ -182,7 +182,7 @@ def block_obstacle(block: nn.Module, *, quantized: bool = False) -> str | None:
         where = path or "it"
         if is_norm(module) and module.training and isinstance(module, _NORMS):
             return f"{where} is in training mode; call .eval() first"
-        if path and (hook := observed(module)):
+        if path and (hook := forward_hook_kind(module)):
             return f"{where} has {hook}; remove it first"
         if (is_layer(module) or is_norm(module)) and (reason := _tensor_obstacle(module, _FROZEN)):
             return f"{where} {reason}"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchq.graph.calling import call_model, tensors_in
 from torchq.graph.flow import LAYER_FUNCTIONS, METADATA, Call, Flow, passes_bias, read_arguments
-from torchq.graph.tracing import call_model, is_torch_leaf, tensors_in
+from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import evaluating
 
 __all__ = ["record"]

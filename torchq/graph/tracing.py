@@ -1,23 +1,20 @@
-"""Symbolic tracing at module level, and small helpers to call a model."""
+"""Symbolic tracing at module level."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from torchq.utils import evaluating
 
 __all__ = [
     "ForwardTracer",
-    "call_model",
+    "forward_hook_kind",
     "is_torch_leaf",
-    "observed",
-    "tensors_in",
     "trace",
     "trace_call",
 ]
@@ -134,34 +131,10 @@ def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
     return fx.GraphModule(tracer.root, graph)
 
 
-def call_model(model: nn.Module, example: Any) -> Any:
-    """Run ``model`` on an example: a tuple or list holds positional arguments, a mapping keyword arguments, else it is the one argument."""
-    if isinstance(example, (tuple, list)):
-        return model(*example)
-    if isinstance(example, Mapping):
-        return model(**example)
-    return model(example)
+def forward_hook_kind(module: nn.Module) -> str | None:
+    """Return ``"a forward hook"``, ``"a forward pre-hook"`` or None: what ``module`` has.
 
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def observed(module: nn.Module) -> str | None:
-    """Which forward hooks ``module`` has: ``"a forward hook"``, ``"a forward pre-hook"`` or None.
-
-    torch offers no public way to ask, so this is the one place that looks at its hook dictionaries.
+    torch offers no public way to ask, so this is the one place that reads its hook dictionaries.
     """
     if module._forward_hooks:
         return "a forward hook"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchq.errors import ExportError
-from torchq.graph import call_model, observed, tensors_in
+from torchq.graph import call_model, forward_hook_kind, tensors_in
 from torchq.lowering.graph.partition import chain
 from torchq.lowering.graph.traced_module import adopt
 from torchq.lowering.modules.base import Int8Layer
@@ -89,7 +89,7 @@ def _replace(model: nn.Module, reduce_range: bool) -> nn.Module:
     for names, module in list(modules_with_names(model)):
         if not isinstance(module, QuantModule) or module.is_container:
             continue
-        hook = observed(module)
+        hook = forward_hook_kind(module)
         new = f"it has {hook}" if hook else lower(module, reduce_range)
         if isinstance(new, str):
             log.debug("deploy: %s keeps simulating: %s", names[0], new)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
+from torchq.graph import call_model
 from torchq.nn import freeze_norm_, unfreeze_norm_
-from torchq.utils import evaluating, progress_bar
-from torchq.workflow import run_batch
+from torchq.utils import device_of, evaluating, progress_bar
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -81,7 +81,7 @@ def reestimate_bn(
         (m, {k: v.clone() for k, v in m.state_dict().items() if k in statistics}) for m in norms
     ]
     momenta = [m.momentum for m in norms]
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     count = 0
     try:
         with torch.no_grad(), evaluating(model):
@@ -95,7 +95,7 @@ def reestimate_bn(
                 total=num_batches,
                 enabled=progress,
             ):
-                run_batch(model, batch, device=device)
+                call_model(model, batch, device=device)
                 count += 1
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

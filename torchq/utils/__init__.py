@@ -1,7 +1,7 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
 from torchq.utils.files import replacing
-from torchq.utils.modules import evaluating, set_submodule, twin_of
+from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of
 from torchq.utils.names import (
     Pattern,
     check_pattern,
@@ -12,6 +12,7 @@ from torchq.utils.names import (
 )
 from torchq.utils.progress import progress_bar
 from torchq.utils.registry import Registry
+from torchq.utils.text import markdown_table, table, terminal_width, wrap
 from torchq.utils.tracing import constant_while_tracing
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "Registry",
     "check_pattern",
     "constant_while_tracing",
+    "device_of",
     "evaluating",
+    "markdown_table",
     "matches",
     "modules_with_names",
     "pattern_text",
@@ -27,5 +30,8 @@ __all__ = [
     "qualified_name",
     "replacing",
     "set_submodule",
+    "table",
+    "terminal_width",
     "twin_of",
+    "wrap",
 ]

@@ -3,7 +3,7 @@
 May import swap, nn and below.
 """
 
-from torchq.workflow.calibrate import calibrate, calibrate_weights, run_batch
+from torchq.workflow.calibrate import calibrate, calibrate_weights
 from torchq.workflow.modes import (
     disabled,
     freeze_,
@@ -24,7 +24,6 @@ __all__ = [
     "freeze_",
     "load",
     "quantizers",
-    "run_batch",
     "save",
     "select_quantizers",
     "summary",

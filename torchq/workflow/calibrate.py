@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Literal
@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchq.calib import sync
 from torchq.errors import CalibrationError, ConfigError
+from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import evaluating, progress_bar
+from torchq.utils import device_of, evaluating, progress_bar
 from torchq.workflow.modes import quantizers, weight_quantizers
 
-__all__ = ["calibrate", "calibrate_weights", "run_batch"]
+__all__ = ["calibrate", "calibrate_weights"]
 
 log = logging.getLogger(__name__)
 
 OnUnseen = Literal["error", "disable", "dynamic"]
-Forward = Callable[[nn.Module, Any], Any]
 
 
 def calibrate(
@@ -49,9 +49,9 @@ def calibrate(
 
     Args:
         model: a quantized model.
-        batches: a tensor -> ``model(batch)``; a tuple or list -> ``model(batch[0])`` (a DataLoader's ``(x, y)``); a dict ->
-            ``model(**batch)``; anything else needs ``forward``. Tensors are moved to the model's device. None calibrates
-            weights alone.
+        batches: each holds the arguments of one call, perhaps followed by labels; see
+            :func:`torchq.graph.call_arguments`. Tensors are moved to the model's device. None
+            calibrates weights alone.
         method: how activations are calibrated, a name in :func:`torchq.calib.methods`; default each descriptor's.
         forward: called as ``forward(model, batch)`` instead.
         num_batches: stop after so many.
@@ -225,7 +225,7 @@ def _feed(
     num_batches: int | None,
     progress: bool,
 ) -> int:
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     total = len(batches) if isinstance(batches, Sized) else None
     if num_batches is not None:
         total = num_batches if total is None else min(total, num_batches)
@@ -233,42 +233,9 @@ def _feed(
     for batch in progress_bar(
         islice(batches, num_batches), description="calibrate", total=total, enabled=progress
     ):
-        run_batch(model, batch, forward, device)
+        call_model(model, batch, forward=forward, device=device)
         count += 1
     return count
-
-
-def run_batch(
-    model: nn.Module, batch: Any, forward: Forward | None = None, device: torch.device | None = None
-) -> Any:
-    """Run ``model`` on one batch, of the kinds that :func:`calibrate` lists.
-
-    Raises:
-        ConfigError: the batch is of no known kind and there is no ``forward``.
-    """
-    if device is not None:
-        batch = _move(batch, device)
-    if forward is not None:
-        return forward(model, batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-        return model(batch[0])
-    raise ConfigError(
-        f"calibrate: got a batch of {type(batch).__name__}; expected a tensor, (tensor, ...) or a dict. Otherwise pass forward=..."
-    )
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if type(batch) in (tuple, list):
-        return type(batch)(_move(part, device) for part in batch)
-    if type(batch) is dict:
-        return {key: _move(part, device) for key, part in batch.items()}
-    return batch
 
 
 def _finish(chosen: dict[str, TensorQuantizer]) -> list[str]:

@@ -16,7 +16,7 @@ from torchq.fusion.linear_map.symbolic_ops import AffineTensor
 from torchq.fusion.modules import block_obstacle, is_fuse_leaf, is_layer, is_norm
 from torchq.fusion.reparam.merged_layer import MergedLayer, geometry_of, rank_of
 from torchq.fusion.report import Fusion, Refusal
-from torchq.graph import observed, trace
+from torchq.graph import forward_hook_kind, trace
 from torchq.utils import set_submodule
 
 __all__ = ["plan_unknown_blocks"]
@@ -241,7 +241,7 @@ class _Look:
                 path,
                 "sums linear branches in the model's own forward, which keeps its class; put them into a module of their own",
             )
-        if reason := block_obstacle(block) or observed(block):
+        if reason := block_obstacle(block) or forward_hook_kind(block):
             return Refusal(path, f"sums linear branches; {reason}")
         symbol = self.region.value
         try:
@@ -318,7 +318,7 @@ def _plan_whole(path: str, block: nn.Module) -> GenericEdit | None:
     """A module that cannot be traced but holds only linear layers may be one map as a whole."""
     layers = [module for module in block.modules() if is_layer(module)]
     hint = geometry_of(layers[0])
-    if hint is None or hint.rank == 0 or block_obstacle(block) or observed(block):
+    if hint is None or hint.rank == 0 or block_obstacle(block) or forward_hook_kind(block):
         return None
     probe = copy.deepcopy(block).cpu().double()
     try:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchq.graph import observed
+from torchq.graph import forward_hook_kind
 from torchq.lowering.modules.qdq import GatedSiLU
 
 __all__ = [
@@ -139,7 +139,7 @@ def module_of(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
         if isinstance(node, fx.Node) and node.op == "call_module"
         else None
     )
-    if module is None or observed(module) or "forward" in vars(module):
+    if module is None or forward_hook_kind(module) or "forward" in vars(module):
         return None
     return (
         module

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import fx, nn
 
-from torchq.graph import is_torch_leaf, observed
+from torchq.graph import forward_hook_kind, is_torch_leaf
 from torchq.lowering.graph.traced_module import Joined, trace
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
@@ -133,7 +133,7 @@ def _worth_it(model: nn.Module) -> bool:
     """Whether ``model`` holds integer layers, and is used by calling it only."""
     if _is_leaf(model) or not any(isinstance(m, Int8Layer) for m in model.modules()):
         return False
-    return not any(observed(m) for m in model.modules())
+    return not any(forward_hook_kind(m) for m in model.modules())
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

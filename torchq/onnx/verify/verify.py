@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.functional import quantize
-from torchq.graph import tensors_in
+from torchq.graph import call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.onnx.export import unwrap
 from torchq.onnx.ir import Graph, load_graph
@@ -27,7 +27,7 @@ from torchq.onnx.verify.qdq import Grid, activation_grids, grid_of, pair_name, r
 from torchq.onnx.verify.session import Session
 from torchq.utils import evaluating
 from torchq.utils.optional import need
-from torchq.workflow import quantizers, run_batch
+from torchq.workflow import quantizers
 
 __all__ = ["verify_onnx"]
 
@@ -82,7 +82,7 @@ def verify_onnx(
         for batch in islice(batches, num_batches):
             seen.clear()
             calls.clear()
-            expected = [t.cpu() for t in tensors_in(run_batch(model, batch))]
+            expected = [t.cpu() for t in tensors_in(call_model(model, batch))]
             feeds = plain.feeds(batch)
             exact.add(expected, plain.run(feeds))
             if fast is not None:

@@ -1,0 +1,49 @@
+"""Tables fit the terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchq.utils import markdown_table, table, terminal_width, wrap
+
+ROWS = [("name", "reason", "n"), ("a", "one two three four five six seven", "10")]
+
+
+def test_columns_are_aligned_and_nothing_trails() -> None:
+    assert table([("a", "bb"), ("ccc", "d")]).splitlines() == ["a    bb", "ccc  d"]
+
+
+@pytest.mark.parametrize("width", range(22, 60))
+def test_every_line_fits(width: int) -> None:
+    text = table(ROWS, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert " ".join(text.split()).count("10") == 1
+    for word in ROWS[1][1].split():
+        assert word in text
+
+
+def test_words_longer_than_their_column_are_cut_and_kept_whole_in_sum() -> None:
+    text = table([("name", "path"), ("x", "a" * 50)], width=24)
+    assert max(map(len, text.splitlines())) <= 24
+    assert text.count("a") == 50 + "name path".count("a")
+
+
+def test_a_table_narrower_than_its_columns_can_be_keeps_them_readable() -> None:
+    assert "one" in table(ROWS, width=3)
+
+
+def test_the_terminal_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert terminal_width() == 40
+    assert max(map(len, table(ROWS).splitlines())) <= 40
+    assert max(map(len, wrap("word " * 30).splitlines())) <= 40
+    monkeypatch.setenv("COLUMNS", "200")
+    assert len(table(ROWS).splitlines()) == 2
+
+
+def test_wrapped_text_keeps_line_breaks_and_indents() -> None:
+    assert wrap("aa bb cc\ndd", indent="  ", width=6) == "aa bb\n  cc\ndd"
+
+
+def test_markdown() -> None:
+    assert markdown_table([("a", "b"), ("cc", "")]).splitlines()[1] == "| -- | - |"

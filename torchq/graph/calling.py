@@ -1,0 +1,202 @@
+"""How an example or a batch becomes the arguments of one call: the one rule for all of torchq.
+
+A tensor is the one argument. A mapping holds keyword arguments. A tuple or list holds positional
+arguments, perhaps followed by labels, which the signature of ``forward`` tells apart; see
+:func:`call_arguments`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ConfigError
+
+__all__ = ["Forward", "call_arguments", "call_model", "move_to", "tensors_in"]
+
+#: Runs a model on a batch in a way of the user's own: ``forward(model, batch)``.
+Forward = Callable[[nn.Module, Any], Any]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def call_model(
+    model: nn.Module,
+    example: Any,
+    *,
+    forward: Forward | None = None,
+    device: torch.device | None = None,
+) -> Any:
+    """Run ``model`` once on ``example`` and return what it returns.
+
+    Args:
+        model: any module.
+        example: the arguments of the call; see :func:`call_arguments`.
+        forward: called as ``forward(model, example)`` instead.
+        device: where the tensors of ``example`` are moved first; default: they stay.
+
+    Raises:
+        ConfigError: ``example`` does not tell which arguments it holds.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> x, labels = torch.zeros(3, 4), torch.zeros(3)
+        >>> call_model(model, (x, labels)).shape
+        torch.Size([3, 2])
+    """
+    if device is not None:
+        example = move_to(example, device)
+    if forward is not None:
+        return forward(model, example)
+    args, kwargs = call_arguments(model, example)
+    return model(*args, **kwargs)
+
+
+def call_arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that ``example`` holds for ``model``.
+
+    Let ``forward`` require ``r`` positional arguments and accept at most ``m``. Then a tuple or
+    list of ``n`` values means:
+
+    ===================  ======================================================================
+    ``n <= r, n == 1``   All values are arguments.
+    ``n > m, r >= 1``    The first ``r`` values are arguments, the rest are labels and dropped.
+    otherwise            An error: an optional argument and a label look the same.
+    ===================  ======================================================================
+
+    Args:
+        model: any module. Wrappers of torch (``DataParallel``, compiled modules, ...) have the
+            signature of the module inside.
+        example: a mapping holds keyword arguments, a tuple or list positional ones; anything
+            else is the one argument. A list that is itself the one argument is given as a tuple
+            of one: ``([image, image],)``.
+
+    Raises:
+        ConfigError: the values of a tuple could be arguments or labels, or a mapping has a key
+            that ``forward`` does not accept. The text says how to be explicit.
+
+    Example:
+        >>> call_arguments(torch.nn.ReLU(), ("x", "label"))
+        (('x',), {})
+        >>> call_arguments(torch.nn.Bilinear(2, 2, 2), ("x1", "x2"))
+        (('x1', 'x2'), {})
+    """
+    if isinstance(example, Mapping):
+        return (), _keywords(model, example)
+    if isinstance(example, (tuple, list)):
+        return _without_labels(model, tuple(example)), {}
+    if example is None or isinstance(example, (str, bytes, int, float, set, frozenset)):
+        raise ConfigError(
+            f"{_signature_text(model)}: got a batch of type {type(example).__name__}; expected a "
+            "tensor, a tuple of positional arguments or a mapping of keyword arguments. calibrate "
+            "also takes forward=lambda model, batch: ..."
+        )
+    return (example,), {}
+
+
+def _without_labels(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    parameters = _parameters(model)
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    required = sum(p.default is p.empty for p in positional)
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    nothing_missing = bool(values) or not required
+    if len(values) == 1 or (len(values) <= required and nothing_missing):
+        return values
+    if required and not open_ended and len(values) > len(positional):
+        return values[:required]
+    first = positional[0].name if positional else "x"
+    count = "1 value" if required < 2 else f"{required} values"
+    reason = ", since an optional argument and a label look the same" if values else ""
+    raise ConfigError(
+        f"{_signature_text(model)}: got a batch of {len(values)} values; expected {count}{reason}. "
+        f"Pass a mapping such as {{{first!r}: batch[0]}}, or only the required arguments; "
+        "calibrate also takes forward=lambda model, batch: model(batch[0])"
+    )
+
+
+def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(model)
+    kinds = {p.kind for p in parameters}
+    known = {p.name for p in parameters if p.kind in (*_POSITIONAL[1:], p.KEYWORD_ONLY)}
+    unknown = [str(key) for key in values if key not in known]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"{_signature_text(model)}: got a mapping with {', '.join(map(repr, unknown))}; "
+            f"expected keys among {', '.join(sorted(known)) or 'none'}. Drop the others; calibrate "
+            "also takes forward=lambda model, batch: ..."
+        )
+    return dict(values)
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of ``forward``; a signature that cannot be read is ``*args, **kwargs``."""
+    module = _inside(model)
+    schema = getattr(module.forward, "schema", None)
+    if isinstance(module, torch.jit.ScriptModule) and schema is not None:
+        return [_of_schema(argument) for argument in schema.arguments[1:]]
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        anything = inspect.signature(lambda *args, **kwargs: None)
+        return list(anything.parameters.values())
+
+
+def _of_schema(argument: Any) -> inspect.Parameter:
+    default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+    return inspect.Parameter(
+        argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
+    )
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module in a wrapper of torch, which passes all its arguments on.
+
+    ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel`` and what ``torch.compile``
+    returns have one child and a ``forward(*args, **kwargs)``.
+    """
+    children = list(model.children())
+    if len(children) != 1 or not type(model).__module__.startswith("torch."):
+        return model
+    try:
+        kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    except (TypeError, ValueError):
+        return model
+    if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return _inside(children[0])
+    return model
+
+
+def _signature_text(model: nn.Module) -> str:
+    shown = ", ".join(str(p.replace(annotation=p.empty)) for p in _parameters(model))
+    return f"{type(_inside(model)).__name__}.forward({shown})"
+
+
+def move_to(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``, also those in tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(move_to(part, device) for part in value)
+    if type(value) is dict:
+        return {key: move_to(part, device) for key, part in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,0 +1,94 @@
+"""Text for the terminal: aligned tables and wrapped paragraphs, as wide as the window."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+__all__ = ["markdown_table", "table", "terminal_width", "wrap"]
+
+_GAP = "  "
+_NARROWEST = 8
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 120 where the output goes to a file or a pipe."""
+    return shutil.get_terminal_size(fallback=(120, 24)).columns
+
+
+def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
+    """Return ``rows`` as aligned columns; cells of the widest columns are wrapped where needed.
+
+    Args:
+        rows: rows of equally many cells; the first one holds the headings.
+        width: columns of the result at most; default those of the terminal.
+
+    Example:
+        >>> print(table([("layer", "note"), ("conv1", "kept in float by a rule")], width=22))
+        layer  note
+        conv1  kept in float
+               by a rule
+    """
+    limit = terminal_width() if width is None else width
+    widths = _fit([max(map(len, column)) for column in zip(*rows, strict=True)], limit)
+    lines = []
+    for row in rows:
+        cells = [_cell(cell, size) for cell, size in zip(row, widths, strict=True)]
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append(_GAP.join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _fit(widths: list[int], limit: int) -> list[int]:
+    """Narrow the widest columns, one character at a time, until the row fits."""
+    widths = list(widths)
+    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - limit
+    for _ in range(excess):
+        widest = max(range(len(widths)), key=widths.__getitem__)
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def _cell(text: str, width: int) -> list[str]:
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return ``rows`` as a Markdown table; the first one holds the headings.
+
+    Example:
+        >>> print(markdown_table([("model", "top-1"), ("resnet18", "69.8 %")]))
+        | model    | top-1  |
+        | -------- | ------ |
+        | resnet18 | 69.8 % |
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], ["-" * size for size in widths], *rows[1:]]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
+    """Return ``text`` in lines of at most ``width`` columns; later lines begin with ``indent``.
+
+    Line breaks in ``text`` stay.
+
+    Args:
+        text: any text.
+        indent: put before every line but the first of each paragraph.
+        width: columns at most; default those of the terminal.
+    """
+    limit = terminal_width() if width is None else width
+    return "\n".join(
+        textwrap.fill(line, limit, subsequent_indent=indent, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
