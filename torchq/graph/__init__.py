@@ -5,6 +5,16 @@ The package knows nothing of quantization.
 
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
 from torchq.graph.flow import Call, Flow, flow_of_graph
+from torchq.graph.operators import (
+    MAX_POOLING,
+    METADATA,
+    REARRANGING,
+    SHAPE,
+    operator_name,
+    reads_metadata,
+    reads_shape,
+)
+from torchq.graph.passes import PassInfo, describe_pass, run_to_fixpoint
 from torchq.graph.recorder import record
 from torchq.graph.tracing import (
     ForwardTracer,
@@ -19,13 +29,23 @@ __all__ = [
     "Flow",
     "Forward",
     "ForwardTracer",
+    "MAX_POOLING",
+    "METADATA",
+    "PassInfo",
+    "REARRANGING",
+    "SHAPE",
     "call_arguments",
     "call_model",
+    "describe_pass",
     "flow_of_graph",
     "forward_hook_kind",
     "is_torch_leaf",
     "move_to",
+    "operator_name",
+    "reads_metadata",
+    "reads_shape",
     "record",
+    "run_to_fixpoint",
     "tensors_in",
     "trace",
     "trace_call",

@@ -10,11 +10,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
+from torchq.graph.operators import operator_name, reads_metadata
+
 __all__ = [
     "Call",
     "Flow",
     "LAYER_FUNCTIONS",
-    "METADATA",
     "flow_of_graph",
     "passes_bias",
     "read_arguments",
@@ -31,36 +32,6 @@ LAYER_FUNCTIONS = frozenset(
         F.conv_transpose2d,
         F.conv_transpose3d,
     ],
-)
-
-#: Names that read what a tensor is like, not what it holds; they do not count as consumers.
-METADATA = frozenset(
-    [
-        "size",
-        "shape",
-        "dim",
-        "ndim",
-        "ndimension",
-        "dtype",
-        "device",
-        "numel",
-        "nelement",
-        "stride",
-        "layout",
-        "__len__",
-        "is_contiguous",
-    ]
-    + [
-        "is_floating_point",
-        "is_cuda",
-        "requires_grad",
-        "names",
-        "type",
-        "get_device",
-        "element_size",
-        "is_complex",
-        "is_quantized",
-    ]
 )
 
 #: Functions that take the shape or type of their second argument, and those that take nothing else of their first.
@@ -166,16 +137,6 @@ class Flow:
         return self._by_module.get(id(module), [])
 
 
-def _function_name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def _reads_metadata(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in METADATA
-    return node.op == "call_function" and node.target is getattr and node.args[1] in METADATA
-
-
 def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | None:
     if node.op == "call_function" and node.target in LAYER_FUNCTIONS:
         weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
@@ -202,7 +163,7 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         sources = tuple(index[source] for source in _sources(node) if source in index)
         if node.op == "output":
             outputs.update(sources)
-        if node.op == "output" or _reads_metadata(node):
+        if node.op == "output" or reads_metadata(node):
             continue
         module = (
             modules.get(str(node.target)) if node.op == "call_module" else _layer_of(node, owners)
@@ -211,7 +172,7 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         name = (
             str(node.target)
             if node.op in ("call_module", "get_attr", "placeholder")
-            else _function_name(node.target)
+            else operator_name(node.target)
         )
         index[node] = len(calls)
         functional = module is not None and node.op == "call_function"
@@ -237,11 +198,11 @@ def _read_elsewhere(
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    if _reads_metadata(node):
+    if reads_metadata(node):
         return found
     function = node.op in ("call_function", "call_method")
     _visit(
-        read_arguments(_function_name(node.target), node.args, node.kwargs)
+        read_arguments(operator_name(node.target), node.args, node.kwargs)
         if function
         else (node.args, node.kwargs),
         found.append,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.graph.calling import call_model, tensors_in
-from torchq.graph.flow import LAYER_FUNCTIONS, METADATA, Call, Flow, passes_bias, read_arguments
+from torchq.graph.flow import LAYER_FUNCTIONS, Call, Flow, passes_bias, read_arguments
+from torchq.graph.operators import METADATA
 from torchq.graph.tracing import is_torch_leaf
 from torchq.utils import evaluating
 

@@ -14,7 +14,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
-from torchq.graph import call_model
+from torchq.graph import MAX_POOLING, REARRANGING, call_model
 from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.swap.decisions import Decision, by_rules
 from torchq.swap.find_operators import MODULES, Operator, find_operators
@@ -172,33 +172,11 @@ def _share(model: nn.Module, group: list[TensorQuantizer], paths: dict[int, str]
     return alike
 
 
+_MOVES = REARRANGING | MAX_POOLING
+
+
 class _ValueFlow(TorchFunctionMode):
     """Which quantizers see the same values, while active."""
-
-    _MOVES = frozenset(
-        [
-            "max_pool1d",
-            "max_pool2d",
-            "max_pool3d",
-            "flatten",
-            "reshape",
-            "view",
-            "permute",
-            "transpose",
-            "squeeze",
-            "unsqueeze",
-        ]
-        + [
-            "contiguous",
-            "_max_pool1d",
-            "_max_pool2d",
-            "_max_pool3d",
-            "channel_shuffle",
-            "pixel_shuffle",
-            "swapaxes",
-            "movedim",
-        ]
-    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +195,7 @@ class _ValueFlow(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if (
-            getattr(func, "__name__", "") in self._MOVES
+            getattr(func, "__name__", "") in _MOVES
             and args
             and isinstance(args[0], Tensor)
             and isinstance(out, Tensor)
