@@ -1,5 +1,5 @@
-"""The version, read by setup.py without importing torch."""
+"""The version of torchq; the build reads this file as text."""
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
