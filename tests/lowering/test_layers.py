@@ -295,5 +295,5 @@ def test_many_image_sizes_keep_a_few_kernels() -> None:
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(20)]
     first = [layer(x) for x in images]
     assert all(torch.equal(layer(x), y) for x, y in zip(images, first, strict=True))
-    assert len(layer._runs) <= 8  # type: ignore[arg-type]
+    assert len(layer._kernels) <= 8  # type: ignore[arg-type]
     assert torch.equal(layer(images[0][0]), first[0][0])

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import torchq
 from tests.lowering.common import calibrated, sqnr
 from torchq.lowering import Int8Conv
-from torchq.lowering.modules.float_pointwise_conv import PixelConv
+from torchq.lowering.modules.float_pointwise_conv import FloatPointwiseConv
 from torchq.lowering.modules.qdq import Quantize
 
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,7 +53,7 @@ class Squeeze(nn.Module):
 
 
 def pixels(model: nn.Module) -> list[str]:
-    return [name for name, m in model.named_modules() if isinstance(m, PixelConv)]
+    return [name for name, m in model.named_modules() if isinstance(m, FloatPointwiseConv)]
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_pooled_codes_stay_codes(images: Tensor) -> None:
 def test_a_pixel_layer_is_the_simulation_of_its_layer() -> None:
     model = calibrated(nn.Conv2d(8, 5, 1), torch.randn(4, 8, 1, 1))
     layer = torchq.deploy(model)
-    assert isinstance(layer, Int8Conv) and PixelConv.fits(layer)
-    pixel, x = PixelConv(layer), 2 * torch.randn(6, 8, 1, 1)
+    assert isinstance(layer, Int8Conv) and FloatPointwiseConv.fits(layer)
+    pixel, x = FloatPointwiseConv(layer), 2 * torch.randn(6, 8, 1, 1)
     assert sqnr(pixel(x), model(x)) > 110  # the same sums in another order
     codes = layer.codes(x)
     assert torch.equal(pixel(codes), layer(codes))

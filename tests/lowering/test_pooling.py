@@ -103,7 +103,9 @@ def test_grids_are_part_of_the_state() -> None:
     codes = codes_of((1, 4, 4, 4), SIGNED)
     b(codes)
     b.load_state_dict(a.state_dict())
-    assert (b.qparams, b.after) == (SIGNED, NARROW) and torch.equal(a(codes), b(codes))
+    assert (b.input_qparams, b.output_qparams) == (SIGNED, NARROW) and torch.equal(
+        a(codes), b(codes)
+    )
 
 
 @pytest.mark.skipif(not onednn.available(), reason="needs oneDNN's integer kernels")
@@ -113,4 +115,4 @@ def test_kernels_are_bound_once_for_each_shape_and_some_are_kept() -> None:
     assert runs[1] == layer._float and runs[0] != layer._float
     for size in range(4, 24):
         layer(codes_of((1, 4, size, 4), SIGNED))
-    assert 0 < len(layer._runs) <= 8
+    assert 0 < len(layer._kernels) <= 8

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated, sqnr
 from torchq.lowering import QParams
-from torchq.lowering.modules import qdq
-from torchq.lowering.modules.qdq import Dequantize, Lookup
+from torchq.lowering.modules.lookup_table import LookupTable
+from torchq.lowering.modules.qdq import Dequantize
+from torchq.lowering.ops import lookup
 
 SHAPES = [(2, 3, 5, 6), (4, 7), (11,), (0, 3), (2, 3, 4, 5, 6)]
 
@@ -25,21 +26,21 @@ SHAPES = [(2, 3, 5, 6), (4, 7), (11,), (0, 3), (2, 3, 4, 5, 6)]
 def test_a_table_is_the_function_on_codes(
     shape: tuple[int, ...], channels_last: bool, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(qdq, "_MANY", many)
+    monkeypatch.setattr(lookup, "MIN_PAIRED_CODES", many)
     before, after = QParams(0.05, 128, 0, 255), QParams(0.011, 0, 0, 255)
     codes = torch.randint(0, 256, shape).to(torch.uint8)
     if channels_last and len(shape) == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
-    got = Lookup(torch.sigmoid, before, after, torch.float32)(codes)
+    got = LookupTable(torch.sigmoid, before, after, torch.float32)(codes)
     assert torch.equal(got, after.quantize(torch.sigmoid(before.dequantize(codes))))
     assert got.stride() == codes.stride()
 
 
 def test_pairs_of_codes_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qdq, "_MANY", 0)
+    monkeypatch.setattr(lookup, "MIN_PAIRED_CODES", 0)
     qparams, codes = QParams(0.05, 128, 0, 255), torch.arange(256).to(torch.uint8)
     first, second = (
-        Lookup(function, qparams, qparams, torch.float32)
+        LookupTable(function, qparams, qparams, torch.float32)
         for function in (torch.tanh, torch.sigmoid)
     )
     expected = first(codes)
@@ -83,7 +84,7 @@ def test_chains_stay_integer_around_an_activation(activation: nn.Module) -> None
     model = calibrated(Gates(activation), x)
     int8 = torchq.deploy(model, x)
     assert (
-        sum(isinstance(m, Lookup) for m in int8.modules()) == 3
+        sum(isinstance(m, LookupTable) for m in int8.modules()) == 3
     )  # and one from qparams to qparams
     assert not any(isinstance(m, Dequantize) for m in int8.modules())
     assert sqnr(int8(x), model(x)) > 40
@@ -123,7 +124,7 @@ def test_the_gate_of_a_silu_is_in_its_table(gate: bool) -> None:
     gated.gate_quantizer.set_amax(0.25)  # coarse enough to be seen
     torchq.calibrate(model, [x], progress=False)
     int8 = torchq.deploy(model, x)
-    assert sum(isinstance(m, Lookup) for m in int8.modules()) == 1
+    assert sum(isinstance(m, LookupTable) for m in int8.modules()) == 1
     assert sqnr(int8(x), model(x)) > 40
 
 
@@ -133,5 +134,5 @@ def test_a_table_reads_the_codes_that_it_gets() -> None:
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), torchq.TensorQuantizer(), nn.Tanh(), nn.Conv2d(8, 4, 1)
     model = calibrated(nn.Sequential(*layers), x)
     int8 = torchq.deploy(model)
-    assert sum(isinstance(m, Lookup) for m in int8.modules()) == 1
+    assert sum(isinstance(m, LookupTable) for m in int8.modules()) == 1
     assert sqnr(int8(x), model(x)) > 40

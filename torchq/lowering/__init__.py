@@ -7,10 +7,11 @@ layer: export and analysis do not know it, and it does not know them.
 from torchq.lowering.api import deploy
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.fp8_linear import Fp8Linear
-from torchq.lowering.modules.int8 import Int8Conv, Int8Linear
+from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
 from torchq.lowering.qparams import QParams

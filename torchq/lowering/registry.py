@@ -18,9 +18,10 @@ from torchq.formats import (
     integer,
 )
 from torchq.functional import quantize, scale_from_amax
+from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.fp8_linear import Fp8Linear, fp8_codes, product_obstacle
-from torchq.lowering.modules.int8 import Int8Conv, Int8Linear
+from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.qparams import QParams
 from torchq.nn import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.int8 import Int8Linear
+from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.registry import LOWERINGS, active, lower
 from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention, convert_
 from torchq.nn.modules.attending import ProjectedAttention

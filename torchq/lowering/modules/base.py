@@ -1,30 +1,197 @@
-"""The base of layers that compute on integers."""
+"""The bases of the modules of deployed models."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchq.lowering.modules.float32_params import KeepsFloat32
-from torchq.lowering.modules.kernel_cache import KeepsBound
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.schemas import kernel
 from torchq.lowering.qparams import QParams
 
-__all__ = ["Int8Layer", "dequantized", "eager"]
+__all__ = [
+    "DeployedLayer",
+    "Float32ParamsMixin",
+    "Int8Layer",
+    "IntegerModule",
+    "KernelCacheMixin",
+    "QParamsStateMixin",
+    "dequantized",
+    "eager",
+]
+
+#: How many kernels a module keeps: each is bound to one input shape.
+_MAX_KERNELS = 8
+#: The key of the layer that reads non-negative input; see :meth:`Int8Layer.unsigned_twin`.
+_UNSIGNED = "unsigned"
 
 
-class Int8Layer(KeepsBound, KeepsFloat32):
+class KernelCacheMixin(nn.Module):
+    """Mixin for modules that keep what they derive from their attributes and tensors.
+
+    Derived are kernels with their arguments bound, and larger tables. There is one rule: whatever
+    changes a module (assigning any attribute, loading a state dict, moving it) drops all of them.
+    Copies and files do without them, since packed tensors can be neither copied nor saved.
+    """
+
+    _kernels: dict[Any, Any]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._drop_kernels()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._drop_kernels()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": {}}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._drop_kernels()  # the tensors were copied into in place
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._drop_kernels()
+        return self
+
+    def _drop_kernels(self) -> None:
+        """Drop everything derived, as something that it was made from has changed."""
+        self.__dict__["_kernels"] = dict[Any, Any]()
+
+    def _kernel(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Return what ``build`` returned for ``key``, which is called once."""
+        kernels = self._kernels
+        found = kernels.get(key)
+        if found is None:
+            if len(kernels) >= _MAX_KERNELS:
+                kernels.clear()
+            found = kernels[key] = build()
+        return found
+
+
+class Float32ParamsMixin(nn.Module):
+    """Mixin for modules whose scales stay float32 when the model is converted to another dtype.
+
+    ``model.to(torch.bfloat16)`` changes the dtype of floating-point results alone.
+
+    Attributes:
+        dtype: the dtype of floating-point results.
+    """
+
+    dtype: torch.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {
+            name: buffer
+            for name, buffer in self.named_buffers(recurse=False)
+            if buffer.dtype is torch.float32
+        }
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+        for name, buffer in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype is not torch.float32:
+                setattr(self, name, buffer.to(now.device))
+        return self
+
+
+class IntegerModule(nn.Module):
+    """Base of modules that read or return uint8 codes in a lowered graph.
+
+    Passes know such a module by this class alone: :meth:`propagate_qparams` tells them what its
+    codes stand for. Every result is a new tensor, which shares memory with no input.
+    """
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """Accept the quantization parameters of the inputs and return those of the output.
+
+        Called in the order of the graph after a pass has moved clamps, which may move the zero
+        point of the codes that this module reads. The module updates itself.
+
+        Args:
+            inputs: one for each positional argument; None for an argument without known
+                quantization parameters, which leaves the module's own in place.
+
+        Returns:
+            the quantization parameters of the output; None where it is floating point.
+        """
+        raise NotImplementedError
+
+
+class QParamsStateMixin(nn.Module):
+    """Mixin for modules whose quantization parameters are part of their state dict.
+
+    Attributes:
+        qparams_names: the attributes that hold a :class:`QParams` or None.
+    """
+
+    qparams_names: ClassVar[tuple[str, ...]]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the quantization parameters as plain numbers, for the state dict."""
+        qparams = {name: getattr(self, name) for name in self.qparams_names}
+        return {name: None if q is None else astuple(q) for name, q in qparams.items()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`get_extra_state` returned."""
+        for name in self.qparams_names:
+            setattr(self, name, None if state[name] is None else QParams(*state[name]))
+
+
+class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
+    """Base of layers with a quantized weight.
+
+    Args:
+        weight_codes: the numbers that the weight was rounded to, one byte each or less.
+        weight_scale: float32; what the codes are multiplied by, see :meth:`weight`.
+        bias: (out,) or None.
+        dtype: of floating-point results, and of :attr:`weight`.
+    """
+
+    weight_codes: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight_codes", weight_codes)
+        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("bias", bias)
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """A new tensor with the weight as floating point, for code that reads a layer's weight."""
+        return self._dequantized_weight().to(self.dtype)
+
+    def _dequantized_weight(self) -> Tensor:
+        return dequantized(self.weight_codes, self.weight_scale)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        onednn.forget(self.weight_codes)  # its values were copied into in place
+
+    def _size(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+
+class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
     """Base of layers with int8 weights and uint8 activations.
 
-    Takes a floating-point tensor, which it quantizes, or the uint8 codes of its :attr:`input_qparams`. Returns a floating-point
-    tensor, or codes where it has an :attr:`output_qparams`. For inference; there is no gradient.
+    The input is a floating-point tensor, which the layer quantizes, or the uint8 codes of its
+    :attr:`input_qparams`. The result is a floating-point tensor, or codes where the layer has
+    :attr:`output_qparams`. For inference; there is no gradient.
 
     Args:
         weight: int8, (out, in / groups, ...).
@@ -32,18 +199,19 @@ class Int8Layer(KeepsBound, KeepsFloat32):
         bias: floating point (out,) or None.
         input_qparams: how the input is quantized.
         dtype: of floating-point results.
+        pre_quant_scale: multiplies the input before it is quantized, or None.
 
     Attributes:
-        activation, arguments: applied to the result, a name in :data:`torchq.lowering.ACTIVATIONS`.
+        activation: the name of the activation that is applied to the result, one of
+            :data:`torchq.lowering.ACTIVATIONS`.
+        arguments: the arguments of the activation.
         output_qparams: None for floating-point results.
         residual_qparams: of the second argument of :meth:`forward`, where that is codes.
     """
 
     #: Which operator runs, for the summary.
     kind: ClassVar[str]
-    weight_codes: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
+    qparams_names = ("input_qparams", "output_qparams", "residual_qparams")
     pre_quant_scale: Tensor | None
 
     def __init__(
@@ -55,53 +223,56 @@ class Int8Layer(KeepsBound, KeepsFloat32):
         dtype: torch.dtype,
         pre_quant_scale: Tensor | None,
     ) -> None:
-        super().__init__()
-        self.register_buffer("weight_codes", weight)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        bias = None if bias is None else bias.detach().to(torch.float32)
+        super().__init__(weight, weight_scale, bias, dtype)
         self.register_buffer("pre_quant_scale", pre_quant_scale)
         self.input_qparams = input_qparams
         self.output_qparams: QParams | None = None
         self.residual_qparams: QParams | None = None
         self.activation, self.arguments = "none", list[float]()
-        self.dtype = dtype
 
-    def _sees_no_negative(self, x: Tensor) -> bool:
-        """Whether a signed qparams meets data without negative numbers: then :meth:`_unsigned` is faster, and keeps bits of the bias."""
-        return (
-            self.input_qparams.zero_point != 0
-            and eager(x)
-            and x.numel() > 0
-            and bool(x.amin() >= 0)
-            and self.pre_quant_scale is None
-        )
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`IntegerModule.propagate_qparams`; the second input is the residual."""
+        own, residual = (*inputs, None, None)[:2]
+        if own is not None:
+            self.input_qparams = own
+        if residual is not None:
+            self.residual_qparams = residual
+        return self.output_qparams
 
-    def _unsigned(self) -> Int8Layer:
-        """This layer with codes that start at 0."""
+    def unsigned_twin(self, x: Tensor) -> Int8Layer | None:
+        """Return this layer with codes that start at 0, if that computes the same for ``x``.
 
-        def make() -> Int8Layer:
-            twin = self.variant()
-            twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
-            return twin
+        An input on a signed range may hold no negative number: a layer behind ReLU with the
+        default configuration. Codes that start at 0 need no zero-point correction in the bias,
+        which costs bits of it, and no padding with the zero point. Looking at ``x`` takes less
+        time than either.
 
-        twin: Int8Layer = self._bound(_UNSIGNED, make)
+        Args:
+            x: the floating-point input.
+        """
+        if self.input_qparams.zero_point == 0 or self.pre_quant_scale is not None:
+            return None
+        if not (eager(x) and x.numel() > 0 and bool(x.amin() >= 0)):
+            return None
+        twin: Int8Layer = self._kernel(_UNSIGNED, self._make_unsigned)
         return twin
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight as floating point, made anew: for code that reads a layer's weight, or its dtype or device."""
-        return dequantized(self.weight_codes, self.weight_scale).to(self.dtype)
+    def _make_unsigned(self) -> Int8Layer:
+        twin = self.variant()
+        twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
+        return twin
 
     def codes(self, x: Tensor) -> Tensor:
-        """``x`` as codes of the input qparams."""
+        """Return ``x`` as uint8 codes of the input; codes are returned as they are."""
         if x.dtype is torch.uint8:
             return x
-        return self.input_qparams.quantize(
-            x if self.pre_quant_scale is None else x * self.pre_quant_scale.to(x.dtype)
-        )
+        if self.pre_quant_scale is not None:
+            x = x * self.pre_quant_scale.to(x.dtype)
+        return self.input_qparams.quantize(x)
 
     def output_arguments(self) -> tuple[float, int, torch.dtype, str, Sequence[float]]:
-        """Scale, zero, dtype, activation and its arguments, as the operators take them."""
+        """Return scale, zero point, dtype, activation and its arguments, as the operators do."""
         qparams = self.output_qparams
         if qparams is None:
             return 1.0, 0, torch.float32, self.activation, self.arguments
@@ -109,81 +280,72 @@ class Int8Layer(KeepsBound, KeepsFloat32):
 
     @property
     def finished(self) -> bool:
-        """Whether results of the kernel have the right dtype and bounds already."""
+        """True where results of the kernel have the right dtype and bounds already."""
         qparams = self.output_qparams
         if qparams is None:
             return self.dtype is torch.float32
         return qparams.saturates_by_itself or self._activation_bounds(qparams)
 
     def finish(self, y: Tensor) -> Tensor:
-        """Give floating-point results their dtype, and codes the bounds that a kernel does not know."""
+        """Give floating-point results their dtype, and codes the bounds that no kernel knows."""
         if self.finished:
             return y
         qparams = self.output_qparams
-        return (
-            y.to(self.dtype) if qparams is None else y.clamp_(qparams.quant_min, qparams.quant_max)
-        )
+        if qparams is None:
+            return y.to(self.dtype)
+        return y.clamp_(qparams.quant_min, qparams.quant_max)
 
     def _activation_bounds(self, qparams: QParams) -> bool:
-        """Whether the activation keeps results inside the qparams already."""
+        """Return True if the activation keeps results inside the bounds of ``qparams``."""
         if self.activation != "clamp":
             return False
         low, high = qparams.bounds
         return self.arguments[0] >= low and self.arguments[1] <= high
 
     def variant(self) -> Int8Layer:
-        """A second layer on the same tensors, for another place in a model."""
+        """Return a second layer on the same tensors, for another place in a model."""
         twin = copy.copy(self)
         twin._buffers = dict(self._buffers)
         return twin
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The numbers that are no tensors, for the state dict."""
-        qparams = {
-            name: None if (qparams := getattr(self, name)) is None else astuple(qparams)
-            for name in _GRIDS
-        }
-        return {**qparams, "activation": self.activation, "arguments": list(self.arguments)}
+        """Return the settings that are no tensors, for the state dict."""
+        activation = {"activation": self.activation, "arguments": list(self.arguments)}
+        return super().get_extra_state() | activation
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`get_extra_state`."""
-        for name in _GRIDS:
-            setattr(self, name, None if state[name] is None else QParams(*state[name]))
+        """Restore what :meth:`get_extra_state` returned."""
+        super().set_extra_state(state)
         self.activation, self.arguments = state["activation"], list(state["arguments"])
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        onednn.forget(self.weight_codes)  # copied into in place
-        super()._load_from_state_dict(*args)
-
     def summary_row(self) -> tuple[str, int, str]:
-        """Kernel, bytes of the parameters, what is fused, and why it is the reference, for :func:`torchq.summary`."""
-        size = sum(b.numel() * b.element_size() for b in self.buffers())
+        """Return kernel, bytes and a note for :func:`torchq.summary`.
+
+        The note says what is fused, and why the reference kernel runs where it does.
+        """
         fused = [] if self.activation == "none" else [self.activation]
-        fused += ["add"] if self.residual_qparams is not None else []
+        if self.residual_qparams is not None:
+            fused.append("add")
         out = "uint8" if self.output_qparams is not None else str(self.dtype).removeprefix("torch.")
         name, problem = kernel(self.weight_codes.device, self.kind)
-        return (
-            f"{name} uint8 x int8 -> {out}",
-            size,
-            "; ".join(filter(None, (" + ".join(fused), problem))),
-        )
+        note = "; ".join(filter(None, (" + ".join(fused), problem)))
+        return f"{name} uint8 x int8 -> {out}", self._size(), note
 
     def extra_repr(self) -> str:
         shape = "x".join(map(str, self.weight_codes.shape))
         out = self.dtype if self.output_qparams is None else self.output_qparams
-        return f"weight={shape}, input={self.input_qparams}, output={out}, activation={self.activation}{self.arguments or ''}"
+        activation = f"{self.activation}{self.arguments or ''}"
+        return f"weight={shape}, input={self.input_qparams}, output={out}, activation={activation}"
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """Integer weights times the scale of each output, float32."""
+    """Return integer weights times the scale of each output, float32."""
     return codes * scale.view(-1, *[1] * (codes.dim() - 1))
 
 
-_GRIDS = ("input_qparams", "output_qparams", "residual_qparams")
-#: Where a layer keeps its twin with codes from 0.
-_UNSIGNED = "unsigned"
-
-
 def eager(x: Tensor) -> bool:
-    """Whether the kernel may be called directly, past torch's dispatcher and with its arguments bound: half of a small layer's time."""
+    """Return True if a kernel may be called directly with its arguments bound.
+
+    Going past torch's dispatcher saves half of a small layer's time.
+    """
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.qparams import QParams
 from torchq.lowering.registry import LOWERINGS, static_arguments
 from torchq.nn import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d, QuantModule
@@ -134,8 +134,8 @@ class Int8ConvTranspose(Int8Conv):
             ConfigError: there is no result of ``output_size``.
         """
         if x.dtype is not torch.uint8:
-            if self._sees_no_negative(x):
-                return self._unsigned()(x, output_size)
+            if (twin := self.unsigned_twin(x)) is not None:
+                return twin(x, output_size)
             x = self.codes(x)
         lengths = x.shape[-len(self.axes) :]
         smallest = [axis.smallest(length) for axis, length in zip(self.axes, lengths, strict=True)]

@@ -11,8 +11,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.functional.reduce import reduce_amax
 from torchq.functional.scale import divisor, scale_from_amax
-from torchq.lowering.modules.base import dequantized
-from torchq.lowering.modules.float32_params import KeepsFloat32
+from torchq.lowering.modules.base import Float32ParamsMixin, dequantized
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.schemas import kernel
 from torchq.lowering.qparams import SIGNED_ZERO
@@ -34,7 +33,7 @@ def range_of_call(x: Tensor, descriptor: QuantDescriptor, layer: str) -> Tensor:
     return amax if descriptor.scale_amax is None else amax * descriptor.scale_amax
 
 
-class DynamicInt8Linear(KeepsFloat32):
+class DynamicInt8Linear(Float32ParamsMixin):
     """An integer linear layer whose input scales are found in each call.
 
     Args:

@@ -10,18 +10,18 @@ from torch import Tensor, fx, nn
 
 from torchq.lowering.graph import match
 from torchq.lowering.modules.base import dequantized
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.qdq import Dequantize
 from torchq.lowering.ops.epilogues import activation
 from torchq.lowering.ops.onednn import Run
 
-__all__ = ["PixelConv", "is_pixel"]
+__all__ = ["FloatPointwiseConv", "is_pixel"]
 
 #: Weights up to which multiplying floats is faster: reading four times the bytes takes less time than the integer kernel's call.
 _MOST_WEIGHTS = 2**17
 
 
-class PixelConv(Int8Conv):
+class FloatPointwiseConv(Int8Conv):
     """A convolution whose image is one pixel, computed in floating point from the rounded input: what the simulation computes.
 
     Args:
@@ -58,7 +58,7 @@ class PixelConv(Int8Conv):
         )
         if other or torch.compiler.is_compiling():
             return super().forward(x, residual)
-        run: Run = self._bound("pixels", self._bind_pixels)
+        run: Run = self._kernel("pixels", self._bind_pixels)
         return run(x)
 
     def _bind_pixels(self) -> Run:
@@ -92,7 +92,7 @@ def is_pixel(node: object, modules: Mapping[str, nn.Module]) -> bool:
         return False
     module, source = match.module_of(node, modules), match.source_of(node)
     if (
-        isinstance(module, PixelConv)
+        isinstance(module, FloatPointwiseConv)
         or match.pointwise_of(node, modules)
         or match.activation_of(node, modules)
     ):

@@ -15,9 +15,8 @@ from torch import Tensor
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import E4M3, E5M2, Format
 from torchq.functional.scale import divisor, scale_from_amax
-from torchq.lowering.modules.base import dequantized
+from torchq.lowering.modules.base import Float32ParamsMixin, dequantized
 from torchq.lowering.modules.dynamic_linear import range_of_call
-from torchq.lowering.modules.float32_params import KeepsFloat32
 from torchq.lowering.ops.cuda import missing, padded
 from torchq.lowering.ops.prepack import PackCache
 
@@ -139,7 +138,7 @@ _LIBRARY.impl("fp8_linear", linear_cuda, "CUDA")
 torch.library.register_fake("torchq::fp8_linear", _fake, lib=_LIBRARY)
 
 
-class Fp8Linear(KeepsFloat32):
+class Fp8Linear(Float32ParamsMixin):
     """A linear layer whose weight and input are FP8 numbers times float32 scales.
 
     Args:

@@ -1,17 +1,19 @@
-"""Pooling of codes."""
+"""Pooling of uint8 codes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.base import eager
-from torchq.lowering.modules.kernel_cache import KeepsBound
-from torchq.lowering.modules.qdq import QParamsModule
+from torchq.lowering.modules.base import (
+    IntegerModule,
+    KernelCacheMixin,
+    QParamsStateMixin,
+    eager,
+)
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
 from torchq.lowering.qparams import QParams
@@ -21,59 +23,70 @@ __all__ = ["AveragePooling", "CodesAvgPool2d", "CodesMaxPool2d"]
 AveragePooling = nn.AvgPool2d | nn.AdaptiveAvgPool2d
 
 
-class CodesMaxPool2d(nn.MaxPool2d):
-    """Max pooling of uint8 codes; rounding keeps order, so it commutes with quantization."""
+class CodesMaxPool2d(IntegerModule, nn.MaxPool2d):
+    """Max pooling of uint8 codes; rounding keeps the order of values, so this is exact.
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Largest code of each window; (N, C, H, W) or (C, H, W)."""
-        pairs = [_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)]
-        return torch.ops.torchq.max_pool2d(input, *pairs, self.ceil_mode)
-
-
-class CodesAvgPool2d(KeepsBound, QParamsModule):
-    """Average pooling of uint8 codes, onto another qparams.
-
-    As a depthwise convolution with weights of one: one kernel sums integers and rounds once, where floating point takes three passes.
-    What that cannot express (windows of different sizes, padding that is not counted) is computed in floating point.
-
-    Args:
-        pool: what to do; padding counts as zeros.
-        before, after: the qparams of what it reads and returns.
+    Shape:
+        (N, C, H, W) or (C, H, W), uint8 -> the same with pooled images.
     """
 
-    def __init__(self, pool: AveragePooling, before: QParams, after: QParams) -> None:
-        super().__init__(before)
-        self.pool, self.after = pool, after
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`IntegerModule.propagate_qparams`; the output is on those of the input."""
+        return inputs[0]
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Both qparams as plain numbers."""
-        return {**super().get_extra_state(), "after": astuple(self.after)}
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the largest code of each window."""
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return torch.ops.torchq.max_pool2d(input, *map(_pair, sizes), self.ceil_mode)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`get_extra_state`."""
-        super().set_extra_state(state)
-        self.after = QParams(*state["after"])
+
+class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
+    """Average pooling of uint8 codes to codes of other quantization parameters.
+
+    Computed as a depthwise convolution with weights of one: one kernel adds integers and rounds
+    once, where floating point takes three passes over memory. What a convolution cannot express
+    (windows of different sizes, padding that is not counted) is computed in floating point.
+
+    Args:
+        pool: the pooling; its padding counts as zeros.
+        input_qparams: of the codes that are read.
+        output_qparams: of the codes that are returned.
+
+    Shape:
+        (N, C, H, W) or (C, H, W), uint8 -> the same with pooled images.
+    """
+
+    qparams_names = ("input_qparams", "output_qparams")
+
+    def __init__(
+        self, pool: AveragePooling, input_qparams: QParams, output_qparams: QParams
+    ) -> None:
+        super().__init__()
+        self.pool, self.input_qparams, self.output_qparams = pool, input_qparams, output_qparams
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`IntegerModule.propagate_qparams`."""
+        if inputs[0] is not None:
+            self.input_qparams = inputs[0]
+        return self.output_qparams
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Codes (N, C, H, W) or (C, H, W) -> codes, each image pooled."""
+        """Return the code of each window's average."""
         if not eager(codes):
             return self._float(codes)
-        run: Run = self._bound(codes.shape, lambda: self._bind(codes.shape))
+        run: Run = self._kernel(codes.shape, lambda: self._bind(codes.shape))
         return run(codes)
 
     def _float(self, codes: Tensor) -> Tensor:
-        return self.after.quantize(self.pool(self.qparams.dequantize(codes)))
+        return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))
 
     def _bind(self, shape: torch.Size) -> Run:
-        window = (
-            _window(self.pool, shape[2:])
-            if len(shape) == 4 and shape.numel() and onednn.available()
-            else None
-        )
+        fits = len(shape) == 4 and shape.numel() and onednn.available()
+        window = _window(self.pool, shape[2:]) if fits else None
         if window is None:
             return self._float
         size, stride, padding = window
-        channels, before, after = shape[1], self.qparams, self.after
+        channels, before, after = shape[1], self.input_qparams, self.output_qparams
         ones = torch.ones(channels, 1, *size, dtype=torch.int8)
         scale = torch.full((channels,), 1 / (size[0] * size[1]))
         bounds = ("none", []) if after.saturates_by_itself else ("clamp", list(after.bounds))
@@ -82,27 +95,32 @@ class CodesAvgPool2d(KeepsBound, QParamsModule):
             after.scale, after.zero_point, torch.uint8, *bounds, 1.0, 0,
         )  # fmt: skip
 
+    def extra_repr(self) -> str:
+        return f"{self.input_qparams} -> {self.output_qparams}"
+
 
 def _window(
     pool: AveragePooling, sizes: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """Size, stride and padding of windows that are all alike, or None."""
+    """Return size, stride and padding of windows that are all alike, or None."""
     if isinstance(pool, nn.AdaptiveAvgPool2d):
-        out = [
-            size if wanted is None else wanted
-            for size, wanted in zip(sizes, _pair(pool.output_size), strict=True)
-        ]
-        if any(not wanted or size % wanted for size, wanted in zip(sizes, out, strict=True)):
-            return None
-        window = [size // wanted for size, wanted in zip(sizes, out, strict=True)]
-        return window, window, [0, 0]
+        return _adaptive_window(_pair(pool.output_size), sizes)
     size, stride, padding = _pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding)
-    plain = (
-        not pool.ceil_mode
-        and pool.divisor_override is None
-        and (pool.count_include_pad or not any(padding))
-    )
-    return (size, stride, padding) if plain else None
+    counts_all = pool.count_include_pad or not any(padding)
+    if pool.ceil_mode or pool.divisor_override is not None or not counts_all:
+        return None
+    return size, stride, padding
+
+
+def _adaptive_window(
+    wanted: list[Any], sizes: Sequence[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Return size, stride and padding of the windows of adaptive pooling, or None."""
+    out = [size if want is None else want for size, want in zip(sizes, wanted, strict=True)]
+    if any(not want or size % want for size, want in zip(sizes, out, strict=True)):
+        return None
+    window = [size // want for size, want in zip(sizes, out, strict=True)]
+    return window, window, [0, 0]
 
 
 def _pair(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.lowering.modules.float32_params import KeepsFloat32
+from torchq.lowering.modules.base import Float32ParamsMixin
 from torchq.lowering.ops.prepack import PackCache
 
 __all__ = ["MAX_ROWS", "WeightOnlyLinear", "pack_nibbles", "unpack_nibbles"]
@@ -100,7 +100,7 @@ _LIBRARY.impl("weight_only_linear", _cpu, "CPU")
 torch.library.register_fake("torchq::weight_only_linear", _fake, lib=_LIBRARY)
 
 
-class WeightOnlyLinear(KeepsFloat32):
+class WeightOnlyLinear(Float32ParamsMixin):
     """``x @ (codes * step).T + bias`` with int8 codes, or int4 ones two in a byte.
 
     Args:

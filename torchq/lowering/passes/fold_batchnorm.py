@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.qparams import QParams
 from torchq.lowering.registry import active
 

@@ -12,8 +12,8 @@ from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import Editor, base_name
 from torchq.lowering.graph.traced_module import Absent, Made
 from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.float_pointwise_conv import PixelConv, is_pixel
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
+from torchq.lowering.modules.float_pointwise_conv import FloatPointwiseConv, is_pixel
 from torchq.lowering.modules.qdq import Dequantize, GatedSiLU, Quantize
 from torchq.lowering.passes.fold_batchnorm import static_qparams
 from torchq.lowering.registry import active
@@ -109,10 +109,10 @@ class Separator(Editor):
             return
         if (
             isinstance(module, Int8Conv)
-            and PixelConv.fits(module)
+            and FloatPointwiseConv.fits(module)
             and is_pixel(source, self.modules)
         ):
-            self.modules[str(node.target)] = pixel = PixelConv(module)
+            self.modules[str(node.target)] = pixel = FloatPointwiseConv(module)
             set_submodule(self.root, str(node.target), pixel)
         elif isinstance(module, Int8Layer) and module.pre_quant_scale is None:
             with self.graph.inserting_before(node):

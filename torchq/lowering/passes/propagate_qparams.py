@@ -8,16 +8,17 @@ from torch import Tensor, fx
 
 from torchq.lowering.graph import match
 from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
+from torchq.lowering.modules.lookup_table import LookupTable
 from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
-from torchq.lowering.modules.qdq import Dequantize, Lookup, Quantize
+from torchq.lowering.modules.qdq import Dequantize, Quantize
 from torchq.lowering.passes.insert_qdq import Separator
 from torchq.lowering.qparams import QParams
 
 __all__ = ["Settler"]
 
 #: Their results are new tensors, which share memory with no other.
-_FRESH = (Int8Layer, Quantize, Dequantize, Lookup, CodesMaxPool2d, CodesAvgPool2d)
+_FRESH = (Int8Layer, Quantize, Dequantize, LookupTable, CodesMaxPool2d, CodesAvgPool2d)
 
 
 class Settler(Separator):
@@ -50,15 +51,15 @@ class Settler(Separator):
                 module.channels_last = any(
                     isinstance(self.layer(user), Int8Conv) for user in node.users
                 )
-            elif isinstance(module, Lookup):
+            elif isinstance(module, LookupTable):
                 function, before, qparams[node] = self.tables[node]
-                module.table = Lookup(
+                module.table = LookupTable(
                     function, qparams.get(source, before), qparams[node], self.dtype
                 ).table  # type: ignore[arg-type]
             elif isinstance(module, Dequantize) and source in qparams:
                 module.qparams = qparams[source]
             elif isinstance(module, CodesAvgPool2d):
-                module.qparams, qparams[node] = qparams.get(source, module.qparams), module.after  # type: ignore[arg-type]
+                qparams[node] = module.propagate_qparams([qparams.get(source)])  # type: ignore[arg-type, assignment]
             elif (parts := match.concatenated(node)) and parts[0] in qparams:
                 qparams[node] = qparams[parts[0]]
             elif self.codes_pass(node) and source in qparams:

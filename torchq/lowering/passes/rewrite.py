@@ -9,9 +9,10 @@ from torch import Tensor, fx, nn
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import base_name
 from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.int8 import Int8Conv
+from torchq.lowering.modules.conv import Int8Conv
+from torchq.lowering.modules.lookup_table import LookupTable
 from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
-from torchq.lowering.modules.qdq import Dequantize, Lookup, Quantize
+from torchq.lowering.modules.qdq import Dequantize, Quantize
 from torchq.lowering.ops.epilogues import ACTIVATIONS
 from torchq.lowering.passes.fold_batchnorm import NORMS, fold_norm
 from torchq.lowering.passes.propagate_qparams import Settler
@@ -203,7 +204,7 @@ class Rewriter(Settler):
         assert values is not None
         table = self.replace(
             end,
-            Lookup(function, before.qparams, after.qparams, self.dtype),
+            LookupTable(function, before.qparams, after.qparams, self.dtype),
             "table",
             values.args[0],
         )  # type: ignore[arg-type]

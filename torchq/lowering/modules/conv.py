@@ -1,4 +1,4 @@
-"""Layers that compute on integers: what quantized convolutions and linear layers become."""
+"""The integer convolution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchq.lowering.modules.base import Int8Layer, eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
 
-__all__ = ["Int8Conv", "Int8Linear"]
+__all__ = ["Int8Conv"]
 
 
 class Int8Conv(Int8Layer):
@@ -58,12 +58,12 @@ class Int8Conv(Int8Layer):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_qparams`."""
         if x.dtype is not torch.uint8:
-            if self._sees_no_negative(x):
-                return self._unsigned()(x, residual)
+            if (twin := self.unsigned_twin(x)) is not None:
+                return twin(x, residual)
             x = self.codes(x)
         if eager(x):
             key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
-            run: Run = self._runs.get(key) or self._bound(key, lambda: self._bind(x, residual))
+            run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(x, residual))
             return run(x) if residual is None else run(x, residual)
         return self._dispatched(x, residual)
 
@@ -133,45 +133,3 @@ def _split_padding(conv: Any) -> tuple[list[int], list[int] | None]:
     if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
         return [a for a, _ in before_after], None
     return [0] * spatial, [side for pair in reversed(before_after) for side in pair]
-
-
-class Int8Linear(Int8Layer):
-    """An integer linear layer.
-
-    Shape:
-        (..., in), float or uint8 codes -> (..., out).
-    """
-
-    kind = "linear"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``activation(x @ weight.T + bias)``."""
-        if x.dtype is not torch.uint8:
-            if self._sees_no_negative(x):
-                return self._unsigned()(x)
-            x = self.codes(x)
-        if eager(x):
-            empty = not x.numel()
-            run: Run = self._runs.get(empty) or self._bound(empty, lambda: self._bind(empty))
-            return run(x)
-        return self._dispatched(x)
-
-    def _bind(self, empty: bool) -> Run:
-        if empty or not onednn.available():
-            return self._dispatched
-        run = onednn.bind_linear(*self._layer())
-        return run if self.finished else lambda x: self.finish(run(x))
-
-    def _layer(self) -> tuple[Any, ...]:
-        qparams = self.input_qparams
-        return (
-            self.weight_codes,
-            self.weight_scale,
-            self.bias,
-            qparams.scale,
-            qparams.zero_point,
-            *self.output_arguments(),
-        )
-
-    def _dispatched(self, x: Tensor) -> Tensor:
-        return self.finish(torch.ops.torchq.int8_linear(x, *self._layer()))
