@@ -1,15 +1,23 @@
 """Calibration: the cost of collecting a tensor, and of finding a range in a 2048-bin histogram.
 
-``collect`` is compared with two limits, ``clone`` (reads and writes the tensor once) and ``read`` (torch.aminmax, reads it once), with
-the plain way (abs, max, torch.histc, adding float counts), and with NVIDIA ModelOpt where it is installed. How much ``clone`` costs
-depends on whether the allocator hands out memory that was touched before: in a fresh process of a user it usually was not, in
-this loop it was. ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes every large allocation fresh.
+``collect`` is compared with:
 
-``range of a tensor`` is what a weight takes in every training step; it is compared with reading the tensor.
+* two limits: ``clone`` (reads and writes the tensor once) and ``read`` (torch.aminmax, reads it
+  once);
+* the plain way (abs, max, torch.histc, adding float counts);
+* NVIDIA ModelOpt, if it is installed.
+
+The cost of ``clone`` depends on whether the allocator returns memory that was touched before. In
+a fresh process it usually was not, in this loop it was. ``MALLOC_MMAP_THRESHOLD_=131072`` in the
+environment makes every large allocation fresh.
+
+``range of a tensor`` is what a weight computes in every training step; it is compared with
+reading the tensor.
+
+``estimate`` is compared with the textbook loops, which try one candidate edge at a time with
+torch operations, and with ModelOpt.
 
 On one thread the clock is CPU time, which other processes on the machine disturb less.
-
-``estimate`` is compared with the textbook loops, one candidate edge at a time with torch operations, and with ModelOpt's.
 """
 
 from __future__ import annotations
@@ -33,7 +41,10 @@ LEVELS = 128
 
 
 def histc_collect(bins: int = BINS) -> Callable[[Tensor], None]:
-    """What a plain implementation does: one range from the first batch, more bins of equal width when it grows."""
+    """Histogram of a plain implementation.
+
+    The range comes from the first batch; a wider range adds bins of equal width.
+    """
     state: dict[str, Any] = {"counts": None, "width": 0.0}
 
     def collect(x: Tensor) -> None:
@@ -50,7 +61,7 @@ def histc_collect(bins: int = BINS) -> Callable[[Tensor], None]:
 
 
 def loop_entropy(counts: Tensor) -> int:
-    """The TensorRT search with a Python loop over edges; each step is vectorised over bins."""
+    """Run the TensorRT search with a Python loop over edges; each is vectorised over bins."""
     counts = torch.cat([counts[1:2], counts[1:]]).double()
     end = int(counts.nonzero().max()) + 1
     best, least = end, float("inf")
@@ -72,7 +83,7 @@ def loop_entropy(counts: Tensor) -> int:
 
 
 def loop_mse(counts: Tensor) -> int:
-    """The least squared error of int8 with a Python loop over edges."""
+    """Find the least squared error of int8 with a Python loop over edges."""
     counts = counts.double()
     centers = torch.arange(len(counts)) + 0.5
     end = int(counts.nonzero().max()) + 1
@@ -85,7 +96,7 @@ def loop_mse(counts: Tensor) -> int:
 
 
 def modelopt() -> Any | None:
-    """ModelOpt's calibrators, or None where it is not installed."""
+    """Return ModelOpt's calibrators, or None if it is not installed."""
     try:
         return import_module("modelopt.torch.quantization.calib")
     except ImportError:
@@ -131,7 +142,10 @@ def collecting(
 
 
 def ranging(report: Reporter, x: Tensor, times: dict[str, Any]) -> None:
-    """The range of a tensor at hand, which weights take in every training step and activations with dynamic ranges in every call."""
+    """Measure the range of a whole tensor.
+
+    Weights take it in every training step, activations with dynamic ranges in every call.
+    """
     rows = x.flatten()[: x.numel() // 3200 * 3200].view(-1, 3200)
     cases = {
         "per tensor": PerTensor(),

@@ -1,7 +1,9 @@
-"""What every rank of tests/calib/test_distributed.py runs: ``python -m torch.distributed.run ... ranks.py FOLDER``.
+"""The program that every rank of tests/calib/test_distributed.py runs.
 
-Writes what it found to FOLDER/rank<N>.pt. At the end one rank stays away from a last call: with two ranks it only waits, with
-more it ends its process.
+Run it as ``python -m torch.distributed.run ... ranks.py FOLDER``.
+
+It writes its results to FOLDER/rank<N>.pt. At the end one rank stays away from a last call: with
+two ranks it only waits, with more it ends its process.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ WIDE = 1000
 
 
 def make_all() -> list[Calibrator]:
-    """Every method, per tensor and per channel, three wide ones, and some that few ranks or none will feed."""
+    """Return calibrators of every method, three wide ones, and some that few ranks feed."""
     kinds = [
         make_calibrator(m, format=INT8, granularity=g)
         for m in methods()
@@ -51,7 +53,7 @@ def make_all() -> list[Calibrator]:
 
 
 def batches(rank: int, repeats: int = 1) -> list[Tensor]:
-    """Three batches for even ranks, two for odd ones, of ranges that rise by rank."""
+    """Return three batches for even ranks, two for odd ones, of ranges that rise by rank."""
     generator = torch.Generator().manual_seed(rank)
     return [
         torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank for _ in range(3 - rank % 2)
@@ -59,7 +61,7 @@ def batches(rank: int, repeats: int = 1) -> list[Tensor]:
 
 
 def feed(calibrators: list[Calibrator], rank: int, repeats: int = 1) -> None:
-    """Rank 1 alone feeds the second to fourth last calibrator, nobody the last."""
+    """Feed the calibrators: only rank 1 feeds the second to fourth last, no rank the last."""
     for batch in batches(rank, repeats):
         for i, calibrator in enumerate(calibrators[:-1]):
             if i < len(calibrators) - 4 or rank == 1:
@@ -71,7 +73,7 @@ def amaxes(calibrators: list[Calibrator]) -> list[Tensor | None]:
 
 
 def failure(*calibrators: Calibrator, timeout: float = 60.0) -> str:
-    """The error text of a sync, or of the compute_amax that follows."""
+    """Return the error text of a sync, or of the compute_amax that follows."""
     try:
         sync(calibrators, timeout=timeout, names=[f"layer{i}" for i in range(len(calibrators))])
         for calibrator in calibrators:
@@ -108,7 +110,7 @@ def run(folder: Path) -> None:
 
 
 def traffic_by_size(rank: int) -> dict[str, Any]:
-    """What every calibrator computes from little and from much data, and what went over the wire for it."""
+    """Return every calibrator's amax for little and for much data, and the traffic of both."""
     found: dict[str, Any] = {}
     traffic: list[tuple[int, torch.dtype]] = []
     all_reduce = dist.all_reduce
@@ -131,7 +133,7 @@ def traffic_by_size(rank: int) -> dict[str, Any]:
 
 
 def refusals(rank: int) -> dict[str, Any]:
-    """Calibrators made in inference mode, none at all, and what must fail."""
+    """Return results for inference mode, for no calibrators, and the errors of bad calls."""
     with torch.inference_mode():
         calibrator = with_data(HistogramCalibrator(), torch.ones(3) * (rank + 1))
         sync([calibrator])

@@ -1,4 +1,4 @@
-"""What is particular to each calibrator: the moving average's formula, blocks, options, and the registry."""
+"""Calibrators beyond the contract: the moving average's formula, blocks, options, the registry."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_max_calibrator_has_one_method() -> None:
     assert calibrator.compute_amax("max").item() == 1.0
     with pytest.raises(
         ConfigError,
-        match=r"got method='entropy' with options \{\}; expected method='max' without options\. Collect",
+        match=r"got method='entropy' with options \{\}; expected method='max' without options\.",
     ):
         calibrator.compute_amax("entropy")
 
@@ -130,7 +130,7 @@ def test_registry_lists_refuses_and_takes() -> None:
     assert methods() == ("max", "moving_average", "histogram", "percentile", "mse", "entropy")
     with pytest.raises(
         ConfigError,
-        match="unknown calibration method 'kl'; expected one of: max, moving_average, histogram, percentile, mse, entropy",
+        match="unknown calibration method 'kl'; expected one of: max, moving_average, histogram, ",
     ):
         make_calibrator("kl", format=INT8, granularity=PerTensor())
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Every registered method keeps the calibrator contract, per tensor and per channel, signed and unsigned, for integers and floats."""
+"""Every registered method keeps the calibrator contract.
+
+Each runs per tensor and per channel, signed and unsigned, with integer and float formats.
+"""
 
 from __future__ import annotations
 

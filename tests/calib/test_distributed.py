@@ -1,4 +1,4 @@
-"""Statistics of 2 and 3 gloo ranks, started by torchrun, against one process that saw the data of all ranks in order."""
+"""Statistics of 2 and 3 gloo ranks against one process that saw the data of all ranks in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank found."""
+    """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks.py")
     launch = [
@@ -92,8 +92,8 @@ def test_non_finite_data_of_one_rank_is_an_error_on_all(results: Results) -> Non
 def test_different_shapes_are_an_error_on_all(results: Results) -> None:
     for rank, found in enumerate(results):
         assert (
-            f"sync: layer1 has amax shapes that differ between ranks (({2 + rank}, 1) on rank {rank}); expected one shape"
-            in found["shape"]
+            "sync: layer1 has amax shapes that differ between ranks "
+            f"(({2 + rank}, 1) on rank {rank}); expected one shape" in found["shape"]
         )
 
 
@@ -104,16 +104,16 @@ def test_different_calibrators_are_an_error_on_all(results: Results) -> None:
             in found["kind"]
         )
         assert (
-            f"sync: got {1 + rank} calibrators on rank {rank} that differ from another rank's (1 to {len(results)})"
-            in found["number"]
+            f"sync: got {1 + rank} calibrators on rank {rank} that differ from another rank's "
+            f"(1 to {len(results)})" in found["number"]
         )
 
 
 def test_a_rank_that_stays_away_is_an_error_and_no_hang(results: Results) -> None:
     for rank, found in enumerate(results[:-1]):
         assert (
-            f"sync: rank {rank} of {len(results)} got no answer from the others within the timeout of 1 s"
-            in found["absent"]
+            f"sync: rank {rank} of {len(results)} got no answer from the others "
+            "within the timeout of 1 s" in found["absent"]
         )
         # Generous for a busy machine; without the time limit gloo waits for 30 minutes.
         assert found["waited"] < 60

@@ -18,7 +18,7 @@ FORMATS = [INT8, UINT8, INT4, UINT4, integer(3), E4M3, E2M1]
 
 
 def histogram_of(counts: list[int], width: float = 1.0) -> Histogram:
-    """Counts as given; the largest magnitude is the upper edge of the last occupied bin."""
+    """Return a histogram whose largest magnitude is the upper edge of the last occupied bin."""
     last = max((i + 1 for i, c in enumerate(counts) if c), default=0)
     return Histogram(torch.tensor([counts]), torch.tensor([width]), torch.tensor([last * width]))
 
@@ -36,7 +36,10 @@ def random_counts(kind: str, bins: int, generator: torch.Generator) -> list[int]
 
 
 def naive_entropy(counts: list[int], levels: list[float]) -> int:
-    """The edge of least divergence, bin by bin as in Migacz's slides: ``levels`` start the runs, the last as long as the one before."""
+    """Return the edge of least divergence, bin by bin as in Migacz's slides.
+
+    A run starts at each of ``levels``; the last run is as long as the one before it.
+    """
     counts = [counts[1], *counts[1:]]
     end = max(i + 1 for i, c in enumerate(counts) if c)
     top = 2 * levels[-1] - levels[-2]
@@ -64,7 +67,7 @@ def naive_entropy(counts: list[int], levels: list[float]) -> int:
 
 
 def naive_mse(counts: list[int], format: Format) -> int:
-    """The edge of least squared error of the bin centers, each rounded to the nearest grid value by searching the grid."""
+    """Return the edge of least squared error of the bin centers, each rounded by a search."""
     grid = [v for v in format.values if v >= 0]
     end = max(i + 1 for i, c in enumerate(counts) if c)
     best, least = 0, math.inf
@@ -101,7 +104,8 @@ def test_mse_has_the_optimum_of_the_naive_loop(
 
 
 def test_full_size_entropy_has_the_optimum_of_the_naive_loop(generator: torch.Generator) -> None:
-    # 2048 bins, checked at the edges around the optimum and at every sixteenth: the whole naive search takes a minute.
+    # 2048 bins are checked around the optimum and at every sixteenth edge, because the whole
+    # naive search takes a minute.
     counts = random_counts("normal", 2048, generator)
     found = int(entropy(histogram_of(counts), INT8).item())
 
@@ -186,6 +190,6 @@ def test_groups_and_candidates_may_be_cut_anywhere(
     calibrator = HistogramCalibrator(axis=1, method=method, num_bins=256)
     calibrator.collect(torch.randn(50, 9, generator=generator) * torch.logspace(-2, 3, 9))
     whole = calibrator.compute_amax()
-    monkeypatch.setattr(estimators, "_ROWS", 7)
-    monkeypatch.setattr(estimators, "_GROUPS", 2)
+    monkeypatch.setattr(estimators, "_CANDIDATES_TOGETHER", 7)
+    monkeypatch.setattr(estimators, "_GROUPS_TOGETHER", 2)
     assert torch.equal(calibrator.compute_amax(), whole)

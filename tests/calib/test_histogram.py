@@ -1,4 +1,4 @@
-"""The histogram against counting element by element with exact fractions, and its independence of how the data came."""
+"""The histogram against counting with exact fractions, for any division into batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def observed(*batches: Tensor, **options: object) -> HistogramObserver:
 
 
 def exact_histogram(values: list[float], bins: int) -> tuple[int, list[int]]:
-    """(exponent, counts) by the definition, in rational arithmetic."""
+    """Return (exponent, counts) by the definition, in rational arithmetic."""
     top = max((Fraction(abs(v)) for v in values), default=Fraction(0))
     exponent = MIN_EXPONENT
     while top >= bins * Fraction(2) ** exponent:
@@ -235,7 +235,7 @@ def test_edges_are_multiples_of_the_width() -> None:
 def test_blocks_and_too_few_bins_are_errors() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* Use method 'max', for weights also 'mse'",
+        match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* also 'mse'",
     ):
         HistogramObserver(PerBlock(32))
     with pytest.raises(ConfigError, match="num_bins: got 8; expected at least 16"):

@@ -1,4 +1,4 @@
-"""Negative values that an unsigned format will lose are noticed, once, by name."""
+"""Negative values that an unsigned format turns into zeros are reported once, by name."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_pieces_do_not_show(granularity: Granularity, generator: torch.Generator
 
 
 def test_of_equal_errors_the_largest_range_wins() -> None:
-    # -1 is code -7 of step 1/7 and code -8 of step 1/8, whose amax is 7/8: both exact, and both candidates.
+    # -1 is code -7 of scale 1/7, and code -8 of scale 1/8 (amax 7/8). Both candidates are exact.
     assert torch.equal(fake_quantize(torch.tensor([-1.0]), 0.875, INT4), torch.tensor([-1.0]))
     assert search_amax(torch.tensor([-1.0]), INT4, candidates=33).item() == 1.0
 

@@ -1,7 +1,10 @@
-"""Counting magnitudes into bins whose width is a power of two: exact, chunked, and without a host sync off the CPU.
+"""Counting of magnitudes in bins whose width is a power of two.
 
-A bin index is ``floor(|x| * 2**-k)``. Scaling by a power of two is exact in float32, so the index is too, and
-``floor(floor(y) / 2) == floor(y / 2)`` makes doubling the width the same as counting again with the wider bins.
+The bin of ``x`` is ``floor(|x| * 2**-k)``. Multiplying by a power of two is exact in float32, so
+the bin is exact as well. Because ``floor(floor(y) / 2) == floor(y / 2)``, merging neighbouring
+bins equals counting again with bins of twice the width.
+
+Work is done in pieces that fit the cache. Off the CPU nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.calib.statistics import on_host
+from torchq.calib.statistics import is_on_host
 from torchq.functional.kernels import pieces
 
 __all__ = [
@@ -24,140 +27,147 @@ __all__ = [
     "power_of_two",
 ]
 
-# Keeps both 2**k and 2**-k normal float32 numbers for every k in use.
+# Both 2**k and 2**-k are normal float32 numbers for every exponent k from here to 126.
 MIN_EXPONENT = -126
-# Temporaries of a CPU piece stay in the second-level cache; those of a device piece stay within a few hundred MB.
+# Temporaries of a CPU piece fit the second-level cache; those of a device piece take at most a
+# few hundred MB.
 _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 24
-# Indices up to here fit int16: the narrower the index, the faster it is made and counted.
-_NARROW = 1 << 15
+# Indices below this number fit int16, which is faster to write and to count than int32.
+_INT16_INDICES = 1 << 15
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """``2.0 ** exponent`` in float32, exactly (``pow`` may be an ulp off), for int32 exponents in -126..127."""
+    """Return ``2.0 ** exponent`` as exact float32, for int32 exponents from -126 to 127.
+
+    ``torch.pow`` may be off by one unit in the last place.
+    """
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def bin_exponent(amax: Tensor, num_bins: int) -> Tensor:
-    """The smallest ``k >= -126`` with ``amax < num_bins * 2**k``, int32, elementwise and exact.
+    """Return the smallest ``k >= -126`` with ``amax < num_bins * 2**k``, elementwise and exact.
 
     Args:
         amax: float32, finite, >= 0.
         num_bins: at least 4.
+
+    Returns:
+        int32 of the shape of ``amax``.
     """
     mantissa, exponent = torch.frexp(amax)
-    top, shift = math.frexp(num_bins)
-    exponent = (exponent - shift + (mantissa >= top).to(torch.int32)).clamp(min=MIN_EXPONENT)
-    return torch.where(amax > 0, exponent, MIN_EXPONENT).to(torch.int32)
+    limit, shift = math.frexp(num_bins)
+    exponent = exponent - shift + (mantissa >= limit).to(torch.int32)
+    return torch.where(amax > 0, exponent.clamp(min=MIN_EXPONENT), MIN_EXPONENT).to(torch.int32)
 
 
 def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
-    """``counts`` after doubling the bin width of each row ``doublings`` times.
+    """Double the bin width of each row ``doublings`` times.
 
     Args:
         counts: (groups, bins) int64.
         doublings: (groups,) integer, >= 0.
 
     Returns:
-        (groups, bins) int64, a new tensor of the same row sums.
+        (groups, bins) int64, a new tensor with the same row sums.
     """
     groups, bins = counts.shape
-    # A shift by the width of the type or more is not defined everywhere.
-    index = torch.arange(bins, device=counts.device) >> doublings.clamp(max=62).to(
-        torch.int64
-    ).unsqueeze(1)
+    # Shifting by the width of the type or more is undefined on some devices.
+    shift = doublings.clamp(max=62).to(torch.int64).unsqueeze(1)
+    index = torch.arange(bins, device=counts.device) >> shift
     index = index + torch.arange(groups, device=counts.device).unsqueeze(1) * bins
-    return (
-        torch.zeros_like(counts)
-        .view(-1)
-        .scatter_add_(0, index.view(-1), counts.reshape(-1))
-        .view(groups, bins)
-    )
+    merged = torch.zeros_like(counts).view(-1)
+    merged.scatter_add_(0, index.view(-1), counts.reshape(-1))
+    return merged.view(groups, bins)
 
 
 def count_bins_(
     counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, signed: bool, skip_zeros: bool
 ) -> None:
-    """Add the histogram of ``x`` to ``counts``, in place. Adds nothing when ``finite`` is False.
+    """Add the histogram of ``x`` to ``counts`` in place; add nothing if ``finite`` is False.
 
     Args:
         counts: (groups, bins) int64.
-        x: (before, groups, after) floating point; every magnitude below ``bins * 2**exponent`` of its group.
+        x: (before, groups, after) floating point. Every magnitude of a group is below
+            ``bins * 2**exponent`` of that group.
         exponent: (groups,) int32, log2 of the bin width.
-        finite: 0-d bool; whether ``x`` is free of NaN and infinities.
-        signed: whether negative values count by magnitude; otherwise they count as zeros.
-        skip_zeros: leave exact zeros out.
+        finite: 0-d bool, True if ``x`` holds no NaN and no infinity.
+        signed: True counts negative values by magnitude, False counts them as zeros.
+        skip_zeros: True leaves exact zeros out.
     """
-    scale = power_of_two(-exponent)
-    if on_host(x):
-        if finite:
-            count_on_cpu_(counts, x, scale, signed, skip_zeros)
-    else:
-        count_on_device_(counts, x, scale, finite, signed, skip_zeros)
+    inverse_width = power_of_two(-exponent)
+    if not is_on_host(x):
+        count_on_device_(counts, x, inverse_width, finite, signed, skip_zeros)
+    elif finite:
+        count_on_cpu_(counts, x, inverse_width, signed, skip_zeros)
 
 
-def count_on_cpu_(counts: Tensor, x: Tensor, scale: Tensor, signed: bool, skip_zeros: bool) -> None:
-    """:func:`count_bins_` for finite data in host memory; ``scale`` is the inverse width."""
+def count_on_cpu_(
+    counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool, skip_zeros: bool
+) -> None:
+    """Do the work of :func:`count_bins_` for finite data in host memory."""
     bins = counts.shape[1]
-    most, size = max(1, _NARROW // bins), min(_CPU_PIECE, x.numel())
-    dtype = torch.int16 if most * bins <= _NARROW else torch.int32
-    offset = torch.arange(0, most * bins, bins, dtype=dtype).view(-1, 1)
-    # One pair of buffers for all pieces: fresh memory for each would cost more than the arithmetic.
-    scaled, narrow = torch.empty(size), torch.empty(size, dtype=dtype)
-    for part, where in pieces(x, size=size, groups=most):
-        groups, count = part.shape[1], part.numel()
-        index = _bins(
-            part,
-            scale[where],
-            signed,
-            scaled[:count].view(part.shape),
-            narrow[:count].view(part.shape),
-        )
+    max_groups = max(1, _INT16_INDICES // bins)
+    size = min(_CPU_PIECE, x.numel())
+    dtype = torch.int16 if max_groups * bins <= _INT16_INDICES else torch.int32
+    offset = torch.arange(0, max_groups * bins, bins, dtype=dtype).view(-1, 1)
+    # All pieces share two buffers, because allocating memory costs more than the arithmetic.
+    scaled_buffer, index_buffer = torch.empty(size), torch.empty(size, dtype=dtype)
+    for part, where in pieces(x, size=size, groups=max_groups):
+        groups = part.shape[1]
+        scaled = scaled_buffer[: part.numel()].view(part.shape)
+        index = index_buffer[: part.numel()].view(part.shape)
+        _write_bin_indices(part, inverse_width[where], signed, scaled, index)
         if groups > 1:
             index.add_(offset[:groups])
         counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(groups, bins)
         if skip_zeros:
-            counts[where, 0] -= _zeros(part, signed)
+            counts[where, 0] -= _count_zeros(part, signed)
 
 
 def count_on_device_(
-    counts: Tensor, x: Tensor, scale: Tensor, finite: Tensor, signed: bool, skip_zeros: bool
+    counts: Tensor,
+    x: Tensor,
+    inverse_width: Tensor,
+    finite: Tensor,
+    signed: bool,
+    skip_zeros: bool,
 ) -> None:
-    """:func:`count_bins_` for any device, without a host sync; ``scale`` is the inverse width."""
+    """Do the work of :func:`count_bins_` on any device, without waiting for it."""
     groups, bins = counts.shape
     offset = torch.arange(0, groups * bins, bins, device=x.device)
     one = finite.to(torch.int64)
     for part, where in pieces(x, size=_DEVICE_PIECE, groups=groups):
-        # A NaN converts to anything; the index must stay in range although nothing is added.
-        scaled, index = (
-            torch.empty(part.shape, device=x.device),
-            torch.empty(part.shape, dtype=torch.int64, device=x.device),
-        )
-        index = (
-            _bins(part, scale[where], signed, scaled, index)
-            .clamp_(0, bins - 1)
-            .add_(offset[where].view(-1, 1))
-        )
-        # Flat, because only the one-dimensional form is allowed under torch.use_deterministic_algorithms on CUDA.
+        scaled = torch.empty(part.shape, device=x.device)
+        index = torch.empty(part.shape, dtype=torch.int64, device=x.device)
+        _write_bin_indices(part, inverse_width[where], signed, scaled, index)
+        # A NaN converts to an arbitrary integer. Its index must be valid although it adds 0.
+        index.clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
+        # torch.use_deterministic_algorithms allows only the one-dimensional form on CUDA.
         counts.view(-1).scatter_add_(0, index.view(-1), one.expand(index.numel()))
         if skip_zeros:
-            counts[where, 0] -= _zeros(part, signed) * one
+            counts[where, 0] -= _count_zeros(part, signed) * one
 
 
-def _bins(part: Tensor, scale: Tensor, signed: bool, scaled: Tensor, index: Tensor) -> Tensor:
-    """The bin of each element, written to ``index`` by way of the float32 ``scaled``, both of the part's shape."""
-    scale = scale.view(()) if scale.numel() == 1 else scale.view(-1, 1)
+def _write_bin_indices(
+    part: Tensor, inverse_width: Tensor, signed: bool, scaled: Tensor, index: Tensor
+) -> None:
+    """Write the bin of each element of ``part`` to ``index``; ``scaled`` is float32 scratch."""
+    shape = () if inverse_width.numel() == 1 else (-1, 1)
+    inverse_width = inverse_width.view(shape)
     if part.dtype is torch.float32:
-        torch.mul(part, scale, out=scaled)
+        torch.mul(part, inverse_width, out=scaled)
     else:
-        scaled.copy_(part).mul_(scale)
-    if not signed:
-        return index.copy_(scaled.clamp_(min=0))
-    # Conversion truncates towards zero, so the sign may go afterwards, where the elements are smaller.
-    return index.copy_(scaled).abs_()
+        scaled.copy_(part).mul_(inverse_width)
+    if signed:
+        # The conversion truncates towards zero, so the sign can be dropped afterwards, where the
+        # elements are smaller.
+        index.copy_(scaled).abs_()
+    else:
+        index.copy_(scaled.clamp_(min=0))
 
 
-def _zeros(part: Tensor, signed: bool) -> Tensor:
-    """(groups,): the elements that count as zero."""
-    other = torch.count_nonzero(part, dim=(0, 2)) if signed else (part > 0).sum((0, 2))
-    return part.shape[0] * part.shape[2] - other
+def _count_zeros(part: Tensor, signed: bool) -> Tensor:
+    """Return the number of elements of each group that count as zero, (groups,)."""
+    nonzero = torch.count_nonzero(part, dim=(0, 2)) if signed else (part > 0).sum((0, 2))
+    return part.shape[0] * part.shape[2] - nonzero

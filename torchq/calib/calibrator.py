@@ -1,4 +1,4 @@
-"""Calibrators: an observer and the estimators that read it, behind one interface."""
+"""Calibrators: an observer, and the computation of an amax from its statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchq.calib import estimators
 from torchq.calib.histogram import Histogram, HistogramObserver
 from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
-from torchq.calib.statistics import whole
+from torchq.calib.statistics import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerAxis, PerTensor, by_bits
 from torchq.utils import Registry
@@ -21,17 +21,17 @@ __all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator"]
 
 
 class Calibrator(ABC):
-    """Finds the amax of one quantizer from the tensors that pass it.
+    """Base class of all calibrators: finds the amax of one quantizer from the tensors it is given.
+
+    The statistics are float32 and int64 tensors on the device of the data. Calibrators are plain
+    objects: they can be pickled and copied, and they are no part of a state_dict.
 
     Args:
-        num_bits: integer width, or ``(exponent, mantissa)`` bits of a float format.
+        num_bits: the integer width, or ``(exponent, mantissa)`` bits of a float format.
         axis: the axis or axes that keep their own amax; None for one amax.
-        unsigned: calibrate for an unsigned format: negative values count as the zeros it makes of them.
-        format: use this instead of ``num_bits`` and ``unsigned``.
-        granularity: use this instead of ``axis``.
-
-    Statistics are float32 and int64 tensors on the data's device. Calibrators are plain objects: picklable, copyable,
-    and no part of any state_dict.
+        unsigned: True calibrates for an unsigned format, for which negative values are zeros.
+        format: used in place of ``num_bits`` and ``unsigned``.
+        granularity: used in place of ``axis``.
     """
 
     observer: Observer
@@ -46,46 +46,49 @@ class Calibrator(ABC):
         granularity: Granularity | None = None,
     ) -> None:
         self.format = format or by_bits(num_bits, unsigned=unsigned)
-        if granularity is None:
-            granularity = (
-                PerTensor()
-                if axis is None
-                else PerAxis((axis,) if isinstance(axis, int) else tuple(axis))
-            )
-        self.granularity = granularity
+        self.granularity = granularity or _granularity(axis)
 
     @property
     def batches(self) -> int:
-        """How many non-empty tensors were collected. A host number."""
+        """The number of non-empty tensors collected, known on the host."""
         return self.observer.batches
 
     @property
     def seen(self) -> bool:
-        """Whether any data was collected. Reads no device memory."""
+        """True if any data was collected; reads no device memory."""
         return self.observer.batches > 0
 
     def collect(self, x: Tensor) -> None:
-        """Take the statistics of one tensor. Never waits for the device. An empty tensor changes nothing.
+        """Add one tensor to the statistics, without waiting for its device.
+
+        No reference to the tensor is kept. An empty tensor changes nothing.
 
         Args:
-            x: float16, bfloat16, float32 or float64; any shape with the same amax shape each time. No reference is kept. A
-                DTensor (a weight under FSDP2) is gathered first, so every rank of its mesh must collect it.
+            x: float16, bfloat16, float32 or float64, any shape that gives the same amax shape
+                each time. A DTensor (a weight under FSDP2) is gathered first, so every rank of
+                its mesh must collect it.
 
         Raises:
-            CalibrationError: not floating point, or another amax shape than before.
+            CalibrationError: ``x`` is not floating point, or its amax has another shape.
         """
         if not x.is_floating_point():
             raise CalibrationError(
-                f"{type(self).__name__}.collect: got a tensor of {x.dtype}; expected floating point. Convert it with x.float()"
+                f"{type(self).__name__}.collect: got a tensor of {x.dtype}; "
+                "expected floating point. Convert it with x.float()"
             )
         if x.numel():
-            self.observer.observe(whole(x.detach()))
+            self.observer.observe(gather_full_tensor(x.detach()))
 
     def merge(self, other: Calibrator) -> None:
-        """Add what ``other`` collected, as if it had been collected here afterwards. Associative; ``other`` is unchanged.
+        """Add the statistics of ``other``, as if its tensors had been collected here afterwards.
+
+        Merging is associative.
+
+        Args:
+            other: a calibrator made with the same arguments; it is not changed.
 
         Raises:
-            CalibrationError: the other gathers different statistics or amax shapes.
+            CalibrationError: the other gathers different statistics or has another amax shape.
         """
         self.observer.merge(other.observer)
 
@@ -94,47 +97,67 @@ class Calibrator(ABC):
         self.observer.reset()
 
     def compute_amax(self, method: str | None = None, **options: Any) -> Tensor:
-        """The amax for everything collected so far. Waits for the device; collecting may go on afterwards.
+        """Return the amax for everything collected so far; waits for the device.
+
+        Collecting may go on afterwards.
 
         Args:
-            method: one of the calibrator's methods; default the one it was made for.
-            options: of that method, such as ``percentile=99.9``.
+            method: one of the calibrator's methods; default: the one it was made for.
+            options: options of that method, such as ``percentile=99.9``.
 
         Returns:
-            float32 of ``granularity.amax_shape(x.shape)``, >= 0 and finite, on the data's device; never an inference tensor.
+            float32 of ``granularity.amax_shape(x.shape)``, finite and >= 0, on the data's device;
+            never an inference tensor.
 
         Raises:
             CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
-            ConfigError: a method or option that this calibrator does not have.
+            ConfigError: the calibrator does not have this method or option.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._check()
             return self._compute(method, options)
 
     def _check(self) -> None:
+        """Raise an error unless there is finite data."""
         where, observer = type(self).__name__, self.observer
         if observer.nonfinite is None:
             raise CalibrationError(
-                f"{where}: got no data; expected at least one collected tensor. Run a batch that reaches this quantizer, or disable it"
+                f"{where}: got no data; expected at least one collected tensor. "
+                "Run a batch that reaches this quantizer, or disable it"
             )
         bad = int(observer.nonfinite)
         if bad:
             raise CalibrationError(
-                f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; expected finite data. "
+                f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
+                "expected finite data. "
                 "Check the input and the layers before, then reset() and collect again"
             )
 
     @abstractmethod
     def _compute(self, method: str | None, options: dict[str, Any]) -> Tensor:
-        """The amax, after the common checks."""
+        """Compute the amax; the data was checked."""
+
+
+def _granularity(axis: int | tuple[int, ...] | None) -> Granularity:
+    """Return the granularity that keeps one amax for each index of ``axis``."""
+    if axis is None:
+        return PerTensor()
+    return PerAxis((axis,) if isinstance(axis, int) else tuple(axis))
 
 
 class MaxCalibrator(Calibrator):
-    """The largest magnitude, or with ``momentum`` the moving average of each batch's largest. Any granularity.
+    """The largest magnitude, or a moving average of the largest magnitude of each batch.
+
+    Supports every granularity.
 
     Args:
-        momentum: None for the maximum; else the weight of the past, 0 <= momentum < 1, in
+        num_bits: see :class:`Calibrator`, as are axis, unsigned, format and granularity.
+        axis: see :class:`Calibrator`.
+        unsigned: see :class:`Calibrator`.
+        momentum: None for the maximum; otherwise the weight of the past, 0 <= momentum < 1, in
             ``average = momentum * average + (1 - momentum) * batch``, started by the first batch.
+        format: see :class:`Calibrator`.
+        granularity: see :class:`Calibrator`.
 
     Example:
         >>> calibrator = MaxCalibrator(axis=0)
@@ -157,28 +180,28 @@ class MaxCalibrator(Calibrator):
         granularity: Granularity | None = None,
     ) -> None:
         super().__init__(num_bits, axis, unsigned, format=format, granularity=granularity)
+        signed = self.format.signed
         if momentum is None:
-            self.observer = MaxObserver(self.granularity, signed=self.format.signed)
+            self.observer = MaxObserver(self.granularity, signed=signed)
         else:
             self.observer = MovingAverageObserver(
-                self.granularity, signed=self.format.signed, momentum=momentum
+                self.granularity, signed=signed, momentum=momentum
             )
 
     def _compute(self, method: str | None, options: dict[str, Any]) -> Tensor:
         own = "max" if isinstance(self.observer, MaxObserver) else "moving_average"
         if method not in (None, own) or options:
             raise ConfigError(
-                f"MaxCalibrator.compute_amax: got method={method!r} with options {options}; expected method={own!r} without options. "
+                f"MaxCalibrator.compute_amax: got method={method!r} with options {options}; "
+                f"expected method={own!r} without options. "
                 "Collect with a HistogramCalibrator for other methods"
             )
-        return (
-            self.observer.amax.clone()
-            if isinstance(self.observer, MaxObserver)
-            else self.observer.average()
-        )
+        if isinstance(self.observer, MaxObserver):
+            return self.observer.amax.clone()
+        return self.observer.average()
 
 
-#: What a histogram can be read by: ``function(histogram, format, *, option=default, ..) -> amax``.
+#: Estimators by method name: ``function(histogram, format, *, option=default, ...) -> amax``.
 ESTIMATORS: Registry[str, Callable[..., Tensor]] = Registry("histogram method")
 ESTIMATORS.add("max", estimators.largest)
 ESTIMATORS.add("percentile", estimators.percentile)
@@ -187,16 +210,25 @@ ESTIMATORS.add("entropy", estimators.entropy)
 
 
 class HistogramCalibrator(Calibrator):
-    """A histogram of magnitudes, read by percentile, mse, entropy or max. Per tensor or per axis.
+    """A histogram of magnitudes and the estimators that read it, per tensor or per axis.
 
-    The histogram is exact: it does not depend on how the data was cut into batches or spread over ranks (see
-    :mod:`torchq.calib.histogram`). At most 32 MiB per calibrator.
+    The histogram is exact: it does not depend on how the data was divided into batches or spread
+    over ranks (see :mod:`torchq.calib.histogram`). It takes at most 32 MiB.
 
     Args:
-        num_bins: bins of each group, at least 16; at least half of them lie within the range seen.
-        skip_zeros: leave exact zeros out, for example those that ReLU makes.
-        method: what :meth:`compute_amax` does by default.
-        options: of that method, used whenever it runs without options of its own.
+        num_bits: see :class:`Calibrator`, as are axis, unsigned, format and granularity.
+        axis: see :class:`Calibrator`.
+        unsigned: see :class:`Calibrator`.
+        num_bins: bins of each group; at least half of them lie within the range seen.
+        skip_zeros: True leaves exact zeros out, such as those that ReLU makes.
+        method: the name of the estimator that :meth:`compute_amax` uses by default.
+        format: see :class:`Calibrator`.
+        granularity: see :class:`Calibrator`.
+        options: options of ``method``, used whenever :meth:`compute_amax` gives none.
+
+    Raises:
+        ConfigError: an unknown method or option, or a granularity or number of bins that a
+            histogram does not support.
 
     Example:
         >>> calibrator = HistogramCalibrator(method="percentile", percentile=50.0)
@@ -231,7 +263,7 @@ class HistogramCalibrator(Calibrator):
         )
 
     def histogram(self) -> Histogram:
-        """The statistics collected so far.
+        """Return the statistics collected so far.
 
         Raises:
             CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
@@ -245,16 +277,18 @@ class HistogramCalibrator(Calibrator):
         if method == self.method:
             options = {**self.options, **options}
         histogram = self.observer.histogram()
-        # On the CPU whatever the device: float64 is not everywhere, and every device and rank gets the same bits.
-        return ESTIMATORS[method](histogram.to("cpu"), self.format, **options).to(
-            histogram.counts.device
-        )
+        # Estimating on the CPU in float64 gives every device and rank the same bits; some devices
+        # have no float64.
+        amax = ESTIMATORS[method](histogram.to("cpu"), self.format, **options)
+        return amax.to(histogram.counts.device)
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
+    """Raise a ConfigError unless the estimator exists and has all ``options``."""
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise ConfigError(
-            f"calibration method {method!r}: got options {unknown}; expected {sorted(known) or 'none'}"
+            f"calibration method {method!r}: got options {unknown}; "
+            f"expected {sorted(known) or 'none'}"
         )

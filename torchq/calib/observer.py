@@ -1,9 +1,12 @@
-"""Observers gather statistics of the tensors they are shown; they know nothing of methods or formats' grids.
+"""Observers: statistics of a stream of tensors, without any knowledge of calibration methods.
 
-An :class:`Observer` keeps tensors on the data's device and never waits for that device: a batch with a NaN or an infinity
-is left out by arithmetic, counted in :attr:`Observer.nonfinite`, and reported when the statistics are read. Subclasses
-declare how a batch enters (:meth:`Observer._observe`), how two observers join (:meth:`Observer._merge`) and how the ranks of
-a process group do (:meth:`Observer.exchange`).
+An :class:`Observer` keeps its state on the device of the data and never waits for that device. A
+batch with a NaN or an infinity is left out by arithmetic and counted in
+:attr:`Observer.nonfinite`; it is reported when the statistics are read.
+
+A subclass defines how one tensor enters (:meth:`Observer._observe`), how two observers are merged
+(:meth:`Observer._merge`) and how the ranks of a process group are combined
+(:meth:`Observer.exchange`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,12 @@ __all__ = ["Exchange", "MaxObserver", "MovingAverageObserver", "Observer", "Redu
 
 @dataclass(frozen=True)
 class Reduce:
-    """A request of :meth:`Observer.exchange`: reduce ``tensor`` elementwise over all ranks and send the result back."""
+    """A request of :meth:`Observer.exchange` for one elementwise reduction over all ranks.
+
+    Attributes:
+        op: the reduction.
+        tensor: the contribution of this rank.
+    """
 
     op: Literal["max", "sum"]
     tensor: Tensor
@@ -42,13 +50,16 @@ class Observer(ABC):
 
     Args:
         granularity: which elements share one amax.
-        signed: whether negative values count by magnitude; otherwise they count as zeros, which an unsigned format makes of them.
+        signed: True counts negative values by magnitude. False counts them as zeros, because an
+            unsigned format turns them into zeros.
 
     Attributes:
-        batches: tensors observed, empty ones apart. A host number.
-        nonfinite: 0-d int64 on the data's device, how many of them held a NaN or an infinity; None before the first.
-        negative: of an unsigned format likewise, how many held negative values. Of this process alone: it serves a warning.
-        shape: the amax shape; None before the first batch.
+        batches: the number of non-empty tensors observed, known on the host.
+        nonfinite: 0-d int64 on the data's device, the number of those tensors that held a NaN or
+            an infinity; None before the first.
+        negative: for unsigned formats, the number of tensors with negative values, likewise. It
+            counts this process alone, because it only serves a warning.
+        shape: the shape of the amax; None before the first tensor.
     """
 
     def __init__(self, granularity: Granularity, *, signed: bool = True) -> None:
@@ -57,19 +68,19 @@ class Observer(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything observed."""
         self.batches = 0
         self.nonfinite: Tensor | None = None
         self.negative: Tensor | None = None
         self.shape: tuple[int, ...] | None = None
 
     def observe(self, x: Tensor) -> None:
-        """Take in one non-empty floating-point tensor.
+        """Add one non-empty floating-point tensor to the statistics.
 
         Raises:
-            CalibrationError: the amax shape is not that of the tensors before.
+            CalibrationError: the amax shape differs from that of the tensors before.
         """
-        # State made inside the caller's inference mode could never be updated or used outside of it.
+        # State created in the caller's inference mode could not be updated or used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.prepare(self.granularity.amax_shape(x.shape), x.device)
             parts = group_view(x.detach(), self.granularity)
@@ -82,14 +93,18 @@ class Observer(ABC):
         self.batches += 1
 
     def merge(self, other: Observer) -> None:
-        """Add what ``other`` saw, as if it had come after what this one saw. ``other`` is left as it is.
+        """Add the statistics of ``other``, as if its tensors had been observed here afterwards.
+
+        Args:
+            other: an observer with equal settings; it is not changed.
 
         Raises:
-            CalibrationError: the other gathers different statistics or amax shapes.
+            CalibrationError: the other observer has different settings or another amax shape.
         """
         if self.settings() != other.settings():
             raise CalibrationError(
-                f"merge: got {other.settings()}; expected {self.settings()}. Make both with the same arguments"
+                f"merge: got {other.settings()}; expected {self.settings()}. "
+                "Make both with the same arguments"
             )
         if other.shape is None or other.nonfinite is None:
             return
@@ -103,55 +118,69 @@ class Observer(ABC):
         self.batches += other.batches
 
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Allocate the empty state for ``shape`` where there is none, and bring the state to ``device``."""
+        """Allocate empty state for ``shape`` if there is none, and move the state to ``device``.
+
+        Raises:
+            CalibrationError: the state has another shape.
+        """
         if self.shape is None:
             self.shape = tuple(shape)
             self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
             self._allocate(self.shape, device)
         elif tuple(shape) != self.shape:
             raise CalibrationError(
-                f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; expected {self.shape} as before. "
-                "Give the axis of the channels, not of the batch, or use one calibrator per shape"
+                f"{type(self).__name__}: got a tensor whose amax has shape {tuple(shape)}; "
+                f"expected {self.shape} as before. Give the axis of the channels, not of the "
+                "batch, or use one calibrator per shape"
             )
         elif self.nonfinite is not None and self.nonfinite.device != device:
             self.nonfinite = self.nonfinite.to(device)
             self._move(device)
 
     def _count_negative(self, more: Tensor) -> None:
+        """Add to the number of tensors with negative values."""
         self.negative = more if self.negative is None else self.negative.to(more.device) + more
 
     def settings(self) -> tuple[object, ...]:
-        """What must agree between observers that are merged; equal on every rank."""
+        """Return what must be equal between observers that are merged, on every rank."""
         return (type(self).__name__, self.granularity, self.signed)
 
     @abstractmethod
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Make the empty state."""
+        """Create the empty state."""
 
     @abstractmethod
     def _move(self, device: torch.device) -> None:
-        """Bring the state to ``device``."""
+        """Move the state to ``device``."""
 
     @abstractmethod
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
-        """Take in a :func:`~torchq.functional.kernels.group_view` and its magnitude; ``amax`` is 0 where ``finite`` is False."""
+        """Add one tensor to the state.
+
+        Args:
+            parts: the tensor as a :func:`~torchq.functional.kernels.group_view`.
+            amax: (groups,) float32, its largest magnitudes; 0 where ``finite`` is False.
+            finite: 0-d bool, True if the tensor holds no NaN and no infinity.
+        """
 
     @abstractmethod
     def _merge(self, other: Observer, device: torch.device) -> None:
-        """Take in the state of an observer of the same settings and shape."""
+        """Add the state of an observer with equal settings and shape."""
 
     @abstractmethod
     def exchange(self, batches: list[int], rank: int) -> Exchange:
-        """Join the state over all ranks: yield requests, receive results, and end with the same state on every rank.
+        """Combine the state of all ranks, so that every rank ends with the same state.
+
+        This is a generator: it yields :class:`Reduce` requests and receives their results.
 
         Args:
-            batches: number of batches that each rank observed.
+            batches: the number of tensors that each rank observed.
             rank: this rank.
         """
 
 
 class MaxObserver(Observer):
-    """Largest magnitude of each group. State: one float32 per group."""
+    """The largest magnitude of each group; the state is one float32 per group."""
 
     amax: Tensor
 
@@ -169,18 +198,28 @@ class MaxObserver(Observer):
         self.amax = torch.maximum(self.amax, other.amax.to(device))
 
     def exchange(self, batches: list[int], rank: int) -> Exchange:
+        """Take the maximum over all ranks; see :meth:`Observer.exchange`."""
         self.amax = yield Reduce("max", self.amax)
 
 
 class MovingAverageObserver(Observer):
-    """The largest magnitudes of the latest batches, for ``average = momentum * average + (1 - momentum) * batch``.
+    """The largest magnitudes of the latest batches, of which :meth:`average` is computed.
 
-    The first batch starts the average. Only the last :attr:`window` batches are kept: the weight of an older one is below
-    half a unit in the last place of float32. State: ``window`` float32 per group at most (165 for momentum 0.9). Keeping
-    the maxima, not their average, makes merging exact: batches of the merged observer, or of the next rank, come after.
+    The average is ``average = momentum * average + (1 - momentum) * batch``, started by the first
+    batch. Only the last :attr:`window` batches are kept, because the weight of an older one is
+    below half a unit in the last place of float32. The state is at most ``window`` float32 per
+    group (165 for momentum 0.9).
+
+    Keeping the maxima instead of their average makes merging exact: the batches of the merged
+    observer, or of the next rank, follow those of this one.
 
     Args:
-        momentum: weight of the past, 0 <= momentum < 1.
+        granularity: see :class:`Observer`.
+        signed: see :class:`Observer`.
+        momentum: the weight of the past, 0 <= momentum < 1.
+
+    Raises:
+        ConfigError: ``momentum`` is out of range.
     """
 
     recent: deque[Tensor]
@@ -197,11 +236,13 @@ class MovingAverageObserver(Observer):
         super().__init__(granularity, signed=signed)
 
     def settings(self) -> tuple[object, ...]:
+        """Return what must be equal between observers that are merged."""
         return (*super().settings(), self.momentum)
 
     def average(self) -> Tensor:
-        """The moving average, float32 of :attr:`shape`; computed in float64 from the kept maxima."""
-        # On the CPU whatever the device: float64 is not everywhere, and every device and rank gets the same bits.
+        """Return the moving average of the kept maxima, float32 of :attr:`shape`."""
+        # Computing on the CPU in float64 gives every device and rank the same bits; some devices
+        # have no float64.
         values = torch.stack(tuple(self.recent)).cpu().double()
         age = torch.arange(len(self.recent) - 1, -1, -1, dtype=torch.float64)
         weights = self.momentum**age * (1 - self.momentum)
@@ -223,12 +264,13 @@ class MovingAverageObserver(Observer):
         self.recent.extend([amax.to(device) for amax in other.recent])
 
     def exchange(self, batches: list[int], rank: int) -> Exchange:
+        """Concatenate the maxima of all ranks in rank order; see :meth:`Observer.exchange`."""
         assert self.shape is not None and self.nonfinite is not None
         kept = [min(count, self.window) for count in batches]
-        # Every rank fills its own rows and zero elsewhere; a sum with zeros is exact, so this is a gather that any backend has.
-        rows = torch.zeros(
-            sum(kept), *self.shape, dtype=torch.float32, device=self.nonfinite.device
-        )
+        # Each rank fills its own rows and leaves the others zero. Adding zeros is exact, so this
+        # sum is a gather that every backend supports.
+        device = self.nonfinite.device
+        rows = torch.zeros(sum(kept), *self.shape, dtype=torch.float32, device=device)
         first = sum(kept[:rank])
         for offset, amax in enumerate(self.recent):
             rows[first + offset] = amax

@@ -1,33 +1,45 @@
-"""Calibrators by the name of their method, as descriptors and :func:`torchq.calibrate` give it."""
+"""Calibration methods by name, as descriptors and :func:`torchq.calibrate` give them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator
+from torchq.calib.mse_search import search_amax
 from torchq.errors import ConfigError
 from torchq.formats import Format, Granularity
 from torchq.utils import Registry
 
-__all__ = ["CALIBRATORS", "make_calibrator", "methods"]
+__all__ = ["CALIBRATORS", "SEARCHES", "find_search", "make_calibrator", "methods"]
 
-#: ``factory(*, format, granularity, **options) -> Calibrator`` for the methods that are no function of a histogram.
+#: ``factory(*, format, granularity, **options) -> Calibrator`` of the methods that do not read a
+#: histogram.
 CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration method")
 
+#: ``search(x, format, granularity, *, scale_format) -> amax``: for a tensor that exists as a whole
+#: (a weight), what a method does in place of a calibrator.
+SEARCHES: Registry[str, Callable[..., Tensor]] = Registry("range search")
 
-def _moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
+
+def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
+    """Return a calibrator whose momentum has the documented default."""
     return MaxCalibrator(momentum=momentum, **options)
 
 
 CALIBRATORS.add("max", MaxCalibrator)
-CALIBRATORS.add("moving_average", _moving_average)
+CALIBRATORS.add("moving_average", _make_moving_average)
 CALIBRATORS.add("histogram", HistogramCalibrator)
+SEARCHES.add("mse", search_amax)
 
 
 def methods() -> tuple[str, ...]:
-    """The names that :func:`make_calibrator` knows: those of ``CALIBRATORS``, and of ``ESTIMATORS`` for histograms.
+    """Return the names that :func:`make_calibrator` knows.
+
+    These are the names in ``CALIBRATORS``, then those in ``ESTIMATORS``, which read a histogram.
 
     >>> methods()
     ('max', 'moving_average', 'histogram', 'percentile', 'mse', 'entropy')
@@ -35,23 +47,45 @@ def methods() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
 
 
+def find_search(
+    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+) -> Callable[..., Tensor] | None:
+    """Return the search that ``method`` uses on a tensor that exists as a whole, or None.
+
+    Args:
+        method: one of :func:`methods`.
+        options: the options of the method. They configure a calibrator, so with any option there
+            is no search.
+
+    >>> find_search("mse") is search_amax
+    True
+    >>> find_search("mse", {"num_bins": 512}) is None and find_search("max") is None
+    True
+    """
+    return None if options else SEARCHES.get(method)
+
+
 def make_calibrator(
     method: str, *, format: Format, granularity: Granularity, **options: Any
 ) -> Calibrator:
-    """A new calibrator whose ``compute_amax()`` gives ``method``.
+    """Return a new calibrator whose ``compute_amax()`` uses ``method``.
 
     Args:
-        method: one of :func:`methods`; ``"histogram"`` gives entropy by default.
-        format: the grid to calibrate for.
+        method: one of :func:`methods`; ``"histogram"`` uses entropy by default.
+        format: the number format to calibrate for.
         granularity: which elements share one amax.
-        options: ``momentum`` (moving_average); ``num_bins``, ``skip_zeros`` and the method's own, such as ``percentile`` (histograms).
+        options: ``momentum`` for moving_average; ``num_bins``, ``skip_zeros`` and the options of
+            the method itself, such as ``percentile``, for histograms.
 
     Raises:
-        ConfigError: an unknown method or option, or a granularity that the method does not have.
+        ConfigError: an unknown method or option, or a granularity without support for the method.
 
     Example:
         >>> from torchq.formats import INT8, PerTensor
-        >>> make_calibrator("percentile", format=INT8, granularity=PerTensor(), percentile=99.9).method
+        >>> calibrator = make_calibrator(
+        ...     "percentile", format=INT8, granularity=PerTensor(), percentile=99.9
+        ... )
+        >>> calibrator.method
         'percentile'
     """
     if method not in methods():

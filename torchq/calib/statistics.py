@@ -1,4 +1,4 @@
-"""What observers and searches read from a tensor before anything else."""
+"""Statistics of one tensor that observers and searches start from."""
 
 from __future__ import annotations
 
@@ -9,57 +9,70 @@ from torch import Tensor
 
 from torchq.functional.kernels import largest_magnitude
 
-__all__ = ["magnitude", "on_host", "whole"]
+__all__ = ["gather_full_tensor", "is_on_host", "magnitude"]
 
 
-def whole(x: Tensor) -> Tensor:
-    """``x``, or the full tensor of a DTensor (a collective of its mesh): the ranges of a shard are not those of the tensor."""
-    # By its method, because importing torch.distributed.tensor takes longer than importing torchq.
+def gather_full_tensor(x: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor as it is.
+
+    The range of a shard is not the range of the tensor. Gathering is a collective of the
+    DTensor's mesh, so every rank of the mesh must call this function.
+    """
+    # The method is looked up because importing torch.distributed.tensor takes longer than
+    # importing torchq.
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
 
-def on_host(x: Tensor) -> bool:
-    """Whether looking at a value costs nothing. Elsewhere the host would wait for the device."""
+def is_on_host(x: Tensor) -> bool:
+    """Return True if reading a value of ``x`` does not wait for a device."""
     return x.device.type == "cpu"
 
 
 def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The largest magnitude of every group that the format can represent, whether all values are finite, and whether some are lost.
+    """Return the largest magnitude of every group, and what a format would lose.
 
-    An unsigned format turns negative values into 0, so there only the positive side counts.
+    An unsigned format turns negative values into 0, so only positive values count for it.
 
     Args:
-        parts: a :func:`~torchq.functional.kernels.group_view`, floating point, at least one element.
+        parts: a :func:`~torchq.functional.kernels.group_view` (before, groups, after), floating
+            point, with at least one element.
         signed: False ignores negative values.
 
     Returns:
-        ``(amax, finite, negative)``: float32 of (groups,), all 0 where a NaN or an infinity is among the values; a 0-d bool; for unsigned
-        formats a 0-d bool, whether there are negative values, else None. All on the data's device, computed without a host sync.
+        ``(amax, finite, negative)`` on the device of the data, computed without waiting for it.
+
+        * amax: (groups,) float32; all 0 if any value is NaN or infinite.
+        * finite: 0-d bool, True if no value is NaN or infinite.
+        * negative: None if ``signed``, else a 0-d bool, True if any value is negative.
     """
     negative = None
-    if signed and parts.device.type == "cpu":
-        high = largest_magnitude(parts, (0, 2)).view(-1).float()
-        finite = torch.isfinite(high).all()
+    if signed and is_on_host(parts):
+        largest = largest_magnitude(parts, (0, 2)).view(-1).float()
+        finite = torch.isfinite(largest).all()
     else:
-        low, high = _extremes(parts)
-        finite = torch.isfinite(low).all() & torch.isfinite(high).all()
-        negative = None if signed else (low < 0).any()
-        high = torch.maximum(high, -low) if signed else high.clamp(min=0)
-    return torch.where(finite, high, 0.0), finite, negative
+        smallest, largest = _extremes(parts)
+        finite = torch.isfinite(smallest).all() & torch.isfinite(largest).all()
+        if signed:
+            largest = torch.maximum(largest, -smallest)
+        else:
+            negative = (smallest < 0).any()
+            largest = largest.clamp(min=0)
+    return torch.where(finite, largest, 0.0), finite, negative
 
 
 def _extremes(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each group, (groups,) float32."""
+    """Return the smallest and the largest value of each group, (groups,) float32 each."""
     if parts.shape[1] == 1:
-        low, high = torch.aminmax(parts)
-        return low.view(1).float(), high.view(1).float()
-    return _reduced(parts, torch.amin), _reduced(parts, torch.amax)
+        smallest, largest = torch.aminmax(parts)
+        return smallest.view(1).float(), largest.view(1).float()
+    return _reduce(parts, torch.amin), _reduce(parts, torch.amax)
 
 
-def _reduced(parts: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """(groups,) float32. One dimension after the other: both at once are several times slower on the CPU."""
+def _reduce(parts: Tensor, reduction: Callable[..., Tensor]) -> Tensor:
+    """Reduce all dimensions but the groups; return (groups,) float32."""
+    # Reducing one dimension at a time is several times faster on the CPU than both at once.
     for dim in (2, 0):
         if parts.shape[dim] > 1:
-            parts = reduce(parts, dim, keepdim=True)
+            parts = reduction(parts, dim, keepdim=True)
     return parts.reshape(-1).float()

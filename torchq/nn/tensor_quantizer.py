@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.calib import Calibrator, make_calibrator, search_amax
+from torchq.calib import Calibrator, find_search, make_calibrator
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.functional import (
@@ -90,7 +90,7 @@ class TensorQuantizer(nn.Module):
         else:
             self.register_buffer("amax", initial)
         self.register_buffer("pre_quant_scale", None)
-        if not self._searches:
+        if self._search is None:
             self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,9 +237,9 @@ class TensorQuantizer(nn.Module):
             raise ConfigError(f"{self.name or 'TensorQuantizer'}: {error}") from None
 
     @property
-    def _searches(self) -> bool:
-        """Whether a tensor at hand is searched, not put into a histogram."""
-        return self.descriptor.calib_method == "mse" and not self.descriptor.calib_options
+    def _search(self) -> Callable[..., Tensor] | None:
+        """The range search for tensors that exist as a whole, or None for a calibrator."""
+        return find_search(self.descriptor.calib_method, self.descriptor.calib_options)
 
     def start_calibration(self, method: str | None = None, **options: Any) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
@@ -281,10 +281,10 @@ class TensorQuantizer(nn.Module):
             CalibrationError: NaN or infinite values; amax stays as it was.
         """
         d = self.descriptor
-        if self._searches:
+        if self._search is not None:
             try:
                 self.set_amax(
-                    search_amax(x, d.format, d.granularity, scale_format=d.block_scale_format)
+                    self._search(x, d.format, d.granularity, scale_format=d.block_scale_format)
                 )
             except CalibrationError as error:
                 raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None

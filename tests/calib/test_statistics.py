@@ -1,4 +1,4 @@
-"""The magnitude that statistics begin with, against gathering each group's elements by index."""
+"""The magnitude of each group against gathering the group's elements by index."""
 
 from __future__ import annotations
 
