@@ -1,0 +1,148 @@
+"""Every Python block of README.md and docs/*.md runs, with small stand-ins for the names it uses.
+
+The blocks of a page run in order and share their names, as a reader would type them. A block that
+imports torch or torchq is a program of its own and starts with fresh names; so does every block of
+the pages in ``FRESH``. ``STAND_INS`` says which names a page may use without defining them.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests import models
+from torchq.compat import pytorch_quantization
+from torchq.utils.registry import Registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"^import torch(q(\.\w+)*)?$", re.MULTILINE)
+FRESH = {"docs/fuse.md", "docs/migration.md"}
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Do one step, as the training loop of a reader would."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.zero_grad()
+    model(torch.randn(2, 3, 16, 16)).sum().backward()
+    optimizer.step()
+
+
+def common() -> dict[str, Any]:
+    """Return the names that the pages share: a model, data, and a loop."""
+    batches = [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    model = models.StagedNet().eval()
+    return {
+        "torch": torch,
+        "torchq": torchq,
+        "nn": nn,
+        "model": model,
+        "build_model": models.StagedNet,
+        "example": batches[0],
+        "x": batches[0],
+        "loader": [(batch, None) for batch in batches],
+        "loader_of_this_rank": batches,
+        "batches": batches,
+        "test_batches": batches,
+        "train": train,
+        "evaluate": lambda model: model(batches[0]),
+    }
+
+
+def with_branches() -> dict[str, Any]:
+    """Return the common names around a model of re-parameterised blocks."""
+    model = nn.Sequential(models.RepVGGBlock(3, 3), models.RepVGGBlock(3, 3))
+    return {**common(), "model": model.eval()}
+
+
+def with_quantizers() -> dict[str, Any]:
+    """Return the common names around a quantized model that is not calibrated."""
+    names = common()
+    torchq.quantize_(names["model"])
+    return names
+
+
+def with_old_checkpoint() -> dict[str, Any]:
+    """Return a model, and its checkpoint written by pytorch-quantization in the current folder."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    ranges = {
+        "0._input_quantizer._amax": torch.tensor(2.0),
+        "0._weight_quantizer._amax": torch.ones(4, 1, 1, 1),
+    }
+    torch.save({**model.state_dict(), **ranges}, "calibrated.pth")
+    old_model = nn.Sequential(pytorch_quantization.nn.QuantConv2d(3, 4, 3))
+    old_model[0].input_quantizer.amax = 2.0
+    return {**common(), "model": model, "old_model": old_model}
+
+
+STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/calibration.md": with_quantizers,
+    "docs/fuse.md": with_branches,
+    "docs/migration.md": with_old_checkpoint,
+}
+
+
+@pytest.fixture(autouse=True)
+def registries_and_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take out what examples register, and let ``init_process_group`` make a group of one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, str(value))
+    before = [(r, set(r)) for r in gc.get_objects() if type(r) is Registry]
+    yield
+    for registry, names in before:
+        for name in set(registry) - names:
+            registry.remove(name)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_the_code_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any("onnx" in block for block in blocks(page)):
+        pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    stand_ins = STAND_INS.get(page, common)
+    names = stand_ins()
+    for block in blocks(page):
+        if page in FRESH or PROGRAM.search(block):
+            names = stand_ins()
+        exec(compile(block, page, "exec"), names)
+        if "print(" in block:
+            assert capsys.readouterr().out.strip()
+        check_results(block, names)
+
+
+def check_results(block: str, names: dict[str, Any]) -> None:
+    """Check what a block promises, where running without an error does not prove it."""
+    model = names["model"]
+    assert isinstance(model, nn.Module)
+    if "torchq.patch(" in block:
+        assert isinstance(model.stem, torchq.nn.QuantConv2d)
+    if "calibrated.pth" in block or "quantized.pt" in block:
+        assert model[0].input_quantizer.amax == 2
+    if "torchq.calibrate(" in block and "restore_" not in block:
+        quantizers = [m for m in model.modules() if isinstance(m, torchq.TensorQuantizer)]
+        assert [q for q in quantizers if q.mode != "off" and not q.calibrated] == []
+    if "int8 =" in block:
+        with torch.no_grad():
+            assert isinstance(names["int8"](names["example"]), Tensor)
