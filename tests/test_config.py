@@ -130,6 +130,40 @@ def test_text() -> None:
         ),
         (lambda: Rule.from_dict({"skip": True}), "rule: got {'skip': True}; expected a 'pattern'"),
         (
+            lambda: Rule.from_dict({"pattern": "a", "skip": "false"}),
+            "rule a: got skip='false'; expected True or False",
+        ),
+        (
+            lambda: Rule.from_dict({"pattern": "a", "optional": 1}),
+            "rule a: got optional=1; expected True or False",
+        ),
+        (
+            lambda: Rule.from_dict({"pattern": nn.Linear}),
+            "rule: got pattern <class .*>; expected text",
+        ),
+        (lambda: Rule.from_dict("a"), "rule: got a str; expected a mapping with some of"),  # type: ignore[arg-type]
+        (
+            lambda: QuantConfig.from_dict({"version": 1, "rules": ["a"]}),
+            "rule: got a str; expected a mapping",
+        ),
+        (
+            lambda: QuantConfig.from_dict({"version": True, "rules": []}),
+            "config: got version True and keys .*; expected version 1",
+        ),
+        (
+            lambda: QuantConfig.from_dict({"version": 1.0, "rules": []}),
+            "config: got version 1.0 and keys .*; expected version 1",
+        ),
+        (
+            lambda: QuantConfig.from_dict({"version": 1, "rules": [], "name": 3}),
+            "config: got name 3; expected text",
+        ),
+        (
+            lambda: QuantConfig.from_dict({"version": 1, "rules": [], "excluded": []}),
+            r"config: got unknown keys \['excluded'\]; expected some of \['name', 'rules', 'ver",
+        ),
+        (lambda: QuantConfig.from_json("[" * 100_000), "config: JSON that is nested too deeply"),
+        (
             lambda: Rule.from_dict({"pattern": "a", "input": {"bits": 8}}),
             r"QuantDescriptor: got unknown keys \['bits'\]",
         ),
@@ -141,7 +175,7 @@ def test_text() -> None:
         (lambda: QuantConfig.from_json("[]"), "config: got a list; expected a mapping"),
         (
             lambda: QuantConfig.from_dict({"rules": []}),
-            r"config: got version None and keys \['rules'\]; expected version 1 with a list",
+            r"config: got version None and keys \['rules'\]; expected version 1 with a list of",
         ),
         (lambda: QuantConfig.from_dict({"version": 2, "rules": []}), "config: got version 2"),
         (

@@ -9,9 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from torchq import QuantDescriptor, descriptor
+import torchq
+from torchq import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import E4M3, E8M0, INT8, PerAxis, PerBlock, PerTensor, integer
+from torchq.utils import short_repr
+
+
+def nested(depth: int) -> Any:
+    """Return a number inside ``depth`` lists."""
+    value: Any = 1.0
+    for _ in range(depth):
+        value = [value]
+    return value
+
 
 # One entry for each field, apart from its default.
 FIELDS: list[dict[str, Any]] = [
@@ -175,12 +186,31 @@ def test_is_frozen_and_replaceable() -> None:
         ({"amax": -1.0}, "amax: got -1.0; expected a finite number >= 0"),
         ({"amax": [1.0, float("inf")]}, "amax: got inf; expected a finite number"),
         ({"amax": float("nan")}, "amax: got nan"),
+        ({"amax": 1e39}, r"amax: got 1e\+39; expected a finite number >= 0 that float32 can hold"),
+        ({"amax": 10**400}, r"amax: got 1000.*\.\.\.; expected a finite number"),
+        ({"amax": 10**5000}, "amax: got a value of type int that cannot be printed; expected"),
+        ({"amax": []}, "amax: got an empty sequence; expected a number or a sequence"),
+        ({"amax": [[], []]}, "amax: got an empty sequence"),
+        ({"amax": [[1.0], [1.0, 2.0]]}, r"amax: got rows of different lengths in \[\[1.0\], "),
+        ({"amax": [1.0, [1.0]]}, "amax: got rows of different lengths"),
+        ({"amax": nested(9)}, "amax: got more than 8 dimensions; expected a number"),
+        ({"amax": nested(100_000)}, "amax: got more than 8 dimensions; expected a number"),
+        ({"amax": 1j}, r"amax: got 1j \(complex\); expected a number"),
         ({"scale_amax": 0}, "scale_amax: got 0; expected a finite number > 0"),
         ({"scale_amax": float("inf")}, "scale_amax: got inf"),
         ({"scale_amax": "2"}, "scale_amax: got '2'"),
+        ({"scale_amax": True}, r"scale_amax: got True \(bool\)"),
+        ({"scale_amax": 1e39}, r"scale_amax: got 1e\+39; expected a finite number"),
+        ({"scale_amax": 10**400}, "scale_amax: got 1000.*; expected a finite number"),
+        (
+            {"scale_amax": 2.0, "amax": [1.0, 3e38]},
+            r"scale_amax: got 2 for amax up to 3e\+38; expected a product that float32 can hold",
+        ),
         ({"block_size": 0}, "block_size: got 0; expected at least 1"),
-        ({"block_size": 2.0}, "block_size: got 2.0; expected an integer"),
-        ({"block_axis": None}, "block_axis: got None; expected an integer"),
+        ({"block_size": 2.0}, "block_size: got 2.0; expected int or NoneType"),
+        ({"block_size": True}, "block_size: got True; expected int or NoneType"),
+        ({"block_size": 1 << 40}, "block_size: got 1099511627776; expected .* at most 65536"),
+        ({"block_axis": None}, "block_axis: got None; expected int"),
         ({"block_size": 32, "axis": 0}, r"block_size=32 with axis=\(0,\): expected one of them"),
         ({"scale_format": "e8m0"}, "scale_format='e8m0' without block_size: expected a block_size"),
         (
@@ -198,8 +228,11 @@ def test_is_frozen_and_replaceable() -> None:
             {"calib_options": {"percentile": [1]}},
             "calib_options: got .*; expected a mapping of keyword arguments",
         ),
+        ({"calib_options": {3: 1}}, "calib_options: got {3: 1}; expected a mapping"),
+        ({"calib_options": "ab"}, "calib_options: got 'ab'; expected a mapping"),
+        ({"calib_options": [("a", 1), ("a", 2)]}, "calib_options: got .*; expected a mapping"),
     ],
-    ids=str,
+    ids=short_repr,
 )
 def test_errors(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -220,13 +253,33 @@ def test_unknown_keys_and_bad_json() -> None:
         QuantDescriptor.from_json("[1]")
 
 
-def test_predefined_descriptors() -> None:
-    """A transposed convolution's output channels are on axis 1 of its weight."""
-    names = [name for name in descriptor.__all__ if name.startswith("QUANT_DESC_")]
-    axes = {name: getattr(descriptor, name).axis for name in names}
-    assert len(names) == 9
-    for name, axis in axes.items():
-        expected = None if name.endswith("PER_TENSOR") else (1,) if "TRANSPOSE" in name else (0,)
-        assert axis == expected, name
-        assert getattr(descriptor, name).num_bits == 8
-    assert descriptor.QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR.unsigned
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[" * 100_000, r"QuantDescriptor: JSON that is nested too deeply"),
+        (
+            '{"amax": ' + "[" * 500 + "1" + "]" * 500 + "}",
+            "amax: got more than 8 dimensions; expected a number",
+        ),
+        ('{"amax": NaN}', "amax: got nan; expected a finite number"),
+        ('{"amax": 1' + "0" * 5000 + "}", "QuantDescriptor: not usable JSON"),
+        ('{"unsigned": "false"}', "unsigned: got 'false'; expected bool"),
+        ('{"num_bits": true}', r"num_bits: got True \(bool\); expected an integer"),
+        ('{"amax": 1, "amax": 2}', r"QuantDescriptor: got the keys \['amax'\] twice"),
+    ],
+    ids=short_repr,
+)
+def test_json_of_any_kind_is_read_or_refused(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        QuantDescriptor.from_json(text)
+
+
+def test_json_must_be_text() -> None:
+    with pytest.raises(ConfigError, match="QuantDescriptor: got a NoneType; expected JSON text"):
+        QuantDescriptor.from_json(None)  # type: ignore[arg-type]
+
+
+def test_the_largest_float32_is_a_range() -> None:
+    largest = torch.finfo(torch.float32).max
+    quantizer = torchq.TensorQuantizer(QuantDescriptor(amax=largest))
+    assert quantizer.amax.item() == largest

@@ -1,4 +1,4 @@
-"""Which modules are quantized, and how: an ordered list of rules, the last match wins."""
+"""Which modules are quantized, and how: an ordered list of rules, of which the last match wins."""
 
 from __future__ import annotations
 
@@ -10,21 +10,34 @@ from typing import Any
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.utils import Pattern, check_pattern, pattern_text
+from torchq.utils import (
+    Pattern,
+    check_fields,
+    check_pattern,
+    parse_json,
+    pattern_text,
+    short_repr,
+)
 
 __all__ = ["Rule", "QuantConfig"]
+
+_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do with the modules that a pattern selects.
+    """The treatment of the modules that a pattern selects.
 
     Args:
-        pattern: a glob on the dotted path (``"*.head.*"``), ``"re:..."``, ``"type:Conv*"``, a class, or a callable
-            ``(name, module) -> bool``; see :mod:`torchq.utils.names`.
-        input, weight: descriptors of the input and weight quantizers; None leaves that tensor in float.
-        skip: leave the modules alone.
-        optional: matching nothing is not an error.
+        pattern: a glob on the dotted path (``"*.head.*"``), ``"re:..."``, ``"type:Conv*"``, a
+            class, or a callable ``(name, module) -> bool``; see :mod:`torchq.utils.names`.
+        input: the descriptor of the input quantizer; None leaves the input in float.
+        weight: the descriptor of the weight quantizer; None leaves the weight in float.
+        skip: True leaves the modules alone.
+        optional: True allows that the pattern matches nothing, which otherwise is an error.
+
+    Raises:
+        ConfigError: an argument of the wrong type, or ``skip`` with a descriptor.
     """
 
     pattern: Pattern
@@ -37,9 +50,17 @@ class Rule:
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
         for field in ("input", "weight"):
-            if not isinstance(getattr(self, field), QuantDescriptor | None):
+            value = getattr(self, field)
+            if not isinstance(value, QuantDescriptor | None):
                 raise ConfigError(
-                    f"rule {self}: got {field}={getattr(self, field)!r}; expected a QuantDescriptor or None"
+                    f"rule {self}: got {field}={short_repr(value)}; "
+                    "expected a QuantDescriptor or None"
+                )
+        for field in ("skip", "optional"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"rule {self}: got {field}={short_repr(value)}; expected True or False"
                 )
         if self.skip and (self.input or self.weight):
             raise ConfigError(
@@ -47,7 +68,7 @@ class Rule:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data.
+        """Return the rule as JSON data.
 
         Raises:
             ConfigError: the pattern is a callable.
@@ -57,29 +78,29 @@ class Rule:
                 f"rule {self}: a callable cannot be saved; expected a string or a class as pattern"
             )
         out: dict[str, Any] = {"pattern": pattern_text(self.pattern)}
-        out |= {
-            field: d.to_dict()
-            for field in ("input", "weight")
-            if (d := getattr(self, field)) is not None
-        }
-        return out | {field: True for field in ("skip", "optional") if getattr(self, field)}
+        for slot in ("input", "weight"):
+            descriptor = getattr(self, slot)
+            if descriptor is not None:
+                out[slot] = descriptor.to_dict()
+        return out | {flag: True for flag in ("skip", "optional") if getattr(self, flag)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rule:
-        """Inverse of :meth:`to_dict`; a class comes back as its ``"type:..."`` pattern, which selects that class exactly."""
-        fields = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(data) - fields):
-            raise ConfigError(
-                f"rule: got unknown keys {unknown}; expected some of {sorted(fields)}"
-            )
-        if "pattern" not in data:
-            raise ConfigError(f"rule: got {dict(data)}; expected a 'pattern'")
-        descriptors = {
-            field: QuantDescriptor.from_dict(data[field])
-            for field in ("input", "weight")
-            if data.get(field) is not None
-        }
-        return cls(**{**data, **descriptors})
+        """Return the rule that :meth:`to_dict` was called on.
+
+        A class as pattern becomes its ``"type:..."`` pattern, which selects exactly that class.
+
+        Raises:
+            ConfigError: not a mapping, an unknown or missing key, or an invalid value.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        fields = dict(check_fields(data, "rule", known=known, required=["pattern"]))
+        if not isinstance(fields["pattern"], str):
+            raise ConfigError(f"rule: got pattern {short_repr(fields['pattern'])}; expected text")
+        for slot in ("input", "weight"):
+            if fields.get(slot) is not None:
+                fields[slot] = QuantDescriptor.from_dict(fields[slot])
+        return cls(**fields)
 
     def __str__(self) -> str:
         return pattern_text(self.pattern)
@@ -90,8 +111,11 @@ class QuantConfig:
     """An ordered list of rules; for each module the last rule that matches decides.
 
     Args:
-        rules: the rules, most general first.
-        name: for reports.
+        rules: the rules, the most general first.
+        name: a label for reports.
+
+    Raises:
+        ConfigError: an element of ``rules`` is no :class:`Rule`, or the name is no text.
 
     Example:
         >>> config = torchq.recipes.int8().with_rules(Rule("*.head", skip=True))
@@ -105,54 +129,64 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
-        if bad := [rule for rule in self.rules if not isinstance(rule, Rule)]:
-            raise ConfigError(
-                f"config {self.name}: got {bad[0]!r} among the rules; expected Rule objects"
-            )
+        if not isinstance(self.name, str):
+            raise ConfigError(f"config: got name {short_repr(self.name)}; expected text")
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise ConfigError(
+                    f"config {self.name}: got {short_repr(rule)} among the rules; "
+                    "expected Rule objects"
+                )
 
     def with_rules(self, *rules: Rule) -> QuantConfig:
-        """A config with more rules at the end, where they win."""
+        """Return a copy with more rules at the end, where they win."""
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data: ``{"version": 1, "name": ..., "rules": [...]}``."""
-        return {"version": 1, "name": self.name, "rules": [rule.to_dict() for rule in self.rules]}
+        """Return the configuration as JSON data.
+
+        Returns:
+            ``{"version": 1, "name": ..., "rules": [...]}``
+
+        Raises:
+            ConfigError: a rule has a callable as pattern.
+        """
+        rules = [rule.to_dict() for rule in self.rules]
+        return {"version": _VERSION, "name": self.name, "rules": rules}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantConfig:
-        """Inverse of :meth:`to_dict`."""
-        if not isinstance(data, Mapping):
+        """Return the configuration that :meth:`to_dict` was called on.
+
+        Raises:
+            ConfigError: not a mapping, an unknown key, another version, or an invalid rule.
+        """
+        data = check_fields(data, "config", known=["version", "name", "rules"])
+        version, rules = data.get("version"), data.get("rules")
+        if type(version) is not int or version != _VERSION or not isinstance(rules, list):
             raise ConfigError(
-                f"config: got a {type(data).__name__}; expected a mapping with version and rules"
+                f"config: got version {short_repr(version)} and keys {sorted(data)}; "
+                f"expected version {_VERSION} with a list of rules"
             )
-        if data.get("version") != 1 or not isinstance(data.get("rules"), list):
-            raise ConfigError(
-                f"config: got version {data.get('version')!r} and keys {sorted(data)}; expected version 1 with a list of rules"
-            )
-        return cls(
-            tuple(Rule.from_dict(rule) for rule in data["rules"]), name=data.get("name", "custom")
-        )
+        name = data.get("name", "custom")
+        return cls(tuple(Rule.from_dict(rule) for rule in rules), name=name)
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON text."""
+        """Return :meth:`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> QuantConfig:
-        """Inverse of :meth:`to_json`."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"config: not JSON ({error})") from None
-        return cls.from_dict(data)
+        """Return the configuration that :meth:`to_json` was called on.
+
+        Raises:
+            ConfigError: not JSON, or see :meth:`from_dict`.
+        """
+        return cls.from_dict(parse_json(text, "config"))
 
     def __str__(self) -> str:
         lines = [f"QuantConfig {self.name}"]
         for rule in self.rules:
-            what = (
-                "skip"
-                if rule.skip
-                else f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
-            )
-            lines.append(f"  {rule}: {what}")
+            treatment = f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
+            lines.append(f"  {rule}: {'skip' if rule.skip else treatment}")
         return "\n".join(lines)

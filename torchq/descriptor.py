@@ -1,6 +1,7 @@
-"""How one tensor is quantized, as a frozen value.
+"""The quantization of one tensor as a frozen value.
 
-A :class:`QuantDescriptor` holds no state and does nothing; :class:`torchq.nn.TensorQuantizer` reads it.
+A :class:`QuantDescriptor` holds no state and does nothing; :class:`torchq.nn.TensorQuantizer`
+reads it.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from torchq.formats import (
     by_bits,
     by_name,
 )
+from torchq.utils import check_fields, parse_json, short_repr
 
-__all__ = [
-    "QuantDescriptor",
-    "QUANT_DESC_8BIT_PER_TENSOR",
-    "QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR",
-    "QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL",
-]
+__all__ = ["QuantDescriptor"]
 
 Amax = float | tuple[Any, ...]
+
+_FLOAT32_MAX = 3.4028234663852886e38
+_MAX_DIMS = 8
+_MAX_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class QuantDescriptor:
-    """How one tensor is quantized.
+    """The quantization of one tensor: format, granularity, range and calibration.
 
     Args:
-        num_bits: integer width 2 to 16, or ``(exponent, mantissa)`` bits: (4, 3), (5, 2), (3, 2), (2, 3), (2, 1).
+        num_bits: the integer width 2 to 16 (1 to 16 if unsigned), or ``(exponent, mantissa)``
+            bits of a float format: (4, 3), (5, 2), (3, 2), (2, 3) or (2, 1).
         name: a label for reports.
-        fake_quant: False returns grid values (integer codes) instead of dequantized ones.
-        axis: the axes that keep their own amax; None is per tensor. Weights of Conv and Linear: 0; of ConvTranspose: 1.
-        amax: a fixed range: a number, or a (nested) sequence, array or tensor of them. None: calibrated, or taken from the
-            data at each call as long as nothing was calibrated.
+        fake_quant: False returns integer codes in place of dequantized values.
+        axis: the axis or axes that keep their own amax; None is per tensor. The output channels
+            of a weight are axis 0 for Conv and Linear, axis 1 for ConvTranspose.
+        amax: a fixed range, finite float32 >= 0: a number, or a (nested) sequence, array or
+            tensor of numbers. None: the range is calibrated, and taken from the data of each
+            call until then.
         learn_amax: make amax a parameter with a gradient.
-        scale_range_grad: with ``learn_amax``, bring that gradient to the size of a weight's as LSQ does
-            (:func:`torchq.functional.range_gradient_scale`). Plain SGD needs it; Adam does not care.
-        scale_amax: multiplies the range whenever it is used (not cumulative), > 0.
+        scale_range_grad: with ``learn_amax``, scale the gradient of the range as LSQ does
+            (:func:`torchq.functional.range_gradient_scale`). Plain SGD needs it; Adam does not.
+        scale_amax: a factor > 0 on the range, applied at each use (not cumulative).
         calib_method: a name in :func:`torchq.calib.methods`.
-        calib_options: keyword arguments for that calibrator, such as ``{"percentile": 99.99}``.
-        unsigned: codes from 0 up; negative values become 0.
+        calib_options: keyword arguments for that method, such as ``{"percentile": 99.99}``.
+        unsigned: codes start at 0, and negative values become 0.
         narrow_range: leave out the lowest code of a signed integer format.
-        block_size: one amax for each run of so many elements along ``block_axis``; excludes ``axis``.
-        scale_format: name of the format that block scales are rounded to: "e8m0" (MX), "e4m3" (NVFP4).
-        dynamic: always take the range from the data of the call, never calibrate.
+        block_size: one amax for each run of ``block_size`` elements along ``block_axis``, at
+            most 65536; excludes ``axis``.
+        block_axis: the axis of the blocks.
+        scale_format: the name of the format that block scales are rounded to: "e8m0" (MX) or
+            "e4m3" (NVFP4). None keeps float32 scales.
+        dynamic: always take the range from the data of the call; never calibrate.
 
     Raises:
         ConfigError: a value outside these rules; the text names the field.
@@ -92,10 +93,10 @@ class QuantDescriptor:
 
     def __post_init__(self) -> None:
         normalized = {
-            "num_bits": _bits(self.num_bits),
-            "axis": _axes(self.axis),
-            "amax": _amax(self.amax),
-            "calib_options": _options(self.calib_options),
+            "num_bits": _normalize_bits(self.num_bits),
+            "axis": _normalize_axes(self.axis),
+            "amax": None if self.amax is None else _normalize_amax(self.amax),
+            "calib_options": _normalize_options(self.calib_options),
         }
         for field, value in normalized.items():
             object.__setattr__(self, field, value)
@@ -113,70 +114,67 @@ class QuantDescriptor:
         """Which elements share one amax."""
         if self.block_size is not None:
             return PerBlock(self.block_size, self.block_axis)
-        return PerTensor() if self.axis is None else PerAxis(self.axis)  # type: ignore[arg-type]  # normalised to a tuple
+        if self.axis is None:
+            return PerTensor()
+        assert isinstance(self.axis, tuple)  # __post_init__ made it one.
+        return PerAxis(self.axis)
 
     @property
     def block_scale_format(self) -> Format | None:
-        """The format of the scales, or None for fp32."""
+        """The format called :attr:`scale_format`, or None for float32 scales."""
         return None if self.scale_format is None else by_name(self.scale_format)
 
     def replace(self, **changes: Any) -> QuantDescriptor:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from the defaults, as JSON and YAML data (lists, numbers, strings, booleans)."""
+        """Return the fields that differ from their defaults, as JSON and YAML data."""
         out = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                out[field.name] = dict(value) if field.name == "calib_options" else _plain(value)
+        for name, value in self._changed_fields():
+            out[name] = dict(value) if name == "calib_options" else _tuples_to_lists(value)
         return out
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantDescriptor:
-        """Inverse of :meth:`to_dict`, exact. Unknown keys are a :class:`ConfigError`."""
-        if not isinstance(data, Mapping):
-            raise ConfigError(
-                f"QuantDescriptor: got a {type(data).__name__}; expected a mapping of fields"
-            )
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise ConfigError(
-                f"QuantDescriptor: got unknown keys {unknown}; expected some of {sorted(known)}"
-            )
-        return cls(**data)
+        """Return the descriptor that :meth:`to_dict` was called on.
+
+        Raises:
+            ConfigError: not a mapping, an unknown key, or an invalid value.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        return cls(**check_fields(data, "QuantDescriptor", known=known))
 
     def to_json(self) -> str:
-        """:meth:`to_dict` as JSON."""
+        """Return :meth:`to_dict` as JSON text."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> QuantDescriptor:
-        """Inverse of :meth:`to_json`."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"QuantDescriptor: not JSON ({error})") from None
-        return cls.from_dict(data)
+        """Return the descriptor that :meth:`to_json` was called on.
+
+        Raises:
+            ConfigError: not JSON, or see :meth:`from_dict`.
+        """
+        return cls.from_dict(parse_json(text, "QuantDescriptor"))
+
+    def _changed_fields(self) -> list[tuple[str, Any]]:
+        """Return the names and values of the fields that differ from their defaults."""
+        pairs = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [(field.name, value) for field, value in pairs if value != field.default]
 
     def __repr__(self) -> str:
-        changed = [
-            (f.name, getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        ]
-        return f"QuantDescriptor({', '.join(f'{name}={value!r}' for name, value in changed)})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._changed_fields())
+        return f"QuantDescriptor({fields})"
 
     def __str__(self) -> str:
         parts = [str(self.format)]
         if self.block_size is not None:
-            parts.append(
-                f"block={self.block_size}"
-                + (f" scales={self.scale_format}" if self.scale_format else "")
-            )
+            scales = f" scales={self.scale_format}" if self.scale_format else ""
+            parts.append(f"block={self.block_size}{scales}")
         elif self.axis is not None:
-            parts.append("axis=" + ",".join(map(str, self.axis)))  # type: ignore[arg-type]
+            assert isinstance(self.axis, tuple)
+            parts.append("axis=" + ",".join(map(str, self.axis)))
         else:
             parts.append("per-tensor")
         flags = {
@@ -191,109 +189,155 @@ class QuantDescriptor:
         return " ".join(parts)
 
 
-def _bits(value: Any) -> int | tuple[int, int]:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = tuple(value)
-        if (
-            len(value) == 2
-            and all(type(v) is int for v in value)
-            and "e{}m{}".format(*value) in CATALOG
-        ):
-            return value
-        raise ConfigError(
-            f"num_bits: got {value}; expected (4, 3), (5, 2), (3, 2), (2, 3) or (2, 1) for a float format"
-        )
-    if type(value) is not int:
-        raise ConfigError(
-            f"num_bits: got {value!r} ({type(value).__name__}); expected an integer or (exponent, mantissa) bits"
-        )
-    return value
+def _is_sequence(value: Any) -> bool:
+    """Return True for a list, tuple or the like, False for a string."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _axes(value: Any) -> tuple[int, ...] | None:
+def _normalize_bits(value: Any) -> int | tuple[int, int]:
+    """Return an integer width, or a pair of exponent and mantissa bits that is a format."""
+    if type(value) is int:
+        return value
+    if not _is_sequence(value):
+        raise ConfigError(
+            f"num_bits: got {short_repr(value)} ({type(value).__name__}); "
+            "expected an integer or (exponent, mantissa) bits"
+        )
+    pair = tuple(value[:3])
+    is_pair = len(pair) == 2 and all(type(bits) is int and 0 <= bits < 16 for bits in pair)
+    if not is_pair or "e{}m{}".format(*pair) not in CATALOG:
+        raise ConfigError(
+            f"num_bits: got {short_repr(tuple(value))}; "
+            "expected (4, 3), (5, 2), (3, 2), (2, 3) or (2, 1) for a float format"
+        )
+    return pair[0], pair[1]
+
+
+def _normalize_axes(value: Any) -> tuple[int, ...] | None:
+    """Return the axes as a tuple of distinct integers, or None."""
     if value is None:
         return None
-    axes = (
-        (value,)
-        if isinstance(value, int)
-        else tuple(value)
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else (value,)
-    )
-    if not axes or any(type(a) is not int for a in axes) or len(set(axes)) != len(axes):
+    axes = tuple(value) if _is_sequence(value) else (value,)
+    if not axes or any(type(axis) is not int for axis in axes) or len(set(axes)) != len(axes):
         raise ConfigError(
-            f"axis: got {value!r}; expected None, an integer or distinct integers: the axes that keep their own amax"
+            f"axis: got {short_repr(value)}; expected None, an integer or distinct integers: "
+            "the axes that keep their own amax"
         )
     return axes
 
 
-def _amax(value: Any) -> Amax | None:
-    """A float or nested tuples of floats, from anything with ``tolist`` or from nested sequences."""
-    if value is None:
-        return None
+def _normalize_amax(value: Any, depth: int = 0) -> Amax:
+    """Return a float, or nested tuples of floats with equal lengths.
+
+    Args:
+        value: a number, nested sequences, or anything with ``tolist``.
+        depth: the number of dimensions around ``value``.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(_amax(v) for v in value)
+    if not _is_sequence(value):
+        return _finite_float("amax", value, minimum=0.0)
+    if depth == _MAX_DIMS or not len(value):
+        what = "an empty sequence" if depth < _MAX_DIMS else f"more than {_MAX_DIMS} dimensions"
+        raise ConfigError(f"amax: got {what}; expected a number or a sequence of numbers")
+    items = tuple(_normalize_amax(item, depth + 1) for item in value)
+    if len({_shape(item) for item in items}) > 1:
+        raise ConfigError(
+            f"amax: got rows of different lengths in {short_repr(value)}; expected equal lengths"
+        )
+    return items
+
+
+def _shape(value: Amax) -> tuple[int, ...]:
+    """Return the shape of nested tuples."""
+    return (len(value), *_shape(value[0])) if isinstance(value, tuple) else ()
+
+
+def _finite_float(field: str, value: Any, *, minimum: float) -> float:
+    """Return ``value`` as a float that float32 can hold.
+
+    Args:
+        field: the name of the field, for error texts.
+        value: what was given for it.
+        minimum: the smallest value allowed.
+
+    Raises:
+        ConfigError: not a number, too small, NaN, or beyond the largest float32.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(
-            f"amax: got {value!r} ({type(value).__name__}); expected a number, a sequence, an array or a tensor"
+            f"{field}: got {short_repr(value)} ({type(value).__name__}); "
+            "expected a number, a sequence, an array or a tensor"
         )
-    if not 0 <= value < float("inf"):
-        raise ConfigError(f"amax: got {value}; expected a finite number >= 0")
+    if not minimum <= value <= _FLOAT32_MAX:
+        raise ConfigError(
+            f"{field}: got {short_repr(value)}; "
+            f"expected a finite number >= {minimum:g} that float32 can hold"
+        )
     return float(value)
 
 
-def _options(value: Any) -> tuple[tuple[str, Any], ...]:
-    wrong = ConfigError(
-        f"calib_options: got {value!r}; expected a mapping of keyword arguments to numbers or strings"
+def _normalize_options(value: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the options as sorted pairs, which can be hashed and saved."""
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    is_valid = _is_sequence(pairs) and all(
+        _is_sequence(pair)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], (int, float, str, type(None)))
+        for pair in pairs
     )
-    pairs = value.items() if isinstance(value, Mapping) else value
-    try:
-        options = tuple(sorted((str(key), option) for key, option in pairs))
-    except (TypeError, ValueError):
-        raise wrong from None
-    if any(not isinstance(option, (int, float, str, type(None))) for _, option in options):
-        raise wrong  # such a descriptor could not be hashed or saved
-    return options
+    if not is_valid or len({pair[0] for pair in pairs}) != len(pairs):
+        raise ConfigError(
+            f"calib_options: got {short_repr(value)}; "
+            "expected a mapping of keyword arguments to numbers or strings"
+        )
+    return tuple(sorted((str(name), option) for name, option in pairs))
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+def _tuples_to_lists(value: Any) -> Any:
+    """Return ``value`` with lists in place of tuples."""
+    return [_tuples_to_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str, type(None)),
+    "calib_method": (str,),
+    "scale_format": (str, type(None)),
+    "fake_quant": (bool,),
+    "learn_amax": (bool,),
+    "scale_range_grad": (bool,),
+    "unsigned": (bool,),
+    "narrow_range": (bool,),
+    "dynamic": (bool,),
+    "block_size": (int, type(None)),
+    "block_axis": (int,),
+}
 
 
 def _check_types(d: QuantDescriptor) -> None:
-    expected: dict[str, tuple[type, ...]] = {
-        "name": (str, type(None)),
-        "calib_method": (str,),
-        "scale_format": (str, type(None)),
-    }
-    expected |= dict.fromkeys(
-        ("fake_quant", "learn_amax", "scale_range_grad", "unsigned", "narrow_range", "dynamic"),
-        (bool,),
-    )
-    for field, types in expected.items():
-        if not isinstance(getattr(d, field), types):
-            raise ConfigError(
-                f"{field}: got {getattr(d, field)!r}; expected {' or '.join(t.__name__ for t in types)}"
-            )
-    for field in ("block_size", "block_axis"):
-        if type(getattr(d, field)) is not int and not (
-            field == "block_size" and d.block_size is None
-        ):
-            raise ConfigError(f"{field}: got {getattr(d, field)!r}; expected an integer")
+    """Raise an error for a field of the wrong type."""
+    for field, types in _TYPES.items():
+        value = getattr(d, field)
+        is_bool_for_int = isinstance(value, bool) and bool not in types
+        if not isinstance(value, types) or is_bool_for_int:
+            expected = " or ".join(t.__name__ for t in types)
+            raise ConfigError(f"{field}: got {short_repr(value)}; expected {expected}")
 
 
 def _check_rules(d: QuantDescriptor) -> None:
-    if d.scale_amax is not None and not (
-        isinstance(d.scale_amax, (int, float)) and 0 < d.scale_amax < float("inf")
-    ):
-        raise ConfigError(f"scale_amax: got {d.scale_amax!r}; expected a finite number > 0")
-    if d.block_size is not None and d.block_size < 1:
-        raise ConfigError(f"block_size: got {d.block_size}; expected at least 1")
+    """Raise an error for fields that are out of range or exclude each other."""
+    if d.scale_amax is not None:
+        _check_scale_amax(d)
+    if d.block_size is not None and not 1 <= d.block_size <= _MAX_BLOCK:
+        raise ConfigError(
+            f"block_size: got {short_repr(d.block_size)}; expected at least 1 and at most "
+            f"{_MAX_BLOCK}"
+        )
     if d.block_size is not None and d.axis is not None:
         raise ConfigError(
-            f"block_size={d.block_size} with axis={d.axis}: expected one of them. Blocks keep all other axes apart already"
+            f"block_size={d.block_size} with axis={d.axis}: expected one of them. "
+            "Blocks keep all other axes apart already"
         )
     if d.scale_format is not None and d.block_size is None:
         raise ConfigError(
@@ -303,21 +347,28 @@ def _check_rules(d: QuantDescriptor) -> None:
         by_name(d.scale_format)
     if d.dynamic and (d.amax is not None or d.learn_amax):
         raise ConfigError(
-            "dynamic: got amax or learn_amax too; expected neither, the range is taken from each call's data"
+            "dynamic: got amax or learn_amax too; "
+            "expected neither, the range is taken from each call's data"
         )
     if d.scale_range_grad and not d.learn_amax:
         raise ConfigError(
-            "scale_range_grad: got learn_amax=False; expected learn_amax=True, there is no gradient to scale otherwise"
+            "scale_range_grad: got learn_amax=False; "
+            "expected learn_amax=True, there is no gradient to scale otherwise"
         )
 
 
-QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor(8)
-QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR = QuantDescriptor(8, unsigned=True)
-QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=0)
-QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=0)
-QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=0)
-QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW = QuantDescriptor(8, axis=0)
-# A transposed convolution's weight is (in, out / groups, ...): its output channels are on axis 1. (TensorRT only takes axis 0.)
-QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=1)
-QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=1)
-QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = QuantDescriptor(8, axis=1)
+def _check_scale_amax(d: QuantDescriptor) -> None:
+    """Raise an error for a factor that is no positive number, or makes a fixed range infinite."""
+    factor = _finite_float("scale_amax", d.scale_amax, minimum=0.0)
+    if factor == 0.0:
+        raise ConfigError("scale_amax: got 0; expected a finite number > 0")
+    if d.amax is not None and not _largest(d.amax) * factor <= _FLOAT32_MAX:
+        raise ConfigError(
+            f"scale_amax: got {factor:g} for amax up to {_largest(d.amax):g}; "
+            "expected a product that float32 can hold"
+        )
+
+
+def _largest(amax: Amax) -> float:
+    """Return the largest number of nested tuples."""
+    return max(map(_largest, amax)) if isinstance(amax, tuple) else amax

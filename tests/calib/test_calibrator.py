@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import torchq
 from torchq.calib import (
     CALIBRATORS,
     ESTIMATORS,
@@ -101,6 +104,22 @@ def test_options_given_when_made_are_defaults(generator: torch.Generator) -> Non
     )
     assert torch.equal(calibrator.compute_amax("mse"), plain.compute_amax("mse"))
     assert torch.equal(plain.compute_amax(), plain.compute_amax("entropy"))
+
+
+@pytest.mark.parametrize("value", ["99", True, None])
+def test_an_option_that_is_a_number_must_be_given_one(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"calibration method 'percentile': got percentile=.*; expected a number"
+    ):
+        make_calibrator(
+            "percentile", format=INT8, granularity=PerTensor(), percentile=value
+        ).collect(torch.ones(3))
+
+
+def test_a_descriptor_of_a_file_cannot_ask_for_a_huge_histogram() -> None:
+    data = {"calib_method": "entropy", "calib_options": {"num_bins": 2**40}}
+    with pytest.raises(ConfigError, match="num_bins: got 1099511627776; expected an integer, at"):
+        torchq.TensorQuantizer(torchq.QuantDescriptor.from_dict(data))
 
 
 def test_the_format_decides_the_grid(generator: torch.Generator) -> None:

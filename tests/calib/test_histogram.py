@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -238,5 +239,17 @@ def test_blocks_and_too_few_bins_are_errors() -> None:
         match=r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* also 'mse'",
     ):
         HistogramObserver(PerBlock(32))
-    with pytest.raises(ConfigError, match="num_bins: got 8; expected at least 16"):
+    with pytest.raises(ConfigError, match="num_bins: got 8; expected an integer, at least 16"):
         HistogramCalibrator(num_bins=8)
+
+
+@pytest.mark.parametrize("num_bins", [15, 65537, 2**40, 64.0, True, "2048", None])
+def test_the_number_of_bins_is_bounded(num_bins: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"):
+        HistogramCalibrator(num_bins=num_bins)
+    assert HistogramCalibrator(num_bins=65536).observer.num_bins == 65536
+
+
+def test_skip_zeros_is_a_bool() -> None:
+    with pytest.raises(ConfigError, match="skip_zeros: got 'false'; expected True or False"):
+        HistogramCalibrator(skip_zeros="false")  # type: ignore[arg-type]

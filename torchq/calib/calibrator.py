@@ -15,7 +15,7 @@ from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
 from torchq.calib.statistics import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerAxis, PerTensor, by_bits
-from torchq.utils import Registry
+from torchq.utils import Registry, short_repr
 
 __all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator"]
 
@@ -284,7 +284,7 @@ class HistogramCalibrator(Calibrator):
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
-    """Raise a ConfigError unless the estimator exists and has all ``options``."""
+    """Raise a ConfigError unless the estimator has all ``options``, and numbers are numbers."""
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
@@ -292,3 +292,9 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
             f"calibration method {method!r}: got options {unknown}; "
             f"expected {sorted(known) or 'none'}"
         )
+    for name, value in options.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(known[name], float) and not is_number:
+            raise ConfigError(
+                f"calibration method {method!r}: got {name}={short_repr(value)}; expected a number"
+            )

@@ -26,6 +26,9 @@ _TIE = 1e-12
 _CANDIDATES_TOGETHER = 64
 # Groups of entropy that are processed together (about 10 MB for each temporary).
 _GROUPS_TOGETHER = 64
+# Runs of entropy that are processed together (4 MiB for each temporary). The 2048 bins and 129
+# values of INT8 have half of them.
+_RUNS_TOGETHER = 1 << 19
 
 
 def largest(histogram: Histogram, format: Format) -> Tensor:
@@ -113,6 +116,22 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
     bins = histogram.counts.shape[1]
     candidates = torch.arange(values.numel(), bins + 1, device=values.device)
     starts = torch.cat([values, 2 * values[-1:] - values[-2:-1]])
+    scores = [
+        _divergences(histogram.counts.double(), part, starts)
+        for part in candidates.split(max(1, _RUNS_TOGETHER // values.numel()))
+    ]
+    return _limit_to_data(_best_edge(torch.cat(scores, 1), candidates, histogram), histogram)
+
+
+def _divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
+    """Return the divergence of each candidate edge, (groups, candidates).
+
+    Args:
+        counts: (groups, bins) float64.
+        candidates: bin edges.
+        starts: where the runs start, and the end of the last, in units of the format.
+    """
+    bins = counts.shape[1]
     border = torch.outer(candidates.double(), starts).div_(starts[-1]).ceil_().long()
     # Most runs belong to many candidates. Numbering the distinct runs takes each logarithm once.
     keys = border[:, :-1] * (bins + 1) + border[:, 1:]
@@ -120,11 +139,12 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
         keys = keys.int()  # A narrower type is sorted faster.
     runs, used = torch.unique(keys, return_inverse=True)
     begin, end = runs // (bins + 1), runs % (bins + 1)
-    divergences = [
-        _divergence(counts.t(), begin, end, used, candidates)
-        for counts in histogram.counts.double().split(_GROUPS_TOGETHER)
-    ]
-    return _limit_to_data(_best_edge(torch.cat(divergences), candidates, histogram), histogram)
+    return torch.cat(
+        [
+            _divergence(part.t(), begin, end, used, candidates)
+            for part in counts.split(_GROUPS_TOGETHER)
+        ]
+    )
 
 
 def _divergence(

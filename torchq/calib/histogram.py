@@ -18,12 +18,15 @@ from torchq.calib.observer import Exchange, Observer, Reduce
 from torchq.calib.statistics import is_on_host
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
+from torchq.utils import short_repr
 
 __all__ = ["MAX_COUNTS", "Histogram", "HistogramObserver"]
 
 #: The most counts that one observer keeps (8 bytes each, 32 MiB). More groups get fewer bins each.
 MAX_COUNTS = 1 << 22
 _MIN_BINS = 16
+# mse tries every edge against every bin, which takes seconds for this number.
+_MAX_BINS = 1 << 16
 _FEWEST_SHARED_BINS = 128
 
 
@@ -65,7 +68,7 @@ class HistogramObserver(Observer):
     Args:
         granularity: per tensor or per axis.
         signed: see :class:`~torchq.calib.observer.Observer`.
-        num_bins: bins of each group, 16 to 4194304.
+        num_bins: bins of each group, 16 to 65536.
         skip_zeros: True leaves exact zeros (of ReLU or padding) out of the counts.
 
     Raises:
@@ -91,8 +94,13 @@ class HistogramObserver(Observer):
                 "a block holds too few elements for a histogram. Use method 'max', for weights "
                 "also 'mse', or the range of each call (dynamic=True)"
             )
-        if num_bins < _MIN_BINS:
-            raise ConfigError(f"num_bins: got {num_bins}; expected at least 16")
+        if type(num_bins) is not int or not _MIN_BINS <= num_bins <= _MAX_BINS:
+            raise ConfigError(
+                f"num_bins: got {short_repr(num_bins)}; "
+                f"expected an integer, at least {_MIN_BINS} and at most {_MAX_BINS}"
+            )
+        if not isinstance(skip_zeros, bool):
+            raise ConfigError(f"skip_zeros: got {short_repr(skip_zeros)}; expected True or False")
         self.num_bins = num_bins
         self.skip_zeros = skip_zeros
         super().__init__(granularity, signed=signed)

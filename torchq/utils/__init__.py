@@ -1,5 +1,6 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
+from torchq.utils.data import check_fields, parse_json, short_repr
 from torchq.utils.files import replacing
 from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of
 from torchq.utils.names import (
@@ -18,6 +19,7 @@ from torchq.utils.tracing import constant_while_tracing
 __all__ = [
     "Pattern",
     "Registry",
+    "check_fields",
     "check_pattern",
     "constant_while_tracing",
     "device_of",
@@ -25,11 +27,13 @@ __all__ = [
     "markdown_table",
     "matches",
     "modules_with_names",
+    "parse_json",
     "pattern_text",
     "progress_bar",
     "qualified_name",
     "replacing",
     "set_submodule",
+    "short_repr",
     "table",
     "terminal_width",
     "twin_of",
