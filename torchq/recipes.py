@@ -29,6 +29,7 @@ RECIPES: Registry[str, Callable[[], QuantConfig]] = Registry("recipe")
 _CONV = "type:torch.nn.modules.conv.Conv[123]d"
 _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 _LINEAR = "type:torch.nn.modules.linear.Linear"
+_BILINEAR = "type:torch.nn.modules.linear.Bilinear"
 _ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
 
 
@@ -36,7 +37,7 @@ def _compute_layers(
     name: str, input: QuantDescriptor | None, weight: QuantDescriptor, *, per_channel: bool
 ) -> QuantConfig:
     """Rules for Conv, ConvTranspose, Linear and MultiheadAttention that differ only in the axis of the weight's output channels."""
-    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _ATTENTION: 0}
+    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
     rules = [
         Rule(
             pattern,
@@ -95,7 +96,7 @@ def int4_weight() -> QuantConfig:
     ]
     blocks = [
         Rule(pattern, weight=weight.replace(block_size=128), optional=True)
-        for pattern in (_LINEAR, _ATTENTION)
+        for pattern in (_LINEAR, _BILINEAR, _ATTENTION)
     ]
     return QuantConfig((*rules, *blocks), name="int4_weight")
 
@@ -111,7 +112,8 @@ def _block_scaled(
         )
 
     # (input axis, weight axis); spatial axes are counted from the front so that 1-3d share the rule.
-    axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0), _LINEAR: (-1, -1), _ATTENTION: (-1, -1)}
+    axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0)}
+    axes |= dict.fromkeys((_LINEAR, _BILINEAR, _ATTENTION), (-1, -1))
     rules = [
         Rule(pattern, input=on(i), weight=on(w), optional=True) for pattern, (i, w) in axes.items()
     ]

@@ -1,6 +1,7 @@
-"""What every quantized module of the ``float_class(input_quantizer, weight_quantizer)`` kind promises, and the table of constructors.
+"""The table of float modules that every check of the module contract runs over.
 
-A new row is a float module with its arguments for one call; every check runs over every row.
+The contract is for quantized modules that run the float module on quantized inputs, with quantized
+weights. A new row is a float module with the shapes of its inputs for one call.
 """
 
 from __future__ import annotations
@@ -22,27 +23,36 @@ __all__ = ["CASES", "Case", "by_hand", "convert", "set_modes", "snapshot"]
 
 @dataclass(frozen=True)
 class Case:
-    """A float module and one call of it."""
+    """A float module and one call of it.
+
+    Attributes:
+        shape: The shape of the first input.
+        kwargs: Keyword arguments of the call.
+        indices: For tables: the input holds integers below this number.
+        others: The shapes of further inputs.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    indices: int = 0  # for Embedding: the input is indices below this
+    indices: int = 0
+    others: tuple[tuple[int, ...], ...] = ()
 
-    def input(self) -> Tensor:
-        """The positional argument; a leaf that requires a gradient where it is floating point."""
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return the positional arguments: leaves with a gradient where they are floating point."""
         generator = torch.Generator().manual_seed(1)
         if self.indices:
-            return torch.randint(self.indices, self.shape, generator=generator)
-        return torch.randn(self.shape, generator=generator).requires_grad_()
+            return (torch.randint(self.indices, self.shape, generator=generator),)
+        shapes = (self.shape, *self.others)
+        return tuple(torch.randn(s, generator=generator).requires_grad_() for s in shapes)
 
     def __str__(self) -> str:
         return self.name
 
 
 def _shape(d: int, channels: int, size: int = 7, batch: int | None = 2) -> tuple[int, ...]:
-    """(N, C, size, size + 1, ..) with d spatial axes."""
+    """Return (N, C, size, size + 1, ..) with d spatial axes."""
     return (*(() if batch is None else (batch,)), channels, *(size + i for i in range(d)))
 
 
@@ -127,6 +137,20 @@ def _others() -> list[Case]:
             indices=10,
         ),
         Case("Embedding max_norm", _maker(nn.Embedding, 10, 3, max_norm=0.5), (4,), indices=10),
+        Case("EmbeddingBag", _maker(nn.EmbeddingBag, 10, 3), (4, 6), indices=10),
+        Case(
+            "EmbeddingBag max, max_norm",
+            _maker(nn.EmbeddingBag, 10, 3, mode="max", max_norm=0.5, padding_idx=1),
+            (4, 6),
+            indices=10,
+        ),
+        Case("Bilinear", _maker(nn.Bilinear, 5, 4, 3), (6, 5), others=((6, 4),)),
+        Case(
+            "Bilinear no bias, 3-d",
+            _maker(nn.Bilinear, 5, 4, 3, bias=False),
+            (2, 6, 5),
+            others=((2, 6, 4),),
+        ),
         Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
     ]
     for cls in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.Sigmoid):
@@ -172,7 +196,7 @@ CASES = [*_convolutions(), *_transposed(), *_others()]
 
 
 def convert(case: Case) -> tuple[nn.Module, QuantModule]:
-    """A float module and its quantized copy: INT8, weights per channel, the input per tensor."""
+    """Return a float module and its quantized copy: INT8, weights per channel, inputs per tensor."""
     plain = case.make()
     module = convert_(
         copy.deepcopy(plain),
@@ -184,31 +208,38 @@ def convert(case: Case) -> tuple[nn.Module, QuantModule]:
 
 
 def set_modes(module: nn.Module, mode: str) -> None:
-    """The mode of every quantizer."""
+    """Set the mode of every quantizer."""
     for part in module.modules():
         if isinstance(part, TensorQuantizer):
             part.mode = mode
 
 
-def by_hand(case: Case, plain: nn.Module, x: Tensor) -> Any:
-    """What the quantized module must give: the float module, on a quantized input, with a quantized weight in the place of its own."""
-    slots = QUANTIZED[type(plain)].quantizers
-    if isinstance(plain, nn.Embedding) and plain.max_norm is not None:
-        plain(x)  # renormalises the table before it is quantized
+def by_hand(case: Case, plain: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """Return what the quantized module must give.
+
+    That is the float module on quantized inputs, with a quantized weight in the place of its own.
+    """
+    twin = QUANTIZED[type(plain)]
+    if isinstance(plain, nn.Embedding | nn.EmbeddingBag) and plain.max_norm is not None:
+        plain(*inputs)  # This renormalises the table before it is quantized.
         plain.max_norm = None
-    inner = fake_quantize(x, reduce_amax(x)) if "input" in slots else x
-    if "weight" not in slots:
-        return plain(inner, **case.kwargs)
+    if twin.input_slots:
+        inputs = tuple(fake_quantize(x, reduce_amax(x)) for x in inputs)
+    if not twin.weight_slots:
+        return plain(*inputs, **case.kwargs)
     assert isinstance(plain.weight, Tensor)
     granularity = QuantDescriptor(axis=QUANTIZED[type(plain)].channel_axis).granularity
     weight = fake_quantize(
         plain.weight, reduce_amax(plain.weight, granularity), granularity=granularity
     )
-    return torch.func.functional_call(plain, {"weight": weight}, (inner,), case.kwargs)
+    return torch.func.functional_call(plain, {"weight": weight}, inputs, case.kwargs)
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
-    """Everything a conversion must leave alone: all attributes, by identity, and the entries of torch's registries."""
+    """Return what a conversion must leave alone.
+
+    These are all attributes, by identity, and the entries of torch's registries.
+    """
     out: dict[str, Any] = {"class": type(module)}
     for key, value in vars(module).items():
         out[key] = (

@@ -18,12 +18,12 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.nn import (
     QuantModule,
-    WiredModule,
+    RewrittenForward,
     convert_,
     revert_,
     share_quantizers_,
     trace_forward,
-    wire_,
+    replace_operators_,
 )
 
 BINARY = [
@@ -101,7 +101,7 @@ def wired(module: nn.Module, **children: nn.Module) -> nn.Module:
     """Wire nodes to children of the same name with ``q_`` in front."""
     for node, child in children.items():
         module.add_module(f"q_{node}", child)
-    return wire_(module, {node: f"q_{node}" for node in children})
+    return replace_operators_(module, {node: f"q_{node}" for node in children})
 
 
 def test_wiring_changes_the_forward_alone() -> None:
@@ -109,7 +109,7 @@ def test_wiring_changes_the_forward_alone() -> None:
     expected = module.eval()(x)
     before = dict(module.named_parameters())
     wired(module, add=torchq.nn.Add())
-    assert isinstance(module, WiredModule) and isinstance(module, Gate)
+    assert isinstance(module, RewrittenForward) and isinstance(module, Gate)
     assert (
         torch.equal(module(x), expected)
         and torch.equal(module(x=x), expected)
@@ -156,13 +156,13 @@ def test_wiring_needs_the_operator() -> None:
     module = Gate()
     with pytest.raises(
         QuantizationError,
-        match=r"Gate: its forward has no operator sub; expected the code that was wired",
+        match=r"Gate: its forward has no operator sub; expected the code that was traced",
     ):
         wired(module, sub=torchq.nn.Add())
     assert type(module) is Gate
     module.forward = module.forward  # type: ignore[method-assign]
     with pytest.raises(QuantizationError, match="forward was replaced on the instance"):
-        wire_(module, {})
+        replace_operators_(module, {})
 
 
 class Growing(nn.ModuleDict):

@@ -66,17 +66,17 @@ def test_off_is_torch(case: Case) -> None:
     plain, module = convert(case)
     set_modes(module, "off")
     for training in (True, False):
-        x, y = case.input(), case.input()
+        x, y = case.inputs(), case.inputs()
         expected, got = (
-            plain.train(training)(x, **case.kwargs),
-            module.train(training)(y, **case.kwargs),
+            plain.train(training)(*x, **case.kwargs),
+            module.train(training)(*y, **case.kwargs),
         )
         assert equal(got, expected)
         if flat(got)[0].requires_grad:
             flat(expected)[0].square().sum().backward()
             flat(got)[0].square().sum().backward()
             grads = [
-                (x.grad, y.grad),
+                *((a.grad, b.grad) for a, b in zip(x, y, strict=True)),
                 *((p.grad, module.get_parameter(n).grad) for n, p in plain.named_parameters()),
             ]
             assert all((a is None and b is None) or torch.equal(a, b) for a, b in grads)  # type: ignore[arg-type]
@@ -84,10 +84,10 @@ def test_off_is_torch(case: Case) -> None:
 
 def test_quantized_is_by_hand(case: Case) -> None:
     plain, module = convert(case)
-    x = case.input()
-    assert equal(module(x, **case.kwargs), by_hand(case, plain, x))
-    if x.numel() and not isinstance(plain, nn.Embedding):
-        assert not equal(module(x, **case.kwargs), plain(x, **case.kwargs)) or isinstance(
+    x = case.inputs()
+    assert equal(module(*x, **case.kwargs), by_hand(case, plain, x))
+    if x[0].numel() and not isinstance(plain, nn.Embedding | nn.EmbeddingBag):
+        assert not equal(module(*x, **case.kwargs), plain(*x, **case.kwargs)) or isinstance(
             plain, nn.MaxPool1d
         )
 
@@ -95,19 +95,21 @@ def test_quantized_is_by_hand(case: Case) -> None:
 def test_every_quantizer_works(case: Case) -> None:
     """Switching one of them off changes the result; none is a decoration."""
     _, module = convert(case)
-    x = case.input()
-    full = module(x, **case.kwargs)
-    for slot in module.quantizers if x.numel() else ():
+    x = case.inputs()
+    full = module(*x, **case.kwargs)
+    for slot in module.slots() if x[0].numel() else ():
         quantizer = getattr(module, f"{slot}_quantizer")
+        if quantizer.mode == "off":
+            continue  # The gate of SiLU is switched on for a target only.
         quantizer.mode = "off"
-        assert not equal(module(x, **case.kwargs), full), slot
+        assert not equal(module(*x, **case.kwargs), full), slot
         quantizer.mode = "quantize"
 
 
 def test_gradients_reach_input_and_parameters(case: Case) -> None:
     plain, module = convert(case)
-    x, y = case.input(), case.input()
-    expected, got = flat(by_hand(case, plain, x))[0], flat(module(y, **case.kwargs))[0]
+    x, y = case.inputs(), case.inputs()
+    expected, got = flat(by_hand(case, plain, x))[0], flat(module(*y, **case.kwargs))[0]
     if not got.requires_grad:
         assert not expected.requires_grad
         return
@@ -121,8 +123,9 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
             and other.grad is not None
             and torch.equal(parameter.grad, other.grad)
         ), name
-    if x.is_floating_point():
-        assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+    for a, b in zip(x, y, strict=True):
+        if a.is_floating_point():
+            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
 def test_convert_and_revert_are_inverse(case: Case) -> None:
@@ -133,7 +136,7 @@ def test_convert_and_revert_are_inverse(case: Case) -> None:
     module.register_forward_hook(lambda *_: calls.append("after"))
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    elsewhere, before, reference = [module], snapshot(module), module(case.input(), **case.kwargs)
+    elsewhere, before, reference = [module], snapshot(module), module(*case.inputs(), **case.kwargs)
     for _ in range(2):
         assert convert_(module, input=QuantDescriptor(), weight=QuantDescriptor()) is module
         assert isinstance(elsewhere[0], QuantModule) and isinstance(module, type(case.make()))
@@ -141,20 +144,20 @@ def test_convert_and_revert_are_inverse(case: Case) -> None:
             key: snapshot(module)[key] for key in before if key not in ("class", "_modules")
         } == {key: before[key] for key in before if key not in ("class", "_modules")}
         assert not any(part.training for part in module.modules())
-        module(case.input(), **case.kwargs)
+        module(*case.inputs(), **case.kwargs)
         assert revert_(module) is module  # type: ignore[arg-type]
         assert snapshot(module) == before
-    assert equal(module(case.input(), **case.kwargs), reference)
+    assert equal(module(*case.inputs(), **case.kwargs), reference)
     assert calls == ["before", "after"] * 4
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_copies(case: Case) -> None:
     _, module = convert(case)
-    x = case.input().detach()
-    expected = module(x, **case.kwargs)
+    x = tuple(tensor.detach() for tensor in case.inputs())
+    expected = module(*x, **case.kwargs)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin) is type(module) and equal(twin(x, **case.kwargs), expected)
+        assert type(twin) is type(module) and equal(twin(*x, **case.kwargs), expected)
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
@@ -163,11 +166,13 @@ def test_bfloat16_and_double(case: Case) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         plain, module = convert(case)
         module.to(dtype)
-        x = case.input().detach()
-        x = x.to(dtype) if x.is_floating_point() else x
+        x = tuple(
+            tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+            for tensor in case.inputs()
+        )
         if dtype is torch.bfloat16 and isinstance(plain, nn.AvgPool3d):
             continue  # torch has no such kernel on the CPU
-        y = flat(module(x, **case.kwargs))[0]
+        y = flat(module(*x, **case.kwargs))[0]
         assert y.dtype is dtype and bool(y.isfinite().all())
         assert all(
             q.amax.dtype is torch.float32
@@ -176,17 +181,15 @@ def test_bfloat16_and_double(case: Case) -> None:
         )
 
 
-def calibrated(case: Case) -> tuple[QuantModule, torch.Tensor]:
-    """An eval module with fixed ranges."""
+def calibrated(case: Case) -> tuple[QuantModule, tuple[torch.Tensor, ...]]:
+    """Return an eval module with fixed ranges, and its inputs."""
     _, module = convert(case)
-    x = case.input().detach()
-    for slot, tensor in (("input", x), ("weight", getattr(module, "weight", None))):
-        if slot in module.quantizers:
-            assert tensor is not None
-            getattr(module, f"{slot}_quantizer").calibrate_on(
-                tensor if tensor.numel() else torch.ones(1)
-            )
-    return module.eval(), x
+    inputs = tuple(tensor.detach() for tensor in case.inputs())
+    for slot, x in zip(module.input_slots, inputs, strict=False):
+        getattr(module, f"{slot}_quantizer").calibrate_on(x if x.numel() else torch.ones(1))
+    for quantizer, weight in module.quantized_weights():
+        quantizer.calibrate_on(weight)
+    return module.eval(), inputs
 
 
 class Holder(nn.Module):
@@ -200,15 +203,26 @@ class Holder(nn.Module):
         return self.inner(x, **self.kwargs)
 
 
+class PairHolder(Holder):
+    """:class:`Holder` of a module with two inputs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.inner(x, y, **self.kwargs)
+
+
+def holder_of(case: Case, module: nn.Module) -> Holder:
+    return (PairHolder if case.others else Holder)(module, case.kwargs)
+
+
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_exports(case: Case) -> None:
     """torch.export gives a program with the same result."""
     module, x = calibrated(case)
-    holder = Holder(module, case.kwargs)
+    holder = holder_of(case, module)
     with torch.no_grad():
-        program = torch.export.export(holder, (x,), strict=False).module()
+        program = torch.export.export(holder, x, strict=False).module()
         assert all(
-            torch.equal(a, b) for a, b in zip(flat(program(x)), flat(holder(x)), strict=True)
+            torch.equal(a, b) for a, b in zip(flat(program(*x)), flat(holder(*x)), strict=True)
         )
 
 
@@ -221,15 +235,16 @@ def test_symbolic_trace(case: Case) -> None:
         pytest.skip(
             "torch's own code branches on the shape of its input here; torch.fx goes round that in classes of torch.nn alone"
         )
-    traced = torch.fx.symbolic_trace(Holder(module, case.kwargs))
-    assert equal(traced(x), module(x, **case.kwargs))
+    traced = torch.fx.symbolic_trace(holder_of(case, module))
+    assert equal(traced(*x), module(*x, **case.kwargs))
 
 
 def test_direct_construction() -> None:
     for float_class, cls in QUANTIZED._entries.items():
-        if cls.quantizers and float_class.__module__.startswith("torch.nn.modules"):
+        if cls.slots() and float_class.__module__.startswith("torch.nn.modules"):
             args = {
                 "Conv": (4, 8, 3),
+                "Bilinear": (4, 2, 3),
                 "Linear": (4, 2),
                 "Embedding": (5, 3),
                 "InstanceNorm": (3,),
@@ -243,9 +258,10 @@ def test_direct_construction() -> None:
                 isinstance(module, float_class)
                 and cls.__qualname__ == f"Quant{float_class.__name__}"
             )
-            if "input" in cls.quantizers:
-                assert module.input_quantizer.descriptor == QuantDescriptor(4)
-            if "weight" in cls.quantizers:
+            if cls.input_slots:
+                first = getattr(module, f"{cls.input_slots[0]}_quantizer")
+                assert first.descriptor == QuantDescriptor(4)
+            if cls.weight_slots:
                 assert module.weight_quantizer.descriptor == QuantDescriptor(
                     axis=1 if "Transpose" in cls.__name__ else 0
                 )

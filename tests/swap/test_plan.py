@@ -184,7 +184,6 @@ class OwnAttention(nn.MultiheadAttention):
             "1",
             r"no quantized twin of LSTM; register one with torchq.register\(LSTM\)",
         ),
-        (lambda: nn.Bilinear(3, 3, 2), "1", "no quantized twin of Bilinear"),
         (Functional, "1", "no quantized twin of Functional"),
         (
             lambda: OwnAttention(4, 2),

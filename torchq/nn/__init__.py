@@ -1,7 +1,7 @@
 """Quantized modules, and the conversion of float modules into them.
 
-To add one: a class deriving from :class:`QuantModule` and the float class, decorated with :func:`register`. May import
-everything below: calib, functional, descriptor, formats, utils.
+To add one, write a class that derives from :class:`QuantModule` and the float class, and decorate
+it with :func:`register`.
 """
 
 from torchq.nn.convert import (
@@ -11,15 +11,6 @@ from torchq.nn.convert import (
     is_weight_quantizer,
     register,
     revert_,
-)
-from torchq.nn.modules.activation import (
-    QuantELU,
-    QuantHardsigmoid,
-    QuantHardswish,
-    QuantLeakyReLU,
-    QuantMish,
-    QuantSigmoid,
-    QuantSiLU,
 )
 from torchq.nn.modules.attention import (
     QuantMultiheadAttention,
@@ -48,24 +39,42 @@ from torchq.nn.modules.elementwise import (
 )
 from torchq.nn.modules.frozen_batchnorm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
 from torchq.nn.modules.input_quantized import (
+    InputQuantized,
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
     QuantAdaptiveAvgPool3d,
     QuantAvgPool1d,
     QuantAvgPool2d,
     QuantAvgPool3d,
+    QuantELU,
+    QuantHardsigmoid,
+    QuantHardswish,
     QuantIdentity,
     QuantInstanceNorm1d,
     QuantInstanceNorm2d,
     QuantInstanceNorm3d,
+    QuantLeakyReLU,
     QuantMaxPool1d,
     QuantMaxPool2d,
     QuantMaxPool3d,
+    QuantMish,
+    QuantSiLU,
+    QuantSigmoid,
 )
-from torchq.nn.modules.linear import QuantEmbedding, QuantLinear
+from torchq.nn.modules.linear import (
+    QuantBilinear,
+    QuantEmbedding,
+    QuantEmbeddingBag,
+    QuantLinear,
+)
 from torchq.nn.modules.reparam import Branches, QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
-from torchq.nn.operator_modules import WiredModule, rewire_, trace_forward, wire_
+from torchq.nn.operator_modules import (
+    RewrittenForward,
+    replace_operators_,
+    replace_recorded_operators_,
+    trace_forward,
+)
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
@@ -75,6 +84,7 @@ __all__ = [
     "Add",
     "Branches",
     "Cat",
+    "InputQuantized",
     "MatMul",
     "Mul",
     "QuantAdaptiveAvgPool1d",
@@ -84,6 +94,7 @@ __all__ = [
     "QuantAvgPool1d",
     "QuantAvgPool2d",
     "QuantAvgPool3d",
+    "QuantBilinear",
     "QuantBranches",
     "QuantCat",
     "QuantConv1d",
@@ -93,6 +104,7 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantEmbedding",
+    "QuantEmbeddingBag",
     "QuantIdentity",
     "QuantInstanceNorm1d",
     "QuantInstanceNorm2d",
@@ -119,16 +131,16 @@ __all__ = [
     "ScaledDotProductAttention",
     "Tap",
     "TensorQuantizer",
-    "WiredModule",
+    "RewrittenForward",
     "convert_",
     "freeze_norm_",
     "is_weight_quantizer",
     "register",
     "revert_",
-    "rewire_",
+    "replace_operators_",
+    "replace_recorded_operators_",
     "share_quantizers_",
     "shared_groups",
     "trace_forward",
     "unfreeze_norm_",
-    "wire_",
 ]

@@ -1,9 +1,9 @@
-"""Turning a float module into its quantized twin in place, and back.
+"""Conversion of a float module into its quantized twin in place, and back.
 
-The module object stays; only its class changes, and quantizers are added as children, as torch's own ``parametrize`` and
-``fully_shard`` do. So parameters, hooks, attributes, dtype, device, mode and every reference to the module stay right, also
-those that a model keeps in a plain list outside the module tree. :func:`change_class` is the one place that assigns
-``__class__``.
+The module object stays. Only its class changes, and quantizers are added as children, as torch's
+own ``parametrize`` and ``fully_shard`` do. Parameters, hooks, attributes, dtype, device, mode and
+every reference to the module therefore stay valid, also references that a model keeps in a plain
+list outside the module tree. :func:`change_class` is the one place that assigns ``__class__``.
 """
 
 from __future__ import annotations
@@ -35,25 +35,47 @@ _LEGACY_PREFIXES = ("_input_quantizer.", "_weight_quantizer.")
 
 
 class QuantModule(nn.Module):
-    """Base of quantized modules; goes before the float class: ``class QuantConv2d(QuantModule, nn.Conv2d)``.
+    """Base of quantized modules.
 
-    A subclass overrides ``forward`` (or a smaller seam such as ``_conv_forward``) and calls :attr:`input_quantizer` and
-    :attr:`weight_quantizer` there. Where a descriptor is None the quantizer is an :class:`torch.nn.Identity`.
+    It goes before the float class: ``class QuantConv2d(QuantModule, nn.Conv2d)``. A subclass
+    declares its quantized tensors in :attr:`input_slots` and :attr:`weight_slots`, and overrides
+    ``forward`` (or a smaller method such as ``_conv_forward``) to call the quantizer of each slot:
+    slot ``"input"`` is the child ``input_quantizer``. A slot without a descriptor holds an
+    :class:`torch.nn.Identity`.
 
     Args:
-        *args, **kwargs: those of the float class.
-        input_descriptor, weight_descriptor: how to quantize; default INT8, per tensor, and for the weight per channel.
+        *args, **kwargs: The arguments of the float class.
+        input_descriptor: How to quantize the inputs. Default: INT8, one range per tensor.
+        weight_descriptor: How to quantize the weights. Default: INT8, one range per output channel.
+
+    Example:
+        A module with two quantized inputs needs a declaration and a forward, nothing else:
+
+        >>> class Distance(torch.nn.Module):
+        ...     def forward(self, a, b):
+        ...         return a - b
+        >>> @torchq.register(Distance)
+        ... class QuantDistance(torchq.nn.QuantModule, Distance):
+        ...     input_slots, weight_slots = ("a", "b"), ()
+        ...     def forward(self, a, b):
+        ...         return super().forward(self.a_quantizer(a), self.b_quantizer(b))
+        >>> [name for name, _ in QuantDistance().named_children()]
+        ['a_quantizer', 'b_quantizer']
+        >>> torchq.nn.QUANTIZED.remove(Distance)
     """
 
     #: The float class; set by :func:`register`.
     float_class: ClassVar[type[nn.Module]]
-    #: Which quantizers the class has.
-    quantizers: ClassVar[tuple[str, ...]] = ("input", "weight")
-    #: The axis of the weight that its output channels are on.
+    #: Names of the quantized inputs and intermediate values. A rule's ``input`` applies to them.
+    input_slots: ClassVar[tuple[str, ...]] = ("input",)
+    #: Names of the quantized weights. A rule's ``weight`` applies to them.
+    weight_slots: ClassVar[tuple[str, ...]] = ("weight",)
+    #: The axis of the weight that holds its output channels.
     channel_axis: ClassVar[int] = 0
-    #: Converted only because a descendant is: it must call its children instead of a fused kernel.
+    #: True for a module that is converted only because a descendant is: it must call its children
+    #: instead of a fused kernel.
     is_container: ClassVar[bool] = False
-    #: Computes nothing: reported only where a rule names it.
+    #: True for a module that computes nothing: it is reported only where a rule names it.
     is_marker: ClassVar[bool] = False
 
     input_quantizer: nn.Module
@@ -67,9 +89,49 @@ class QuantModule(nn.Module):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        default = {"input": QuantDescriptor(), "weight": QuantDescriptor(axis=self.channel_axis)}
-        given = {"input": input_descriptor, "weight": weight_descriptor}
-        self._attach(**{slot: given[slot] or default[slot] for slot in self.quantizers})
+        input = input_descriptor or QuantDescriptor()
+        weight = weight_descriptor or QuantDescriptor(axis=self.channel_axis)
+        self._attach(**self.slot_descriptors(input, weight))
+
+    @classmethod
+    def slots(cls) -> tuple[str, ...]:
+        """Return the names of all slots: those of the inputs, then those of the weights."""
+        return (*cls.input_slots, *cls.weight_slots)
+
+    @classmethod
+    def slot_descriptors(
+        cls, input: QuantDescriptor | None, weight: QuantDescriptor | None
+    ) -> dict[str, QuantDescriptor | None]:
+        """Return the descriptor of every slot, given those of a rule.
+
+        A class overrides this method where a slot needs a descriptor of its own, such as an
+        unsigned one for a softmax. The first slot of a kind keeps the rule's descriptor.
+        """
+        return dict.fromkeys(cls.input_slots, input) | dict.fromkeys(cls.weight_slots, weight)
+
+    @classmethod
+    def descriptor_names(cls) -> tuple[str, ...]:
+        """Return which descriptors of a rule the class uses: ``"input"``, ``"weight"`` or both."""
+        kinds = (("input", cls.input_slots), ("weight", cls.weight_slots))
+        return tuple(name for name, slots in kinds if slots)
+
+    def rule_descriptors(self) -> dict[str, QuantDescriptor]:
+        """Return the arguments ``input`` and ``weight`` that :func:`convert_` needs to do it again.
+
+        A key is missing where these tensors have no quantizer.
+        """
+        found = {}
+        for name, slots in (("input", self.input_slots), ("weight", self.weight_slots)):
+            quantizer = getattr(self, f"{slots[0]}_quantizer") if slots else None
+            if isinstance(quantizer, TensorQuantizer):
+                found[name] = quantizer.descriptor
+        return found
+
+    def on_convert(self) -> None:
+        """Adjust the module once its quantizers are there; does nothing unless overridden."""
+
+    def on_revert(self) -> None:
+        """Undo :meth:`on_convert`; called before the quantizers are removed."""
 
     def _attach(self, **descriptors: QuantDescriptor | None) -> None:
         """Add the quantizers; called on construction and by :func:`convert_`."""
@@ -79,22 +141,29 @@ class QuantModule(nn.Module):
                 nn.Identity() if descriptor is None else TensorQuantizer(descriptor, device=device)
             )
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
+        self.on_convert()
 
     def _detach(self) -> None:
-        """Take the quantizers out again; called by :func:`revert_`."""
-        for slot in self.quantizers:
+        """Remove the quantizers; called by :func:`revert_`."""
+        self.on_revert()
+        for slot in self.slots():
             delattr(self, f"{slot}_quantizer")
 
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
-        """Each weight quantizer with the tensor that it quantizes; they are calibrated without data."""
-        if "weight" in self.quantizers and isinstance(self.weight_quantizer, TensorQuantizer):
-            yield self.weight_quantizer, cast(Tensor, self.weight)
+        """Yield each weight quantizer with the tensor that it quantizes.
+
+        These quantizers are calibrated without data. By default slot ``"weight"`` quantizes the
+        attribute ``weight``.
+        """
+        for slot in self.weight_slots:
+            quantizer = getattr(self, f"{slot}_quantizer")
+            if isinstance(quantizer, TensorQuantizer):
+                yield quantizer, cast(Tensor, getattr(self, slot))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Checkpoints of pytorch-quantization name the quantizers with a leading underscore.
-        for key in [
-            k for k in state_dict if k.startswith(tuple(prefix + p for p in _LEGACY_PREFIXES))
-        ]:
+        legacy = tuple(prefix + p for p in _LEGACY_PREFIXES)
+        for key in [k for k in state_dict if k.startswith(legacy)]:
             state_dict[prefix + key[len(prefix) + 1 :]] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -103,12 +172,19 @@ Q = TypeVar("Q", bound=type[QuantModule])
 
 
 def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
-    """Class decorator: this is the quantized twin of ``float_class``.
+    """Return a class decorator that makes a class the quantized twin of ``float_class``.
 
-    The decorated class derives from :class:`QuantModule` and ``float_class``, at module level so that it can be pickled.
+    Args:
+        float_class: The class whose modules :func:`convert_` and :func:`torchq.quantize_` will
+            convert. The decorated class derives from :class:`QuantModule` and ``float_class``, and
+            stands at module level so that it can be pickled.
+
+    Returns:
+        The decorator, which returns the class unchanged.
 
     Raises:
-        ConfigError: ``float_class`` has a twin already, or the decorated class does not derive from both.
+        ConfigError: ``float_class`` has a twin already, or the decorated class does not derive
+            from both.
 
     Example:
         >>> class Scale(torch.nn.Linear):
@@ -117,8 +193,10 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
         >>> @torchq.register(Scale)
         ... class QuantScale(torchq.nn.QuantModule, Scale):
         ...     def forward(self, x):
-        ...         return 2 * torch.nn.functional.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
-        >>> type(torchq.nn.convert_(Scale(2, 2), input=torchq.QuantDescriptor())).__name__
+        ...         x, weight = self.input_quantizer(x), self.weight_quantizer(self.weight)
+        ...         return 2 * torch.nn.functional.linear(x, weight, self.bias)
+        >>> module = torchq.nn.convert_(Scale(2, 2), input=torchq.QuantDescriptor())
+        >>> type(module).__name__
         'QuantScale'
         >>> torchq.nn.QUANTIZED.remove(Scale)
     """
@@ -126,7 +204,8 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
     def decorator(cls: Q) -> Q:
         if not (issubclass(cls, QuantModule) and issubclass(cls, float_class)):
             raise ConfigError(
-                f"register({qualified_name(float_class)}): got {qualified_name(cls)}; expected a subclass of QuantModule and of it"
+                f"register({qualified_name(float_class)}): got {qualified_name(cls)}; "
+                "expected a subclass of QuantModule and of it"
             )
         cls.float_class = float_class
         QUANTIZED.add(float_class, cls)
@@ -144,33 +223,43 @@ def convert_(
     """Make ``module`` quantized, in place, and return it.
 
     Args:
-        module: of a registered class, exactly.
-        input, weight: how to quantize; None leaves that tensor alone. Ignored where the class has no such quantizer.
+        module: A module whose exact class is registered.
+        input: How to quantize the inputs; None leaves them alone. Ignored where the class has no
+            quantized input.
+        weight: How to quantize the weights; None leaves them alone. Ignored where the class has no
+            quantized weight.
+
+    Returns:
+        The same object.
 
     Raises:
-        QuantizationError: the class is not registered, an attribute is in the way, or ``forward`` was replaced on the instance.
+        QuantizationError: The class is not registered, an attribute has the name of a quantizer,
+            or ``forward`` was replaced on the instance. The module is unchanged then.
+
+    Example:
+        >>> module = torchq.nn.convert_(torch.nn.Linear(2, 2), weight=torchq.QuantDescriptor(4))
+        >>> module.weight_quantizer.descriptor.num_bits, type(module.input_quantizer).__name__
+        (4, 'Identity')
     """
+    name = qualified_name(type(module))
     twin = QUANTIZED.get(type(module))
     if twin is None:
         raise QuantizationError(
-            f"{qualified_name(type(module))}: has no quantized twin; expected one of the registered classes. See torchq.register"
+            f"{name}: has no quantized twin; expected one of the registered classes. "
+            "See torchq.register"
         )
     if "forward" in vars(module):
         raise QuantizationError(
-            f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own"
+            f"{name}: forward was replaced on the instance; expected the class's own"
         )
-    given = {"input": input, "weight": weight}
-    if taken := [
-        f"{slot}_quantizer" for slot in twin.quantizers if hasattr(module, f"{slot}_quantizer")
-    ]:
-        raise QuantizationError(
-            f"{qualified_name(type(module))}: has {taken[0]} already; expected a float module"
-        )
+    taken = [f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")]
+    if taken:
+        raise QuantizationError(f"{name}: has {taken[0]} already; expected a float module")
     change_class(module, twin)
     try:
-        module._attach(**{slot: given[slot] for slot in twin.quantizers})  # type: ignore[operator]
+        module._attach(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
     except Exception:
-        for slot in twin.quantizers:
+        for slot in twin.slots():
             if hasattr(module, f"{slot}_quantizer"):
                 delattr(module, f"{slot}_quantizer")
         change_class(module, twin.float_class)
@@ -179,17 +268,20 @@ def convert_(
 
 
 def revert_(module: QuantModule) -> nn.Module:
-    """Make a quantized module float again, in place, and return it: the inverse of :func:`convert_`."""
+    """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module._detach()
     change_class(module, type(module).float_class)
     return module
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class of the same layout: the only assignment to ``__class__`` in torchq. For ``nn/`` alone."""
+    """Give ``module`` another class of the same layout.
+
+    This is the only assignment to ``__class__`` in torchq, and only ``torchq.nn`` may call it.
+    """
     module.__class__ = cls
 
 
 def is_weight_quantizer(module: QuantModule, quantizer: nn.Module) -> bool:
-    """Whether ``quantizer`` quantizes a weight of ``module``."""
+    """Return True if ``quantizer`` quantizes a weight of ``module``."""
     return any(q is quantizer for q, _ in module.quantized_weights())

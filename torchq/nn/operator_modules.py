@@ -1,8 +1,10 @@
-"""A module whose own operators (``+``, ``torch.cat``, ...) are calls of child modules, so that quantizers can sit there.
+"""Modules whose own operators (``+``, ``torch.cat``, ...) are calls of child modules.
 
-The forward of the module's class is traced with all children kept whole, once for training and once for evaluation; chosen operators
-become calls of new children; the result runs in place of the class's forward. The module object, its children, hooks and parameters stay,
-as with every conversion (:mod:`torchq.nn.convert`), and no function or method of torch is patched.
+Quantizers can sit in such children. The forward of the module's class is traced with all children
+kept whole, once for training and once for evaluation. Chosen operators become calls of new
+children, and the result runs in the place of the class's forward. The module object, its children,
+hooks and parameters stay, as with every conversion (:mod:`torchq.nn.convert`). No function or
+method of torch is patched.
 """
 
 from __future__ import annotations
@@ -22,55 +24,61 @@ from torchq.nn.modules.attention import ScaledDotProductAttention
 from torchq.nn.modules.elementwise import ELEMENTWISE, Tap
 from torchq.utils import qualified_name
 
-__all__ = ["WiredModule", "rewire_", "trace_forward", "wire_"]
+__all__ = [
+    "RewrittenForward",
+    "replace_operators_",
+    "replace_recorded_operators_",
+    "trace_forward",
+]
 
-_PLACED: dict[str, type[nn.Module]] = {
+_REPLACEMENTS: dict[str, type[nn.Module]] = {
     **ELEMENTWISE,
     ScaledDotProductAttention.__name__: ScaledDotProductAttention,
 }
 
 
-class WiredModule(QuantModule):
-    """Base of the classes that :func:`wire_` makes, one for each float class.
+class RewrittenForward(QuantModule):
+    """Base of the classes that :func:`replace_operators_` makes, one for each float class.
 
     Attributes:
-        wiring: node of the traced forward -> name of the child that stands there.
+        replacements: Node of the traced forward -> name of the child that is called instead.
     """
 
-    quantizers = ()
+    input_slots = ()
+    weight_slots = ()
     is_container = True
     #: The class's own forward, under a name that the tracer can ask for.
     float_forward: ClassVar[Callable[..., Any]]
 
-    wiring: Mapping[str, str]
+    replacements: Mapping[str, str]
 
-    def wiring_record(self) -> dict[str, Any]:
-        """What :func:`rewire_` needs to wire a float twin of this module, as JSON data."""
+    def replacement_record(self) -> dict[str, Any]:
+        """Return what :func:`replace_recorded_operators_` needs, as JSON data."""
         kinds = {}
-        for child in self.wiring.values():
+        for child in self.replacements.values():
             module = self.get_submodule(child)
-            kinds[child] = (
-                type(module).float_class if isinstance(module, QuantModule) else type(module)
-            ).__name__
+            cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+            kinds[child] = cls.__name__
         return {
             "class": qualified_name(type(self).float_class),
-            "nodes": dict(self.wiring),
+            "nodes": dict(self.replacements),
             "children": kinds,
         }
 
     def _compile(self) -> None:
         self._eval_run, self._train_run = (
-            _rewired(self, self.wiring, training) for training in (False, True)
+            _rewritten(self, self.replacements, training) for training in (False, True)
         )
 
-    def _detach(self) -> None:
-        for child in self.wiring.values():
+    def on_revert(self) -> None:
+        """Remove the children and the rewritten code."""
+        for child in self.replacements.values():
             delattr(self, child)
-        for name in ("wiring", "_eval_run", "_train_run"):
+        for name in ("replacements", "_eval_run", "_train_run"):
             delattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time and the functions by exec: copies and pickles make them again.
+        # The class is made at run time and the functions by exec: a copy makes them again.
         state = {
             name: value
             for name, value in vars(self).items()
@@ -84,29 +92,29 @@ class WiredModule(QuantModule):
 
 
 @cache
-def _twin(cls: type[Any]) -> type[WiredModule]:
-    """The wired class of a float class: one for each, so that types of copies are equal."""
+def _twin(cls: type[Any]) -> type[RewrittenForward]:
+    """Return the class for modules of a float class: one for each, so types of copies are equal."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
 
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # exporters ask for the names of arguments
-    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]  # and torch.fx looks for them in the code
-    text = f"Wired :class:`{qualified_name(cls)}`."
+    # Exporters ask for the names of arguments, and torch.fx looks for them in the wrapped code.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
     body = {
         "float_class": cls,
         "float_forward": cls.forward,
         "forward": forward,
-        "__doc__": text,
+        "__doc__": f":class:`{qualified_name(cls)}` with operators replaced by child modules.",
         "__module__": cls.__module__,
     }
     return types.new_class(
-        f"Wired{cls.__name__}", (WiredModule, cls), {}, lambda namespace: namespace.update(body)
+        f"Rewritten{cls.__name__}", (RewrittenForward, cls), {}, lambda space: space.update(body)
     )
 
 
-def _blank(cls: type[nn.Module]) -> WiredModule:
-    twin: type[WiredModule] = _twin(cls)  # type: ignore[arg-type]
+def _blank(cls: type[nn.Module]) -> RewrittenForward:
+    twin: type[RewrittenForward] = _twin(cls)  # type: ignore[arg-type]
     return twin.__new__(twin)
 
 
@@ -120,26 +128,34 @@ class _ShallowTracer(ForwardTracer):
 
 
 def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
-    """The graph of the module's own forward, its children kept whole; see :func:`torchq.graph.trace_call`.
+    """Return the graph of the module's own forward, with its children kept whole.
+
+    Args:
+        module: Left unchanged.
+        training: The mode to trace in.
+
+    Returns:
+        See :func:`torchq.graph.trace_call`.
 
     Raises:
-        Exception: whatever the forward raises when its control flow looks at a tensor.
+        Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
     before = module.training
     module.training = training
+    function = "float_forward" if isinstance(module, RewrittenForward) else "forward"
     try:
-        return trace_call(
-            _ShallowTracer("float_forward" if isinstance(module, WiredModule) else "forward"),
-            module,
-        )
+        return trace_call(_ShallowTracer(function), module)
     finally:
         module.training = before
 
 
-def _rewired(module: nn.Module, wiring: Mapping[str, str], training: bool) -> Callable[..., Any]:
-    """The forward with the operators in ``wiring`` replaced, as a function of the module and its arguments."""
-    children = {name: module.get_submodule(name) for name in wiring.values()}
-    for name in children:  # a forward that iterates over its children must not meet them
+def _rewritten(
+    module: nn.Module, replacements: Mapping[str, str], training: bool
+) -> Callable[..., Any]:
+    """Return the forward with operators replaced, as a function of the module and its arguments."""
+    children = {name: module.get_submodule(name) for name in replacements.values()}
+    # A forward that iterates over its children must not meet the new ones.
+    for name in children:
         delattr(module, name)
     try:
         graph = trace_forward(module, training)
@@ -147,15 +163,16 @@ def _rewired(module: nn.Module, wiring: Mapping[str, str], training: bool) -> Ca
         for name, child in children.items():
             module.add_module(name, child)
     nodes = {node.name: node for node in graph.nodes}
-    for node, name in wiring.items():
+    where = qualified_name(type(module))
+    for node, name in replacements.items():
         if node not in nodes:
             raise QuantizationError(
-                f"{qualified_name(type(module))}: its forward has no operator {node}; expected the code that was wired"
+                f"{where}: its forward has no operator {node}; expected the code that was traced"
             )
         _substitute(graph, nodes[node], name, isinstance(children[name], Tap))
     code = graph.python_code("self")
     namespace = dict(code.globals)
-    exec(compile(code.src, f"<wired forward of {qualified_name(type(module))}>", "exec"), namespace)
+    exec(compile(code.src, f"<rewritten forward of {where}>", "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
     return function
 
@@ -172,39 +189,47 @@ def _substitute(graph: fx.Graph, node: fx.Node, child: str, before: bool) -> Non
     graph.erase_node(node)
 
 
-def wire_(module: nn.Module, wiring: Mapping[str, str]) -> nn.Module:
-    """Let children of ``module`` stand for operators of its forward, in place, and return it. :func:`torchq.nn.revert_` undoes it.
+def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn.Module:
+    """Make the module call its children in the place of operators, in place, and return it.
+
+    :func:`torchq.nn.revert_` is the inverse.
 
     Args:
-        module: float; the children named in ``wiring`` are there already.
-        wiring: node name in :func:`trace_forward` -> child name. A :class:`Tap` is called on the node's first
-            operand, any other child instead of the node.
+        module: A float module; the children that ``replacements`` names exist already.
+        replacements: Node name in :func:`trace_forward` -> child name. A :class:`Tap` is called on
+            the first operand of the node, any other child instead of the node.
 
     Raises:
-        QuantizationError: the forward has no such node, or ``forward`` was replaced on the instance.
+        QuantizationError: The forward has no such node, or ``forward`` was replaced on the
+            instance.
     """
     if "forward" in vars(module):
         raise QuantizationError(
-            f"{qualified_name(type(module))}: forward was replaced on the instance; expected the class's own"
+            f"{qualified_name(type(module))}: forward was replaced on the instance; "
+            "expected the class's own"
         )
-    runs = [_rewired(module, wiring, training) for training in (False, True)]
+    runs = [_rewritten(module, replacements, training) for training in (False, True)]
     change_class(module, _twin(type(module)))  # type: ignore[arg-type]
-    wired: Any = module
-    wired.wiring = dict(wiring)
-    wired._eval_run, wired._train_run = runs
+    rewritten: Any = module
+    rewritten.replacements = dict(replacements)
+    rewritten._eval_run, rewritten._train_run = runs
     return module
 
 
-def rewire_(module: nn.Module, record: Mapping[str, Any]) -> nn.Module:
-    """Wire a float ``module`` as :meth:`WiredModule.wiring_record` says, with float children, in place, and return it.
+def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) -> nn.Module:
+    """Replace the operators that a record names by float children, in place, and return the module.
+
+    Args:
+        module: A float module.
+        record: What :meth:`RewrittenForward.replacement_record` returned.
 
     Raises:
-        QuantizationError: another class, or another forward.
+        QuantizationError: The module has another class, or another forward.
     """
     if qualified_name(type(module)) != record["class"]:
         raise QuantizationError(
             f"{qualified_name(type(module))}: got this class; expected {record['class']}"
         )
     for child, kind in record["children"].items():
-        module.add_module(child, _PLACED[kind]().train(module.training))
-    return wire_(module, record["nodes"])
+        module.add_module(child, _REPLACEMENTS[kind]().train(module.training))
+    return replace_operators_(module, record["nodes"])

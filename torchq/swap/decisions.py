@@ -225,7 +225,7 @@ def by_rules(
         return Decision(names, module, cls, reason="no rule matches")
     if rule.skip:
         return Decision(names, module, cls, rule=str(rule), reason="excluded")
-    used = {slot: getattr(rule, slot) for slot in QUANTIZED[cls].quantizers}
+    used = {name: getattr(rule, name) for name in QUANTIZED[cls].descriptor_names()}
     if not any(used.values()):
         return Decision(
             names, module, cls, rule=str(rule), reason="the rule has no descriptor for it"

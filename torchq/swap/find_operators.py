@@ -20,7 +20,7 @@ from torchq.nn import (
     Tap,
     TensorQuantizer,
     trace_forward,
-    wire_,
+    replace_operators_,
 )
 from torchq.utils import modules_with_names
 
@@ -274,7 +274,7 @@ def insert_(operators: list[Operator]) -> None:
         for found in group:
             owner.add_module(found.child, found.module().train(owner.training))
         try:
-            wire_(owner, {found.node: found.child for found in group})
+            replace_operators_(owner, {found.node: found.child for found in group})
         except Exception:
             for found in group:
                 delattr(owner, found.child)

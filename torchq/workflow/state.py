@@ -13,9 +13,9 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import (
     QuantModule,
     TensorQuantizer,
-    WiredModule,
+    RewrittenForward,
     convert_,
-    rewire_,
+    replace_recorded_operators_,
     share_quantizers_,
     shared_groups,
 )
@@ -32,14 +32,11 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
     """What was swapped in ``model`` and how, as JSON data."""
     modules, wirings = {}, {}
     for names, module in modules_with_names(model):
-        if isinstance(module, WiredModule):
-            wirings[names[0]] = module.wiring_record()
+        if isinstance(module, RewrittenForward):
+            wirings[names[0]] = module.replacement_record()
         elif isinstance(module, QuantModule):
-            slots = {slot: getattr(module, f"{slot}_quantizer") for slot in module.quantizers}
             descriptors = {
-                slot: q.descriptor.to_dict()
-                for slot, q in slots.items()
-                if isinstance(q, TensorQuantizer)
+                name: descriptor.to_dict() for name, descriptor in module.rule_descriptors().items()
             }
             modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
     modes = {name: q.mode for name, q in quantizers(model).items()}
@@ -112,8 +109,8 @@ def _rewire(model: nn.Module, wirings: dict[str, Any]) -> None:
             raise QuantizationError(
                 f"{name}: got no such module; expected {entry['class']}. Load into the architecture that was saved"
             )
-        if not isinstance(found[name], WiredModule):
-            rewire_(found[name], entry)
+        if not isinstance(found[name], RewrittenForward):
+            replace_recorded_operators_(found[name], entry)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:

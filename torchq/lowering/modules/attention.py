@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.registry import LOWERINGS, active, lower
 from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention, convert_
-from torchq.nn.modules.attending import ProjectedAttention
+from torchq.nn.modules.attention import ProjectedAttention
 
 __all__ = ["DeployedMultiheadAttention"]
 
@@ -90,7 +90,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
     def summary_row(self) -> tuple[str, int, str]:
         """For :func:`torchq.summary`; the projections have rows of their own."""
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))
-        simulated = any(active(quantizer) for quantizer in self._chosen(self.products))
+        simulated = any(active(quantizer) for quantizer in self._quantizers(self.products))
         return (
             "float",
             size,
@@ -121,7 +121,7 @@ def _projections(module: QuantMultiheadAttention) -> list[QuantLinear]:
     """The four projections as layers of their own, with the quantizers of ``module``."""
     biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
     result = []
-    slots = zip(module.inputs, module.weights, strict=True)
+    slots = zip(module.projections, module.weight_slots, strict=True)
     for (of_input, of_weight), weight, bias in zip(
         slots, module.projection_weights(), [*biases, module.out_proj.bias], strict=True
     ):

@@ -18,6 +18,7 @@ from torchq.lowering.modules.qdq import Dequantize, GatedSiLU, Quantize
 from torchq.lowering.passes.fold_batchnorm import static_qparams
 from torchq.lowering.registry import active
 from torchq.nn import (
+    InputQuantized,
     QuantAdd,
     QuantCat,
     QuantMatMul,
@@ -126,8 +127,7 @@ class Separator(Editor):
         elif isinstance(module, (QuantAdd, QuantMul, QuantMatMul)):
             self._open(node, module)
         elif (
-            isinstance(module, QuantModule)
-            and module.quantizers == ("input",)
+            isinstance(module, InputQuantized)
             and len(node.args) == 1
             and (qparams := static_qparams(module.input_quantizer))
         ):

@@ -1,185 +1,126 @@
-"""Quantized attention: torch's layer with its packed projections, and the function as a module."""
+"""Quantized attention: torch's layer, and the function as a module.
+
+:func:`attend` computes attention with quantizers on the operands of both matrix products.
+:class:`ProjectedAttention` adds heads, masks and layouts around it, and is shared with deployed
+models. The layers of this file add projections and quantizers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.errors import QuantizationError
 from torchq.nn.convert import QuantModule, register
-from torchq.nn.modules.attending import ProjectedAttention, additive, attend, is_passive
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing
 
-__all__ = ["QuantMultiheadAttention", "QuantScaledDotProductAttention", "ScaledDotProductAttention"]
+__all__ = [
+    "ProjectedAttention",
+    "QuantMultiheadAttention",
+    "QuantScaledDotProductAttention",
+    "ScaledDotProductAttention",
+    "additive_mask",
+    "attend",
+    "is_passive",
+]
 
 
-class ScaledDotProductAttention(nn.Module):
-    """:func:`torch.nn.functional.scaled_dot_product_attention` as a module, so that its operands can have quantizers."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+def is_passive(quantizer: nn.Module) -> bool:
+    """Return True if ``quantizer`` returns its input unchanged and observes nothing."""
+    if not isinstance(quantizer, TensorQuantizer):
+        return True
+    return quantizer.mode == "off" and quantizer.pre_quant_scale is None
 
 
-def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:
-    """Of query, transposed key, value and softmax, from the one for activations.
+def _most_negative(dtype: torch.dtype) -> float:
+    """Return the number that stands for minus infinity in masks.
 
-    The softmax lies in 0..1: without codes for negative numbers its grid is twice as fine. Blocks follow the axis that is summed over.
+    With it a row that is masked out as a whole stays finite, also when two masks are added.
     """
-    if input is None:
-        return (None,) * 4
-    second = (
-        input.replace(block_axis=-2)
-        if input.block_size is not None and input.block_axis == -1
-        else input
-    )
-    unsigned = {"unsigned": True, "narrow_range": False} if isinstance(input.num_bits, int) else {}
-    return input, second, second, input.replace(**unsigned)
+    return torch.finfo(dtype).min / 4
 
 
-def _thirds(packed: Tensor) -> tuple[Tensor, ...]:
-    """The parts of query, key and value; as slices, which exporters compute ahead."""
-    size = packed.shape[0] // 3
-    return tuple(packed.narrow(0, size * part, size) for part in range(3))
+def additive_mask(mask: Tensor, excluded: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a mask to add to the scores.
 
-
-@register(ScaledDotProductAttention)
-class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
-    """:class:`ScaledDotProductAttention` with the operands of both products quantized: scaled query, transposed key, softmax, value.
-
-    The softmax has an unsigned grid. A row whose keys are all masked attends to all of them alike.
+    Args:
+        mask: Floating point, or of any dtype where ``excluded`` is given, which replaces it.
+        excluded: bool; True where a query must not attend to a key.
+        dtype: The dtype of the result.
     """
-
-    quantizers = ("input",)
-    products: ClassVar[tuple[str, ...]] = ("input", "key", "value", "softmax")
-
-    def _attach(self, **descriptors: QuantDescriptor | None) -> None:
-        super()._attach(
-            **dict(zip(self.products, _product_descriptors(descriptors["input"]), strict=True))
-        )
-
-    def _detach(self) -> None:
-        for slot in self.products:
-            delattr(self, f"{slot}_quantizer")
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        quantizers = tuple(getattr(self, f"{slot}_quantizer") for slot in self.products)
-        if all(map(is_passive, quantizers)):
-            return super().forward(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
-        if enable_gqa:
-            key, value = (
-                x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value)
-            )
-        if is_causal:
-            attn_mask = torch.ones(
-                query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
-            ).tril()
-        if attn_mask is not None:
-            attn_mask = additive(
-                attn_mask, ~attn_mask if attn_mask.dtype is torch.bool else None, query.dtype
-            )
-        with constant_while_tracing():
-            scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale
-        return attend(quantizers, query, key, value, attn_mask, dropout_p, scale)[0]
+    if excluded is None:
+        return mask.to(dtype).clamp(min=_most_negative(dtype))
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill(excluded, _most_negative(dtype))
 
 
-@register(nn.MultiheadAttention)
-class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAttention):
-    """Quantized :class:`torch.nn.MultiheadAttention`: the same arguments, results and parameters.
+def attend(
+    quantizers: tuple[nn.Module, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention with the operands of both matrix products quantized.
 
-    The inputs and weights of all four projections are quantized: ``input_quantizer``, ``key_quantizer``, ``value_quantizer`` and
-    ``out_input_quantizer``; ``weight_quantizer`` (of the query), ``key_weight_quantizer``, ``value_weight_quantizer`` and
-    ``out_weight_quantizer``, each on its part of ``in_proj_weight``. The operands of the two products have
-    quantizers as well, ``query_heads_quantizer`` (of the scaled query), ``key_heads_quantizer``, ``value_heads_quantizer`` and
-    ``softmax_quantizer`` (unsigned); they are off until :meth:`quantize_products`, which ``quantize_`` calls with the targets
-    "onnxruntime" and "openvino".
+    Args:
+        quantizers: For the scaled query, the transposed key, the value and the softmax.
+        query: (..., L, D).
+        key: (..., S, D).
+        value: (..., S, D).
+        mask: Additive, broadcastable to (..., L, S), or None.
+        dropout_p: Probability to drop an attention weight.
+        scale: Multiplies the query.
 
-    With every quantizer off this is torch's own forward, bit for bit. Otherwise a row whose keys are all masked attends to all of them
-    alike, where torch gives NaN or zero.
+    Returns:
+        The result (..., L, D) and the attention weights (..., L, S).
+    """
+    of_query, of_key, of_value, of_weights = quantizers
+    # The key is transposed before it is quantized: a Transpose between DequantizeLinear and MatMul
+    # would keep runtimes from fusing them.
+    scores = of_query(query * scale) @ of_key(key.transpose(-2, -1))
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    weights = of_weights(F.dropout(weights, dropout_p) if dropout_p else weights)
+    return weights @ of_value(value), weights
 
-    Raises:
-        QuantizationError: an input is a nested tensor, which only torch's fused kernel takes.
 
-    Example:
-        >>> attention = torchq.nn.QuantMultiheadAttention(8, 2, batch_first=True)
-        >>> tokens = torch.randn(1, 5, 8)
-        >>> attention(tokens, tokens, tokens)[0].shape
-        torch.Size([1, 5, 8])
+class ProjectedAttention(nn.Module):
+    """Multi-head attention without its projections: layout, heads, masks, both matrix products.
+
+    A subclass computes the projections. The attributes that are not listed here are those of
+    :class:`torch.nn.MultiheadAttention`.
+
+    Attributes:
+        products: Slots of the quantizers of the scaled query, the transposed key, the value and
+            the softmax.
     """
 
-    inputs: ClassVar[tuple[str, ...]] = ("input", "key", "value", "out_input")
-    weights: ClassVar[tuple[str, ...]] = ("weight", "key_weight", "value_weight", "out_weight")
+    products: ClassVar[tuple[str, ...]] = ("query_heads", "key_heads", "value_heads", "softmax")
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    bias_k: Tensor | None
+    bias_v: Tensor | None
 
-    def _attach(self, **descriptors: QuantDescriptor | None) -> None:
-        products = dict(zip(self.products, _product_descriptors(descriptors["input"]), strict=True))
-        layers = dict.fromkeys(self.inputs, descriptors["input"]) | dict.fromkeys(
-            self.weights, descriptors["weight"]
-        )
-        super()._attach(**layers, **products)
-        self.quantize_products(False)
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Return the projections (N, length, embed_dim) of the inputs (N, length, width)."""
+        raise NotImplementedError
 
-    def _detach(self) -> None:
-        for slot in (*self.inputs, *self.weights, *self.products):
-            delattr(self, f"{slot}_quantizer")
-
-    def quantize_products(self, enabled: bool = True) -> None:
-        """Switch the quantizers of the operands of both matrix products on or off; calibrate them afterwards."""
-        for quantizer in self._chosen(self.products):
-            if isinstance(quantizer, TensorQuantizer):
-                quantizer.mode = "quantize" if enabled else "off"
-
-    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
-        for quantizer, weight in zip(
-            self._chosen(self.weights), self.projection_weights(), strict=True
-        ):
-            if isinstance(quantizer, TensorQuantizer):
-                yield quantizer, weight
-
-    def projection_weights(self) -> tuple[Tensor, ...]:
-        """Those of query, key, value and output, each (out, in)."""
-        packed = cast("Tensor | None", self.in_proj_weight)
-        projections = (
-            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            if packed is None
-            else _thirds(packed)
-        )
-        return (*projections, self.out_proj.weight)
+    def _project_out(self, x: Tensor) -> Tensor:
+        """Return the output projection of ``x`` (N, L, embed_dim)."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -192,27 +133,279 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        passive = all(map(is_passive, self._chosen((*self.inputs, *self.weights, *self.products))))
-        forward = nn.MultiheadAttention.forward if passive else ProjectedAttention.forward
-        options: dict[str, Any] = {
-            "average_attn_weights": average_attn_weights,
-            "is_causal": is_causal,
-        }
-        return forward(
-            self, query, key, value, key_padding_mask, need_weights, attn_mask, **options
+        name = type(self).__name__
+        if query.is_nested:
+            raise QuantizationError(
+                f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
+            )
+        if is_causal and attn_mask is None:
+            raise QuantizationError(
+                f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
+            )
+        batched = query.dim() == 3
+        first = self._batch_first(query, batched)
+        # One tensor that is passed twice stays one tensor.
+        second = first if key is query else self._batch_first(key, batched)
+        third = second if value is key else self._batch_first(value, batched)
+        q, k, v = self._heads(self._project(first, second, third))
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        products, dropout_p = (
+            self._quantizers(self.products),
+            self.dropout if self.training else 0.0,
         )
+        weights = None
+        if need_weights or not all(map(is_passive, products)):
+            y, weights = attend(products, q, k, v, mask, dropout_p, 1 / math.sqrt(self.head_dim))
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
+        y = self._project_out(y.transpose(1, 2).flatten(2))
+        if not batched:
+            y = y.squeeze(0)
+        elif not self.batch_first:
+            y = y.transpose(0, 1)
+        if not need_weights or weights is None:
+            return y, None
+        weights = weights.mean(1) if average_attn_weights else weights
+        return y, weights if batched else weights.squeeze(0)
+
+    def _quantizers(self, slots: tuple[str, ...]) -> tuple[nn.Module, ...]:
+        return tuple(getattr(self, f"{slot}_quantizer") for slot in slots)
+
+    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return query, key and value as (N, heads, length, width).
+
+        Key and value include the extra positions of ``add_bias_kv`` and ``add_zero_attn``.
+        """
+        result = []
+        extras = (None, self.bias_k, self.bias_v)
+        for number, (x, extra) in enumerate(zip(projected, extras, strict=True)):
+            if extra is not None:
+                x = torch.cat([x, extra.expand(x.shape[0], -1, -1)], dim=1)
+            x = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            result.append(F.pad(x, (0, 0, 0, 1)) if number and self.add_zero_attn else x)
+        return tuple(result)
+
+    def _mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
+    ) -> Tensor | None:
+        """Return one additive mask that broadcasts with (N, heads, L, S), or None.
+
+        True and -inf exclude. The extra keys of :meth:`_heads` are never masked.
+        """
+        masks = []
+        if attn_mask is not None and attn_mask.dim() == 3:
+            masks.append(attn_mask.view(-1, self.num_heads, *attn_mask.shape[1:]))
+        elif attn_mask is not None:
+            masks.append(attn_mask)
+        if key_padding_mask is not None:
+            batched = key_padding_mask.dim() == 2
+            padded = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+            masks.append(padded[:, None, None, :])
+        if not masks:
+            return None
+        added = [
+            additive_mask(mask, mask if mask.dtype is torch.bool else None, query.dtype)
+            for mask in masks
+        ]
+        extra = int(self.bias_k is not None) + int(self.add_zero_attn)
+        return F.pad(sum(added[1:], added[0]), (0, extra))
+
+
+class ScaledDotProductAttention(nn.Module):
+    """:func:`torch.nn.functional.scaled_dot_product_attention` as a module.
+
+    Its operands can have quantizers; see :class:`QuantScaledDotProductAttention`.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        attend = F.scaled_dot_product_attention
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:
+    """Return the descriptors of query, transposed key, value and softmax, given one for inputs.
+
+    The softmax lies in 0..1, so an unsigned format gives it a resolution twice as fine. Blocks
+    follow the axis that the matrix product sums over.
+    """
+    if input is None:
+        return (None,) * 4
+    second = input
+    if input.block_size is not None and input.block_axis == -1:
+        second = input.replace(block_axis=-2)
+    unsigned = {"unsigned": True, "narrow_range": False} if isinstance(input.num_bits, int) else {}
+    return input, second, second, input.replace(**unsigned)
+
+
+def _thirds(packed: Tensor) -> tuple[Tensor, ...]:
+    """Return the parts of query, key and value, as slices: exporters fold those into constants."""
+    size = packed.shape[0] // 3
+    return tuple(packed.narrow(0, size * part, size) for part in range(3))
+
+
+@register(ScaledDotProductAttention)
+class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
+    """:class:`ScaledDotProductAttention` with the operands of both matrix products quantized.
+
+    They are the scaled query, the transposed key, the softmax (unsigned) and the value. A row
+    whose keys are all masked attends to all of them alike.
+    """
+
+    input_slots = ("input", "key", "value", "softmax")
+    weight_slots = ()
+
+    @classmethod
+    def slot_descriptors(
+        cls, input: QuantDescriptor | None, weight: QuantDescriptor | None
+    ) -> dict[str, QuantDescriptor | None]:
+        """Return the rule's descriptor, unsigned for the softmax."""
+        return dict(zip(cls.input_slots, _product_descriptors(input), strict=True))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        quantizers = tuple(getattr(self, f"{slot}_quantizer") for slot in self.input_slots)
+        if all(map(is_passive, quantizers)):
+            return super().forward(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        if enable_gqa:
+            heads = query.shape[-3]
+            key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
+            value = value.repeat_interleave(heads // value.shape[-3], dim=-3)
+        if is_causal:
+            shape, device = (query.shape[-2], key.shape[-2]), query.device
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+        if attn_mask is not None:
+            excluded = ~attn_mask if attn_mask.dtype is torch.bool else None
+            attn_mask = additive_mask(attn_mask, excluded, query.dtype)
+        with constant_while_tracing():
+            scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale
+        return attend(quantizers, query, key, value, attn_mask, dropout_p, scale)[0]
+
+
+@register(nn.MultiheadAttention)
+class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAttention):
+    """Quantized :class:`torch.nn.MultiheadAttention`: the same arguments, results and parameters.
+
+    The inputs and weights of all four projections are quantized. The inputs have
+    ``input_quantizer``, ``key_quantizer``, ``value_quantizer`` and ``out_input_quantizer``. The
+    weights have ``weight_quantizer`` (of the query), ``key_weight_quantizer``,
+    ``value_weight_quantizer`` and ``out_weight_quantizer``, each on its part of
+    ``in_proj_weight``. The operands of the two matrix products have quantizers as well:
+    ``query_heads_quantizer`` (of the scaled query), ``key_heads_quantizer``,
+    ``value_heads_quantizer`` and ``softmax_quantizer`` (unsigned). These four are off until
+    :meth:`quantize_products`, which ``quantize_`` calls for "onnxruntime" and "openvino".
+
+    With every quantizer off this is torch's own forward, bit for bit. Otherwise a row whose keys
+    are all masked attends to all of them alike, where torch gives NaN or zero.
+
+    Raises:
+        QuantizationError: An input is a nested tensor, which only torch's fused kernel accepts.
+
+    Example:
+        >>> attention = torchq.nn.QuantMultiheadAttention(8, 2, batch_first=True)
+        >>> tokens = torch.randn(1, 5, 8)
+        >>> attention(tokens, tokens, tokens)[0].shape
+        torch.Size([1, 5, 8])
+    """
+
+    projections: ClassVar[tuple[str, ...]] = ("input", "key", "value", "out_input")
+    input_slots = (*projections, *ProjectedAttention.products)
+    weight_slots = ("weight", "key_weight", "value_weight", "out_weight")
+
+    @classmethod
+    def slot_descriptors(
+        cls, input: QuantDescriptor | None, weight: QuantDescriptor | None
+    ) -> dict[str, QuantDescriptor | None]:
+        """Return the rule's descriptors; see :func:`attend` for those of the matrix products."""
+        products = dict(zip(cls.products, _product_descriptors(input), strict=True))
+        layers = dict.fromkeys(cls.projections, input) | dict.fromkeys(cls.weight_slots, weight)
+        return layers | products
+
+    def on_convert(self) -> None:
+        """Switch the quantizers of the matrix products off."""
+        self.quantize_products(False)
+
+    def quantize_products(self, enabled: bool = True) -> None:
+        """Switch the quantizers of both matrix products on or off; then calibrate them."""
+        for quantizer in self._quantizers(self.products):
+            if isinstance(quantizer, TensorQuantizer):
+                quantizer.mode = "quantize" if enabled else "off"
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield each weight quantizer with its part of the packed projections."""
+        quantizers = self._quantizers(self.weight_slots)
+        for quantizer, weight in zip(quantizers, self.projection_weights(), strict=True):
+            if isinstance(quantizer, TensorQuantizer):
+                yield quantizer, weight
+
+    def projection_weights(self) -> tuple[Tensor, ...]:
+        """Return the weights of query, key, value and output projection, each (out, in)."""
+        packed = cast("Tensor | None", self.in_proj_weight)
+        if packed is None:
+            inputs: tuple[Tensor, ...] = (
+                self.q_proj_weight,
+                self.k_proj_weight,
+                self.v_proj_weight,
+            )
+        else:
+            inputs = _thirds(packed)
+        return (*inputs, self.out_proj.weight)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        passive = all(map(is_passive, self._quantizers(self.slots())))
+        forward = nn.MultiheadAttention.forward if passive else ProjectedAttention.forward
+        masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return forward(self, query, key, value, *masks)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         biases = (None,) * 3 if self.in_proj_bias is None else _thirds(self.in_proj_bias)
-        slots = self._chosen(self.inputs), self._chosen(self.weights)
+        inputs, weights = self._quantizers(self.projections), self._quantizers(self.weight_slots)
+        # zip ends after three: the output projection comes later.
         rows = zip(
-            (query, key, value), self.projection_weights(), biases, *slots, strict=False
-        )  # the output comes later
+            (query, key, value), self.projection_weights(), biases, inputs, weights, strict=False
+        )
         return [
             F.linear(of_input(x), of_weight(weight), bias)
             for x, weight, bias, of_input, of_weight in rows
         ]
 
     def _project_out(self, x: Tensor) -> Tensor:
-        of_input, of_weight = self._chosen(("out_input", "out_weight"))
+        of_input, of_weight = self._quantizers(("out_input", "out_weight"))
         return F.linear(of_input(x), of_weight(self.out_proj.weight), self.out_proj.bias)

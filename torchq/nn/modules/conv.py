@@ -1,4 +1,4 @@
-"""Quantized convolutions: quantize input and weight, then torch's own code."""
+"""Quantized convolutions: they quantize input and weight, then run torch's own code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = [
 
 
 class _QuantConv(OutputScaling, QuantModule):
-    """``conv(input_quantizer(x), weight_quantizer(weight)) + bias``; the bias stays float.
+    """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.
 
-    Overrides torch's own seam, so every ``padding_mode``, ``"same"``, groups and dilation are torch's.
+    Only ``_conv_forward`` is overridden, so ``padding_mode``, padding ``"same"``, groups and
+    dilation are handled by torch. The bias stays float.
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,14 +50,17 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
 
 
 class _QuantConvTranspose(OutputScaling, QuantModule):
-    """As :class:`_QuantConv`. The weight is (in, out / groups, ...): channels are on axis 1."""
+    """Base of the transposed convolutions; their weight is (in, out / groups, ...).
+
+    The output channels are on axis 1. The bias stays float.
+    """
 
     channel_axis: ClassVar[int] = 1
     _function: ClassVar[Any]
     _spatial: ClassVar[int]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        # torch refuses other padding modes when the module is built.
+        # Only zeros are padded: the constructor of the float class refuses other padding modes.
         shape = (
             output_size,
             self.stride,
@@ -82,20 +86,20 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
 
 @register(nn.ConvTranspose1d)
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
-    """Quantized :class:`torch.nn.ConvTranspose1d`."""
+    """Quantized :class:`torch.nn.ConvTranspose1d`; input (N, C, L) or (C, L)."""
 
     _function, _spatial = staticmethod(F.conv_transpose1d), 1
 
 
 @register(nn.ConvTranspose2d)
 class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
-    """Quantized :class:`torch.nn.ConvTranspose2d`."""
+    """Quantized :class:`torch.nn.ConvTranspose2d`; input (N, C, H, W) or (C, H, W)."""
 
     _function, _spatial = staticmethod(F.conv_transpose2d), 2
 
 
 @register(nn.ConvTranspose3d)
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
-    """Quantized :class:`torch.nn.ConvTranspose3d`."""
+    """Quantized :class:`torch.nn.ConvTranspose3d`; input (N, C, D, H, W) or (C, D, H, W)."""
 
     _function, _spatial = staticmethod(F.conv_transpose3d), 3

@@ -1,19 +1,20 @@
-"""Sums, products, concatenations and matrix products as modules, so that their inputs can have quantizers.
+"""Add, multiply, matmul and concatenate as modules, so that their operands can have quantizers.
 
-Write ``self.add = torchq.nn.QuantAdd()`` in a model and call ``self.add(x, y)`` for ``x + y``; or write the float modules and let a rule
-quantize them; or let :func:`torchq.quantize_` with ``target=`` put them in place of the operators that it finds.
+There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a model and call
+``self.add(x, y)`` for ``x + y``. Write the float modules and let a rule quantize them. Or let
+:func:`torchq.quantize_` with ``target=`` put them in the place of the operators that it finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.modules.input_quantized import InputQuantized
 
 __all__ = [
     "ELEMENTWISE",
@@ -31,31 +32,31 @@ __all__ = [
 
 
 class Add(nn.Module):
-    """``input + other``."""
+    """The operator ``input + other`` as a module."""
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
         return input + other
 
 
 class Mul(nn.Module):
-    """``input * other``."""
+    """The operator ``input * other`` as a module."""
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
         return input * other
 
 
 class MatMul(nn.Module):
-    """``torch.matmul(input, other)``."""
+    """The function ``torch.matmul(input, other)`` as a module."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         return torch.matmul(input, other)
 
 
 class Cat(nn.Module):
-    """``torch.cat(tensors, dim)``.
+    """The function ``torch.cat(tensors, dim)`` as a module.
 
     Args:
-        dim: where to concatenate, unless the call says.
+        dim: The dimension along which calls without ``dim`` concatenate.
     """
 
     def __init__(self, dim: int = 1) -> None:
@@ -70,32 +71,25 @@ class Cat(nn.Module):
 
 
 class Tap(nn.Identity):
-    """Returns its input: a place in a forward where a quantizer can sit."""
+    """Identity that marks a place in a forward where a quantizer can sit."""
 
 
-#: The float modules of this file by name.
+#: The float modules of this file, by class name.
 ELEMENTWISE: dict[str, type[nn.Module]] = {
     cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, Tap)
 }
 
 
 class _QuantBinary(QuantModule):
-    """``input_quantizer`` for the first operand and ``other_quantizer`` for the second, from one descriptor.
+    """Base of operators with two operands, each with its own range.
 
-    An operand that is no floating-point tensor (a number, an index) passes unquantized.
+    An operand that is not a floating-point tensor (a number, an index) is not quantized.
     """
 
-    quantizers = ("input",)
-    operands: ClassVar[tuple[str, ...]] = ("input", "other")
+    input_slots = ("input", "other")
+    weight_slots = ()
 
     other_quantizer: nn.Module
-
-    def _attach(self, **descriptors: QuantDescriptor | None) -> None:
-        super()._attach(**dict.fromkeys(self.operands, descriptors["input"]))
-
-    def _detach(self) -> None:
-        for operand in self.operands:
-            delattr(self, f"{operand}_quantizer")
 
     def forward(self, input: Any, other: Any) -> Tensor:
         return super().forward(
@@ -132,12 +126,12 @@ class QuantMatMul(_QuantBinary, MatMul):
 
 @register(Cat)
 class QuantCat(QuantModule, Cat):
-    """:class:`Cat` of tensors that share one range, so that a runtime can concatenate their codes as they are.
+    """:class:`Cat` of tensors that share one range, so that a runtime can concatenate their codes.
 
     The one ``input_quantizer`` sees every tensor.
     """
 
-    quantizers = ("input",)
+    weight_slots = ()
 
     def forward(self, tensors: Sequence[Tensor], dim: int | None = None) -> Tensor:
         return super().forward(
@@ -146,10 +140,5 @@ class QuantCat(QuantModule, Cat):
 
 
 @register(Tap)
-class QuantTap(QuantModule, Tap):
-    """Returns its input quantized."""
-
-    quantizers = ("input",)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(self.input_quantizer(input))
+class QuantTap(InputQuantized, Tap):
+    """:class:`Tap` that returns its input quantized."""

@@ -1,4 +1,4 @@
-"""Quantized Linear and Embedding."""
+"""Quantized Linear, Bilinear, Embedding and EmbeddingBag."""
 
 from __future__ import annotations
 
@@ -8,31 +8,51 @@ from torch import Tensor, nn
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
 
-__all__ = ["QuantLinear", "QuantEmbedding"]
+__all__ = ["QuantBilinear", "QuantEmbedding", "QuantEmbeddingBag", "QuantLinear"]
 
 
 @register(nn.Linear)
 class QuantLinear(OutputScaling, QuantModule, nn.Linear):
-    """``linear(input_quantizer(x), weight_quantizer(weight), bias)``; input (..., in_features), the bias stays float."""
+    """Quantized :class:`torch.nn.Linear`; input (..., in_features). The bias stays float."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(self.input_quantizer(input), self.weight_quantizer(self.weight), self.bias)
 
 
+@register(nn.Bilinear)
+class QuantBilinear(QuantModule, nn.Bilinear):
+    """Quantized :class:`torch.nn.Bilinear`, each input with its own range; the bias stays float.
+
+    The weight (out_features, in1_features, in2_features) has its output channels on axis 0.
+    """
+
+    input_slots = ("input1", "input2")
+
+    input1_quantizer: nn.Module
+    input2_quantizer: nn.Module
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        input1, input2 = self.input1_quantizer(input1), self.input2_quantizer(input2)
+        return F.bilinear(input1, input2, self.weight_quantizer(self.weight), self.bias)
+
+
+class _QuantTable(QuantModule):
+    """Base of look-ups in a quantized table; the indices are integers and have no quantizer."""
+
+    input_slots = ()
+
+
 @register(nn.Embedding)
-class QuantEmbedding(QuantModule, nn.Embedding):
-    """Looks up rows of ``weight_quantizer(weight)``; the indices have no quantizer.
+class QuantEmbedding(_QuantTable, nn.Embedding):
+    """Quantized :class:`torch.nn.Embedding`: looks up rows of ``weight_quantizer(weight)``.
 
     ``max_norm`` renormalises the float table first, as :class:`torch.nn.Embedding` does.
     """
 
-    quantizers = ("weight",)
-
     def forward(self, input: Tensor) -> Tensor:
         if self.max_norm is not None:
-            F.embedding(
-                input, self.weight, self.padding_idx, self.max_norm, self.norm_type
-            )  # renormalises in place
+            # This look-up renormalises the table in place.
+            F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
         weight = self.weight_quantizer(self.weight)
         return F.embedding(
             input,
@@ -42,4 +62,35 @@ class QuantEmbedding(QuantModule, nn.Embedding):
             self.norm_type,
             self.scale_grad_by_freq,
             self.sparse,
+        )
+
+
+@register(nn.EmbeddingBag)
+class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
+    """Quantized :class:`torch.nn.EmbeddingBag`: reduces rows of ``weight_quantizer(weight)``.
+
+    ``max_norm`` renormalises the float table first, as :class:`torch.nn.EmbeddingBag` does.
+    """
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        if self.max_norm is not None:
+            # This look-up renormalises the table in place.
+            F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+        return F.embedding_bag(
+            input,
+            self.weight_quantizer(self.weight),
+            offsets,
+            None,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            self.include_last_offset,
+            self.padding_idx,
         )

@@ -29,7 +29,7 @@ class LegacyLayer(QuantModule):
             for key in list(kwargs)
             if key in inspect.signature(self.float_class.__init__).parameters
         }
-        input_only = "weight" not in self.quantizers
+        input_only = not self.weight_slots
         descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
         super(QuantModule, self).__init__(*args, **own)
         self.init_quantizer(*((descriptors,) if input_only else descriptors))  # type: ignore[operator]
@@ -39,12 +39,12 @@ class LegacyLayer(QuantModule):
         return self.input_quantizer(input), self.weight_quantizer(self.weight)
 
     def _detach(self) -> None:
-        for slot in self.quantizers:
+        for slot in self.slots():
             delattr(self, f"_{slot}_quantizer")
         self.__dict__.pop("_fake_quant", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for slot in self.quantizers:  # the names in torchq's own modules
+        for slot in self.slots():  # the names in torchq's own modules
             new = f"{prefix}{slot}_quantizer."
             for key in [key for key in state_dict if key.startswith(new)]:
                 state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
