@@ -15,7 +15,6 @@ from torchq.nn.convert import (
 from torchq.nn.modules.attention import (
     QuantMultiheadAttention,
     QuantScaledDotProductAttention,
-    ScaledDotProductAttention,
 )
 from torchq.nn.modules.conv import (
     QuantConv1d,
@@ -24,18 +23,6 @@ from torchq.nn.modules.conv import (
     QuantConvTranspose1d,
     QuantConvTranspose2d,
     QuantConvTranspose3d,
-)
-from torchq.nn.modules.elementwise import (
-    Add,
-    Cat,
-    MatMul,
-    Mul,
-    QuantAdd,
-    QuantCat,
-    QuantMatMul,
-    QuantMul,
-    QuantTap,
-    Tap,
 )
 from torchq.nn.modules.frozen_batchnorm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
 from torchq.nn.modules.input_quantized import (
@@ -58,14 +45,27 @@ from torchq.nn.modules.input_quantized import (
     QuantMaxPool2d,
     QuantMaxPool3d,
     QuantMish,
-    QuantSiLU,
     QuantSigmoid,
+    QuantSiLU,
 )
 from torchq.nn.modules.linear import (
     QuantBilinear,
     QuantEmbedding,
     QuantEmbeddingBag,
     QuantLinear,
+)
+from torchq.nn.modules.operators import (
+    Add,
+    Cat,
+    MatMul,
+    Mul,
+    QuantAdd,
+    QuantCat,
+    QuantMatMul,
+    QuantMul,
+    QuantTap,
+    ScaledDotProductAttention,
+    Tap,
 )
 from torchq.nn.modules.reparam import Branches, QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer

@@ -107,7 +107,8 @@ class QuantModule(nn.Module):
         A class overrides this method where a slot needs a descriptor of its own, such as an
         unsigned one for a softmax. The first slot of a kind keeps the rule's descriptor.
         """
-        return dict.fromkeys(cls.input_slots, input) | dict.fromkeys(cls.weight_slots, weight)
+        inputs = {slot: input for slot in cls.input_slots}
+        return inputs | {slot: weight for slot in cls.weight_slots}
 
     @classmethod
     def descriptor_names(cls) -> tuple[str, ...]:

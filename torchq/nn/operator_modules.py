@@ -20,8 +20,7 @@ from torch import fx, nn
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, trace_call
 from torchq.nn.convert import QuantModule, change_class
-from torchq.nn.modules.attention import ScaledDotProductAttention
-from torchq.nn.modules.elementwise import ELEMENTWISE, Tap
+from torchq.nn.modules.operators import OPERATORS, Tap
 from torchq.utils import qualified_name
 
 __all__ = [
@@ -30,11 +29,6 @@ __all__ = [
     "replace_recorded_operators_",
     "trace_forward",
 ]
-
-_REPLACEMENTS: dict[str, type[nn.Module]] = {
-    **ELEMENTWISE,
-    ScaledDotProductAttention.__name__: ScaledDotProductAttention,
-}
 
 
 class RewrittenForward(QuantModule):
@@ -231,5 +225,5 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
             f"{qualified_name(type(module))}: got this class; expected {record['class']}"
         )
     for child, kind in record["children"].items():
-        module.add_module(child, _REPLACEMENTS[kind]().train(module.training))
+        module.add_module(child, OPERATORS[kind]().train(module.training))
     return replace_operators_(module, record["nodes"])

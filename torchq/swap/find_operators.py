@@ -19,8 +19,8 @@ from torchq.nn import (
     ScaledDotProductAttention,
     Tap,
     TensorQuantizer,
-    trace_forward,
     replace_operators_,
+    trace_forward,
 )
 from torchq.utils import modules_with_names
 

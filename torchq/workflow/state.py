@@ -12,8 +12,8 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import (
     QuantModule,
-    TensorQuantizer,
     RewrittenForward,
+    TensorQuantizer,
     convert_,
     replace_recorded_operators_,
     share_quantizers_,

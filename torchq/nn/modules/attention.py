@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing
 
@@ -25,7 +26,6 @@ __all__ = [
     "ProjectedAttention",
     "QuantMultiheadAttention",
     "QuantScaledDotProductAttention",
-    "ScaledDotProductAttention",
     "additive_mask",
     "attend",
     "is_passive",
@@ -214,29 +214,6 @@ class ProjectedAttention(nn.Module):
         ]
         extra = int(self.bias_k is not None) + int(self.add_zero_attn)
         return F.pad(sum(added[1:], added[0]), (0, extra))
-
-
-class ScaledDotProductAttention(nn.Module):
-    """:func:`torch.nn.functional.scaled_dot_product_attention` as a module.
-
-    Its operands can have quantizers; see :class:`QuantScaledDotProductAttention`.
-    """
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        attend = F.scaled_dot_product_attention
-        return attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
 
 
 def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:

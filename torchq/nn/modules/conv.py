@@ -29,9 +29,8 @@ class _QuantConv(OutputScaling, QuantModule):
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(
-            self.input_quantizer(input), self.weight_quantizer(weight), bias
-        )  # type: ignore[misc]
+        input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
+        return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
 
 
 @register(nn.Conv1d)

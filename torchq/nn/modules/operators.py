@@ -1,4 +1,4 @@
-"""Add, multiply, matmul and concatenate as modules, so that their operands can have quantizers.
+"""Operators as modules, so that their operands can have quantizers.
 
 There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a model and call
 ``self.add(x, y)`` for ``x + y``. Write the float modules and let a rule quantize them. Or let
@@ -11,22 +11,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.input_quantized import InputQuantized
 
 __all__ = [
-    "ELEMENTWISE",
     "Add",
     "Cat",
     "MatMul",
     "Mul",
+    "OPERATORS",
     "QuantAdd",
     "QuantCat",
     "QuantMatMul",
     "QuantMul",
     "QuantTap",
+    "ScaledDotProductAttention",
     "Tap",
 ]
 
@@ -70,13 +72,36 @@ class Cat(nn.Module):
         return f"dim={self.dim}"
 
 
+class ScaledDotProductAttention(nn.Module):
+    """:func:`torch.nn.functional.scaled_dot_product_attention` as a module.
+
+    Its operands can have quantizers; see :class:`torchq.nn.QuantScaledDotProductAttention`.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        attend = F.scaled_dot_product_attention
+        return attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
 class Tap(nn.Identity):
     """Identity that marks a place in a forward where a quantizer can sit."""
 
 
 #: The float modules of this file, by class name.
-ELEMENTWISE: dict[str, type[nn.Module]] = {
-    cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, Tap)
+OPERATORS: dict[str, type[nn.Module]] = {
+    cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, ScaledDotProductAttention, Tap)
 }
 
 

@@ -20,10 +20,10 @@ from torchq.nn import (
     QuantModule,
     RewrittenForward,
     convert_,
+    replace_operators_,
     revert_,
     share_quantizers_,
     trace_forward,
-    replace_operators_,
 )
 
 BINARY = [
