@@ -13,7 +13,6 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import (
     QuantModule,
     RewrittenForward,
-    TensorQuantizer,
     convert_,
     replace_recorded_operators_,
     share_quantizers_,
