@@ -148,7 +148,8 @@ def torch_candidates(
     model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace
 ) -> Candidates:
     """What runs in torch: the float model several ways, and the deployed one."""
-    folded = torchq.restore_(copy.deepcopy(simulated))
+    folded = copy.deepcopy(simulated)
+    torchq.restore_(folded)
     half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
     if x.dim() == 4:
         half, half_x = (

@@ -2,23 +2,44 @@
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 >>> report = torchq.quantize_(model, torchq.recipes.int8())
->>> torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
+>>> report = torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
 >>> model(torch.randn(1, 4)).shape
 torch.Size([1, 2])
 """
 
-from torchq import calib, errors, formats, functional, nn, qat, recipes
+from torchq import (
+    calib,
+    errors,
+    formats,
+    functional,
+    fusion,
+    nn,
+    onnx,
+    qat,
+    recipes,
+    workflow,
+)
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.fusion import FuseReport, fuse_
 from torchq.lowering import deploy
 from torchq.nn import TensorQuantizer, register
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
-from torchq.swap import SwapReport, patch, plan, quantize_, restore_
+from torchq.swap import SwapReport, patch, plan, quantize_, restore_, targets
 from torchq.version import __version__
-from torchq.workflow import calibrate, disabled, freeze_, load, save, summary
+from torchq.workflow import (
+    CalibrationReport,
+    calibrate,
+    disabled,
+    freeze_,
+    is_quantized,
+    load,
+    save,
+    summary,
+)
 
 __all__ = [
+    "CalibrationReport",
     "FuseReport",
     "QuantConfig",
     "QuantDescriptor",
@@ -36,9 +57,12 @@ __all__ = [
     "freeze_",
     "functional",
     "fuse_",
+    "fusion",
     "inspect_onnx",
+    "is_quantized",
     "load",
     "nn",
+    "onnx",
     "patch",
     "plan",
     "qat",
@@ -48,5 +72,12 @@ __all__ = [
     "restore_",
     "save",
     "summary",
+    "targets",
     "verify_onnx",
+    "workflow",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names; modules that are imported along the way are not among them."""
+    return sorted(__all__)

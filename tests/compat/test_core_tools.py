@@ -114,7 +114,8 @@ def test_step_and_range() -> None:
 
 def test_restore_makes_float_modules() -> None:
     model = legacy_model()
-    plain = torchq.restore_(model)
+    plain = model
+    torchq.restore_(plain)
     assert [type(m) for m in plain] == [nn.Conv2d, nn.AvgPool2d, nn.Flatten, nn.Linear]
     assert not [name for name, _ in plain.named_modules() if "quantizer" in name]
     assert torchq.quantize_(plain).replaced

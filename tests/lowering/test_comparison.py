@@ -41,7 +41,8 @@ def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
         torchq.errors.ExportError, match=r"result 0 has relative error 0.15 against the simulation"
     ):
         torchq.deploy(model, images)
-    coarse = torchq.restore_(model)
+    coarse = model
+    torchq.restore_(coarse)
     weight = torchq.QuantDescriptor(2, axis=0)
     torchq.quantize_(
         coarse,

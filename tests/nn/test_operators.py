@@ -205,7 +205,7 @@ def test_sharing_is_one_quantizer(tmp_path: Path) -> None:
 
     model = make()
     torchq.quantize_(model)
-    shared = torchq.qat.share_range(model, ["0.*", "2.input_quantizer"])
+    shared = torchq.qat.share_range_(model, ["0.*", "2.input_quantizer"])
     assert model[0].input_quantizer is model[2].input_quantizer is shared
     assert model[1].input_quantizer is not shared
     x = 5 * torch.randn(8, 4)
@@ -237,9 +237,9 @@ def test_what_cannot_be_shared_is_refused() -> None:
     torchq.quantize_(model)
     with pytest.raises(
         ConfigError,
-        match=r"share_range: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two",
+        match=r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two",
     ):
-        torchq.qat.share_range(model, "0.*")
+        torchq.qat.share_range_(model, "0.*")
     with pytest.raises(
         QuantizationError, match="share: 0 is QuantLinear; expected the path of a quantizer"
     ):

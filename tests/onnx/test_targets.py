@@ -230,7 +230,7 @@ RULES = [
     (
         Joined(),
         None,
-        r"a\.input_quantizer: the inputs of .* have different scales; use QuantCat, or torchq\.qat\.share_range",
+        r"a\.input_quantizer: the inputs of .* have different scales; use QuantCat, or torchq\.qat\.share_range_",
     ),
     (
         nn.Sequential(nn.Conv2d(16, 16, 7)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import torchq
 from torchq.errors import ConfigError
-from torchq.qat import freeze_bn_, reestimate_bn, unfreeze_bn_
+from torchq.qat import freeze_bn_, reestimate_bn_, unfreeze_bn_
 
 NORMS = [
     (nn.BatchNorm1d, (6, 3, 5)),
@@ -41,7 +42,9 @@ def test_frozen_norm_survives_train_and_uses_its_statistics(
 
 def test_unfreezing_gives_the_class_and_the_mode_of_the_model_back() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()).train()
-    unfreeze_bn_(freeze_bn_(model))
+    assert freeze_bn_(model) == ("0",)
+    assert freeze_bn_(model) == ()
+    assert unfreeze_bn_(model) == ("0",)
     assert type(model[0]) is nn.BatchNorm1d
     before = model[0].running_mean.clone()
     model(torch.randn(8, 2) + 3)
@@ -49,13 +52,16 @@ def test_unfreezing_gives_the_class_and_the_mode_of_the_model_back() -> None:
 
 
 def test_frozen_affine_parameters_still_learn() -> None:
-    model = freeze_bn_(nn.Sequential(nn.BatchNorm1d(2))).train()
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    freeze_bn_(model)
+    model.train()
     model(torch.randn(4, 2)).sum().backward()
     assert model[0].weight.grad is not None
 
 
 def test_frozen_model_pickles_and_copies() -> None:
-    model = freeze_bn_(nn.Sequential(nn.BatchNorm2d(2)))
+    model = nn.Sequential(nn.BatchNorm2d(2))
+    freeze_bn_(model)
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert not twin.train()[0].training
 
@@ -63,7 +69,7 @@ def test_frozen_model_pickles_and_copies() -> None:
 def test_reestimated_statistics_are_the_average_over_batches() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
     batches = [torch.randn(16, 3) * (i + 1) + i for i in range(4)]
-    reestimate_bn(model, batches, progress=False)
+    reestimate_bn_(model, batches, progress=False)
     mean = torch.stack([b.mean(0) for b in batches]).mean(0)
     variance = torch.stack([b.var(0) for b in batches]).mean(0)
     torch.testing.assert_close(model[0].running_mean, mean)
@@ -76,7 +82,8 @@ def test_reestimate_can_be_undone() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     torchq.quantize_(model)
     before = copy.deepcopy(model.state_dict())
-    handle = reestimate_bn(model, [(torch.randn(4, 1, 6, 6), torch.zeros(4))], progress=False)
+    handle = reestimate_bn_(model, [(torch.randn(4, 1, 6, 6), torch.zeros(4))], progress=False)
+    assert handle.batches == 1
     assert not torch.equal(model[1].running_mean, before["1.running_mean"])
     handle.remove()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -84,9 +91,23 @@ def test_reestimate_can_be_undone() -> None:
 
 def test_reestimate_errors() -> None:
     with pytest.raises(ConfigError, match="Linear has no BatchNorm with running statistics"):
-        reestimate_bn(nn.Linear(1, 1), [torch.ones(1, 1)])
+        reestimate_bn_(nn.Linear(1, 1), [torch.ones(1, 1)])
     model = nn.Sequential(nn.BatchNorm1d(2))
     nn.init.constant_(model[0].running_mean, 5.0)
     with pytest.raises(ConfigError, match="got no batch"):
-        reestimate_bn(model, [], progress=False)
+        reestimate_bn_(model, [], progress=False)
     assert torch.equal(model[0].running_mean, torch.full((2,), 5.0))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_reestimate_changes_nothing(error: type[BaseException]) -> None:
+    def interrupted() -> Iterator[torch.Tensor]:
+        yield torch.randn(4, 2) + 9
+        raise error
+
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error):
+        reestimate_bn_(model, interrupted(), progress=False)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model[0].momentum == 0.1

@@ -280,3 +280,47 @@ def test_progress_and_logs(
     torchq.calibrate(net(), data, progress=False)
     assert capsys.readouterr() == ("", "")
     assert caplog.records == []
+
+
+def test_the_report_says_what_was_calibrated_kept_and_unseen(data: list[Tensor]) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    torchq.quantize_(model)
+    model["a"].weight_quantizer.set_amax(3.0)
+    with pytest.warns(UserWarning, match="1 quantizers are calibrated already"):
+        report = torchq.calibrate(
+            model,
+            data,
+            forward=lambda model, batch: model["a"](batch),
+            on_unseen="disable",
+            progress=False,
+        )
+    assert (report.batches, report.kept) == (3, ("a.weight_quantizer",))
+    assert report.unseen == ("b.input_quantizer",)
+    weight = model["b"].weight_quantizer.amax
+    assert report.ranges == {
+        "a.input_quantizer": (model["a"].input_quantizer.amax.item(),) * 2,
+        "b.weight_quantizer": (weight.min().item(), weight.max().item()),
+    }
+    text = str(report)
+    assert "2 ranges from 3 batches, 1 kept from before" in text
+    assert "no data reached it" in text
+
+
+def test_an_interruption_between_two_ranges_sets_none(
+    data: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives while the second of several ranges is being set."""
+    model = net()
+    calls: list[int] = []
+    original = torchq.TensorQuantizer.finish_calibration
+
+    def finish(self: torchq.TensorQuantizer) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(self)
+
+    monkeypatch.setattr(torchq.TensorQuantizer, "finish_calibration", finish)
+    with pytest.raises(KeyboardInterrupt):
+        torchq.calibrate(model, data, progress=False)
+    assert not any(q.calibrated for q in quantizers(model).values())

@@ -56,13 +56,15 @@ def deploy(
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)).eval()
         >>> report = torchq.quantize_(model)
         >>> x = torch.randn(1, 3, 8, 8)
-        >>> torchq.calibrate(model, [x], progress=False)
+        >>> report = torchq.calibrate(model, [x], progress=False)
         >>> int8 = torchq.deploy(model)
         >>> bool((int8(x) - model(x)).abs().max() < 0.02)
         True
     """
     _check(model)
-    simulated = freeze_(copy.deepcopy(model)).eval().requires_grad_(False)
+    simulated = copy.deepcopy(model)
+    freeze_(simulated)
+    simulated.eval().requires_grad_(False)
     result = _replace(copy.deepcopy(simulated), reduce_range)
     reference = None if example is None else _Reference(simulated, example)
     if chains:

@@ -86,7 +86,7 @@ def export_onnx(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
         >>> report = torchq.quantize_(model)
-        >>> torchq.calibrate(model, [torch.randn(4, 3, 8, 8)], progress=False)
+        >>> report = torchq.calibrate(model, [torch.randn(4, 3, 8, 8)], progress=False)
         >>> print(torchq.export_onnx(model, torch.randn(1, 3, 8, 8), "model.onnx"))  # doctest: +SKIP
     """
     need("onnx", "export_onnx")

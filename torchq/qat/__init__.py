@@ -1,9 +1,9 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
-from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn, unfreeze_bn_
+from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
 from torchq.qat.optim import param_groups
 from torchq.qat.reparam import BranchReport, quantize_branches_
-from torchq.qat.shared_ranges import share_range
+from torchq.qat.shared_ranges import share_range_
 
 __all__ = [
     "BranchReport",
@@ -11,7 +11,7 @@ __all__ = [
     "freeze_bn_",
     "param_groups",
     "quantize_branches_",
-    "reestimate_bn",
-    "share_range",
+    "reestimate_bn_",
+    "share_range_",
     "unfreeze_bn_",
 ]

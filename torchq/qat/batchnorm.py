@@ -1,4 +1,4 @@
-"""BatchNorm during quantization-aware training: freeze its statistics, or estimate them anew."""
+"""BatchNorm during quantization-aware training: freeze its statistics, or estimate them again."""
 
 from __future__ import annotations
 
@@ -10,36 +10,53 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.graph import call_model
+from torchq.graph import Forward, call_model
 from torchq.nn import freeze_norm_, unfreeze_norm_
 from torchq.utils import device_of, evaluating, progress_bar
 
+__all__ = ["Reestimate", "freeze_bn_", "reestimate_bn_", "unfreeze_bn_"]
+
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
-__all__ = ["freeze_bn_", "unfreeze_bn_", "reestimate_bn", "Reestimate"]
 
+def freeze_bn_(model: nn.Module) -> tuple[str, ...]:
+    """Fix the statistics of every BatchNorm of ``model`` for good, in place.
 
-def freeze_bn_(model: nn.Module) -> nn.Module:
-    """Fix the statistics of every BatchNorm of ``model`` for good: they are used, do not move, and survive ``model.train()``.
+    The statistics are used, do not move, and stay fixed after ``model.train()``. The affine
+    parameters keep learning. :func:`unfreeze_bn_` undoes it.
 
-    In place, returns the model. The affine parameters keep learning. :func:`unfreeze_bn_` undoes it.
+    Args:
+        model: any module; changed in place.
+
+    Returns:
+        The paths of the layers that it froze.
     """
-    for module in model.modules():
-        freeze_norm_(module)
-    return model
+    return tuple(name for name, module in list(model.named_modules()) if freeze_norm_(module))
 
 
-def unfreeze_bn_(model: nn.Module) -> nn.Module:
-    """Inverse of :func:`freeze_bn_`; each layer takes the mode of the model."""
-    for module in list(model.modules()):
-        unfreeze_norm_(module, model.training)
-    return model
+def unfreeze_bn_(model: nn.Module) -> tuple[str, ...]:
+    """Undo :func:`freeze_bn_`, in place; each layer takes the mode of ``model``.
+
+    Args:
+        model: any module; changed in place.
+
+    Returns:
+        The paths of the layers that are free again.
+    """
+    modules, training = list(model.named_modules()), model.training
+    return tuple(name for name, module in modules if unfreeze_norm_(module, training))
 
 
 class Reestimate:
-    """What :func:`reestimate_bn` returns; :meth:`remove` puts the old statistics back."""
+    """The result of :func:`reestimate_bn_`; :meth:`remove` brings the old statistics back.
 
-    def __init__(self, saved: Sequence[tuple[nn.Module, dict[str, Tensor]]]) -> None:
+    Attributes:
+        batches: how many batches the new statistics are the average of.
+    """
+
+    def __init__(self, saved: Sequence[tuple[nn.Module, dict[str, Tensor]]], batches: int) -> None:
+        self.batches = batches
         self._saved = saved
 
     def remove(self) -> None:
@@ -48,46 +65,50 @@ class Reestimate:
             module.load_state_dict(state, strict=False)
 
 
-def reestimate_bn(
+def reestimate_bn_(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    forward: Forward | None = None,
     num_batches: int | None = None,
     progress: bool = True,
 ) -> Reestimate:
-    """Replace the running statistics of every BatchNorm by the average over ``batches``, with quantization as it is.
+    """Replace the running statistics of every BatchNorm by the average over ``batches``, in place.
 
-    Quantization shifts the activations that a BatchNorm sees; its statistics from float training do not fit them any more.
+    Quantization shifts the activations that a BatchNorm sees, so its statistics from float
+    training do not fit any more. The quantizers do what they do in training.
 
     Args:
-        model: a model with BatchNorm layers; the rest of it runs in eval mode.
-        batches, num_batches: as for :func:`torchq.calibrate`.
+        model: a model with BatchNorm layers; changed in place. Its other layers run in eval mode.
+        batches: as for :func:`torchq.calibrate`.
+        forward: as for :func:`torchq.calibrate`.
+        num_batches: the number of batches to stop after; None reads all of them.
+        progress: show a bar.
 
     Returns:
-        a handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` undoes the change.
 
     Raises:
-        ConfigError: the model has no BatchNorm with statistics, or there was no batch.
+        ConfigError: The model has no BatchNorm with statistics, or there was no batch.
 
     Reference: Nagel et al., A White Paper on Neural Network Quantization (2021), section 4.2.1.
     """
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None]
     if not norms:
         raise ConfigError(
-            f"reestimate_bn: {type(model).__name__} has no BatchNorm with running statistics; expected at least one"
+            f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
+            "expected at least one"
         )
-    statistics = ("running_mean", "running_var", "num_batches_tracked")
     saved = [
-        (m, {k: v.clone() for k, v in m.state_dict().items() if k in statistics}) for m in norms
+        (m, {k: v.clone() for k, v in m.state_dict().items() if k in _STATISTICS}) for m in norms
     ]
     momenta = [m.momentum for m in norms]
-    device = device_of(model)
     count = 0
     try:
         with torch.no_grad(), evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
-                norm.momentum = None  # torch: the plain average over all batches
+                norm.momentum = None  # torch takes this for the plain average over all batches
                 norm.training = True
             for batch in progress_bar(
                 islice(batches, num_batches),
@@ -95,13 +116,14 @@ def reestimate_bn(
                 total=num_batches,
                 enabled=progress,
             ):
-                call_model(model, batch, device=device)
+                call_model(model, batch, forward=forward, device=device_of(model))
                 count += 1
+        if not count:
+            raise ConfigError("reestimate_bn_: got no batch; expected at least one")
+    except BaseException:
+        Reestimate(saved, 0).remove()
+        raise
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    handle = Reestimate(saved)
-    if not count:
-        handle.remove()
-        raise ConfigError("reestimate_bn: got no batch; expected at least one")
-    return handle
+    return Reestimate(saved, count)

@@ -14,19 +14,21 @@ __all__ = ["param_groups"]
 def param_groups(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, range_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Optimizer groups that treat learned ranges, weights, and biases and norms apart.
+    """Return optimizer groups for weights, for biases and norms, and for learned ranges.
 
-    Weight decay would pull a learned range towards zero, that is, towards clipping everything; and a range wants a learning
-    rate of its own scale.
+    Weight decay would pull a learned range towards zero, where it clips everything, and a range
+    needs a learning rate of its own.
 
     Args:
         model: a model, quantized or not.
-        lr, weight_decay: for parameters of two and more dimensions; smaller ones (biases, norms) get no decay.
-        range_lr: for learned ranges; default ``lr``.
+        lr: the learning rate of all parameters but the ranges.
+        weight_decay: of parameters with two or more dimensions; the others (biases, norms) and
+            the ranges have none.
+        range_lr: the learning rate of learned ranges; None takes ``lr``.
 
     Returns:
-        up to three groups named ``weights``, ``biases_and_norms``, ``ranges`` for any ``torch.optim`` optimizer. Parameters
-        without gradient are left out.
+        Up to three groups named ``weights``, ``biases_and_norms`` and ``ranges`` for any
+        ``torch.optim`` optimizer. Parameters without gradient are left out.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
@@ -42,15 +44,14 @@ def param_groups(
     }
     members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = (
-                "ranges"
-                if id(parameter) in learned
-                else "weights"
-                if parameter.dim() > 1
-                else "biases_and_norms"
-            )
-            members[kind].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in learned:
+            members["ranges"].append(parameter)
+        elif parameter.dim() > 1:
+            members["weights"].append(parameter)
+        else:
+            members["biases_and_norms"].append(parameter)
     return [
         {"name": name, "params": params, **groups[name]}
         for name, params in members.items()

@@ -6,7 +6,7 @@ May import nn, config, recipes and below.
 from torchq.swap.apply import quantize_, restore_
 from torchq.swap.decisions import Decision, SwapReport, decide
 from torchq.swap.patch import Patch, patch
-from torchq.swap.plan import plan
+from torchq.swap.plan import plan, targets
 from torchq.swap.targets import TARGETS, Target
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "plan",
     "quantize_",
     "restore_",
+    "targets",
 ]

@@ -98,15 +98,24 @@ def apply_(report: SwapReport) -> None:
             module.quantize_gate()
 
 
-def restore_(model: nn.Module) -> nn.Module:
-    """Make every quantized module of ``model`` float again, in place, and return the model: the inverse of :func:`quantize_`.
+def restore_(model: nn.Module) -> tuple[str, ...]:
+    """Make every quantized module of ``model`` float again, in place: undo :func:`quantize_`.
 
-    Ranges are dropped; weights stay as they are now. Quantizers that the model's author placed stay.
+    Ranges are dropped; weights stay as they are now. Quantizers that the author of the model
+    placed stay.
+
+    Args:
+        model: any module; changed in place.
+
+    Returns:
+        The paths of the modules that were quantized.
     """
-    for module in list(model.modules()):
+    restored = []
+    for name, module in list(model.named_modules()):
         if isinstance(module, QuantModule):
             revert_(module)
-    return model
+            restored.append(name)
+    return tuple(restored)
 
 
 def name_quantizers(model: nn.Module) -> None:

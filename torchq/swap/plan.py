@@ -13,7 +13,17 @@ from torchq.swap.placement import keep_inputs_float, plan_placement
 from torchq.swap.targets import TARGETS
 from torchq.utils import Pattern
 
-__all__ = ["plan"]
+__all__ = ["plan", "targets"]
+
+
+def targets() -> tuple[str, ...]:
+    """Return the names of the runtimes that ``target=`` of several functions accepts.
+
+    Example:
+        >>> "onnxruntime" in torchq.targets()
+        True
+    """
+    return tuple(sorted(TARGETS))
 
 
 def plan(

@@ -1,20 +1,23 @@
-"""What happens between the swap and the export: calibrate, switch quantizers, freeze, save, summarise.
+"""Between quantizing and exporting a model: calibrate, switch quantizers, save, load, summarise.
 
-May import swap, nn and below.
+The package may import swap, nn and below.
 """
 
-from torchq.workflow.calibrate import calibrate, calibrate_weights
+from torchq.workflow.calibrate import CalibrationReport, calibrate, calibrate_weights
 from torchq.workflow.modes import (
     disabled,
     freeze_,
+    is_quantized,
     quantizers,
     select_quantizers,
     weight_quantizers,
 )
 from torchq.workflow.state import apply_record, load, save, swap_record
-from torchq.workflow.summary import Summary, SummaryRow, summary
+from torchq.workflow.summary import LayerRow, Summary, SummaryRow, summary
 
 __all__ = [
+    "CalibrationReport",
+    "LayerRow",
     "Summary",
     "SummaryRow",
     "apply_record",
@@ -22,6 +25,7 @@ __all__ = [
     "calibrate_weights",
     "disabled",
     "freeze_",
+    "is_quantized",
     "load",
     "quantizers",
     "save",

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,14 +19,43 @@ from torchq.calib import sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import device_of, evaluating, progress_bar
+from torchq.utils import device_of, evaluating, progress_bar, table
 from torchq.workflow.modes import quantizers, weight_quantizers
 
-__all__ = ["calibrate", "calibrate_weights"]
+__all__ = ["CalibrationReport", "calibrate", "calibrate_weights"]
 
 log = logging.getLogger(__name__)
 
 OnUnseen = Literal["error", "disable", "dynamic"]
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What one call of :func:`calibrate` did.
+
+    Attributes:
+        batches: batches that ran through the model.
+        ranges: path of each quantizer that got a range -> its smallest and its largest amax.
+        kept: paths of the quantizers that kept a range they had before.
+        unseen: paths of the quantizers that no batch reached.
+    """
+
+    batches: int
+    ranges: Mapping[str, tuple[float, float]]
+    kept: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("quantizer", "amax")]
+        for name, (smallest, largest) in self.ranges.items():
+            one = smallest == largest
+            rows.append((name, f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"))
+        rows += [(name, "no data reached it") for name in self.unseen]
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        end = f"{len(self.ranges)} ranges from {batches}"
+        if self.kept:
+            end += f", {len(self.kept)} kept from before"
+        return f"{table(rows)}\n{end}"
 
 
 def calibrate(
@@ -41,148 +71,92 @@ def calibrate(
     timeout: float = 600.0,
     progress: bool = True,
     **options: Any,
-) -> None:
-    """Set the range of every quantizer: of weights from the weights themselves, of activations from ``batches``.
+) -> CalibrationReport:
+    """Set the range of every quantizer.
 
-    The model runs in eval mode, without gradients and unquantized, and gets its modes back afterwards. Quantizers that are
-    off stay off and are left alone, dynamic ones too.
+    Ranges of weights come from the weights, ranges of activations from ``batches``. The model
+    runs in eval mode, without gradients and unquantized, and gets its modes back afterwards.
+    Quantizers that are off stay off, and quantizers with dynamic ranges stay dynamic.
 
     Args:
         model: a quantized model.
-        batches: each holds the arguments of one call, perhaps followed by labels; see
+        batches: each one holds the arguments of one call, perhaps followed by labels; see
             :func:`torchq.graph.call_arguments`. Tensors are moved to the model's device. None
             calibrates weights alone.
-        method: how activations are calibrated, a name in :func:`torchq.calib.methods`; default each descriptor's.
-        forward: called as ``forward(model, batch)`` instead.
-        num_batches: stop after so many.
-        on_unseen: for activation quantizers that no batch reached: ``"error"`` names them all, ``"disable"`` turns them off,
-            ``"dynamic"`` lets them take the range of each call.
+        method: how activations are calibrated, a name in :func:`torchq.calib.methods`. None
+            takes the method of each descriptor.
+        forward: called as ``forward(model, batch)`` instead of the model itself.
+        num_batches: the number of batches to stop after; None reads all of them.
+        on_unseen: what happens to activation quantizers that no batch reached: ``"error"`` names
+            them all, ``"disable"`` turns them off, ``"dynamic"`` lets them take the range of
+            each call.
         force: replace ranges that are known already. Without it they are kept, with one warning.
-        group: join the statistics of these processes (``torch.distributed.group.WORLD``), each with its own ``batches``: every
-            rank gets the bits that one process would get from rank 0's batches, then rank 1's, and so on. Ranks may have
-            different numbers of batches, even none, unless the model itself communicates (FSDP). Without it each process
-            calibrates on its own batches alone, with one warning where there are several.
-        timeout: seconds that a rank waits for the others of its group once it is through its batches.
+        group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
+            with its own ``batches``: every rank gets the bits that one process would get from
+            rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
+            batches, even none, unless the model itself communicates (FSDP). Without a group each
+            process calibrates on its own batches alone, with one warning if there are several.
+        timeout: the seconds that a rank waits for the others of its group after its last batch.
         progress: show a bar (in a group, on its first rank).
         **options: for the calibrator, such as ``percentile=99.9`` or ``num_bins=4096``.
 
-    Raises:
-        CalibrationError: unseen quantizers (``on_unseen="error"``), NaN or infinite activations, no batch at all; the text
-            names each quantizer. Ranges of the others are set. A rank of the group that did not arrive within the timeout.
-        ConfigError: the model has no quantizers, or an argument is invalid.
+    Returns:
+        A report of batches, ranges, and quantizers without data; ``print`` it.
 
-    Anything else that ends it, Ctrl-C or an error of the model, leaves every range as it was.
+    Raises:
+        CalibrationError: A quantizer saw no data (``on_unseen="error"``), or NaN or infinite
+            values, or there was no batch; the text names each quantizer, and the ranges of the
+            others are set. Or a rank of the group did not arrive within the timeout.
+        ConfigError: The model has no quantizers, or an argument is invalid.
+
+    Anything else that ends the call, such as Ctrl-C or an error of the model, leaves every range
+    as it was.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False))
+        >>> report = torchq.quantize_(model)
+        >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
+        1
     """
     _check_arguments(batches, on_unseen)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        model = model.module  # the wrapper would exchange buffers in its first forward, and wait for a rank without batches
-    todo = _pending(model, force)
+        # The wrapper would exchange buffers in its first forward, and wait for a rank that has no
+        # batch.
+        model = model.module
+    todo, kept = _pending(model, force)
     if batches is not None and group is None:
         _warn_of_other_ranks()
     weights = weight_quantizers(model)
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
-    try:
-        if batches is not None and (activations or group):
-            with (
-                torch.no_grad(),
-                evaluating(model),
-                _observing(model, activations, method, options),
-            ):
-                first = group is None or dist.get_rank(group) == 0
-                count = (
-                    _feed(model, batches, forward, num_batches, progress and first)
-                    if activations
-                    else 0
+    count: int = 0
+    unseen: list[str] = []
+    pending = {id(q) for q in todo.values()}
+    with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
+        try:
+            if batches is not None and (activations or group):
+                stream = _Stream(batches, forward, num_batches, progress)
+                count, unseen = _observe_batches(
+                    model, activations, stream, group, timeout, (method, options)
                 )
-                if group is not None:
-                    sync(
-                        [q.calibrator for q in activations.values() if q.calibrator],
-                        group,
-                        timeout=timeout,
-                        names=tuple(activations),
-                    )
-                elif not count:
-                    raise CalibrationError(
-                        "calibrate: got no batch; expected at least one. A generator runs only once: make a new one"
-                    )
-                unseen = _finish(activations)
-            _treat_unseen({name: activations[name] for name in unseen}, on_unseen, count)
-    except CalibrationError:
-        _calibrate_pending_weights(model, todo)
-        raise
-    _calibrate_pending_weights(
-        model, todo
-    )  # last: weight_norm and its like compute the weight in a forward pass
-
-
-def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:
-    if on_unseen not in ("error", "disable", "dynamic"):
-        raise ConfigError(
-            f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
-        )
-    if isinstance(batches, (Tensor, Mapping, str)):
-        kind = type(batches).__name__
-        raise ConfigError(
-            f"calibrate: got a {kind} as batches; expected an iterable of batches. Pass [batch] for one batch"
-        )
-
-
-def _calibrate_pending_weights(model: nn.Module, todo: dict[str, TensorQuantizer]) -> None:
-    with torch.no_grad():
-        calibrate_weights(model, only={id(q) for q in todo.values()})
-
-
-def _warn_of_other_ranks() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            f"calibrate: this is one of {dist.get_world_size()} processes and uses its own batches alone, so each gets other ranges; pass "
-            "group=torch.distributed.group.WORLD to join them, or a group of this process if that is meant",
-            stacklevel=3,
-        )
-
-
-def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
-    log.debug("calibrated on %d batches, unseen: %s", count, list(unseen))
-    if unseen and on_unseen == "error":
-        raise CalibrationError(
-            f"calibrate: no tensor reached {', '.join(unseen)} in {count} batches; expected every quantizer to see data. "
-            "Pass on_unseen='disable' or 'dynamic', or batches that use these branches; a layer whose parent reads its weight without "
-            "calling it belongs in exclude"
-        )
-    if on_unseen == "disable":
-        for quantizer in unseen.values():
-            quantizer.mode = "off"
-
-
-def _pending(model: nn.Module, force: bool) -> dict[str, TensorQuantizer]:
-    """The quantizers to calibrate, named; warns about known ranges that are kept."""
-    known = quantizers(model)
-    if not known:
-        raise ConfigError(
-            f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. Run torchq.quantize_(model) first"
-        )
-    for name, quantizer in known.items():
-        quantizer.name = name
-    live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
-    fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
-    done = {name for name, q in live.items() if q.calibrated} - fixed
-    if done and not force:
-        warnings.warn(
-            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges ({_listed(done)}); force=True replaces them",
-            stacklevel=3,
-        )
-    keep = fixed | (set() if force else done)
-    return {name: q for name, q in live.items() if name not in keep}
+                _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
+        except CalibrationError:
+            calibrate_weights(model, only=pending)
+            raise
+        # Weights come last: weight_norm and its like compute the weight in a forward pass.
+        calibrate_weights(model, only=pending)
+    ranges = {name: _bounds(q) for name, q in todo.items() if q.calibrated}
+    return CalibrationReport(count, ranges, kept, tuple(unseen))
 
 
 def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None:
     """Set the range of every weight quantizer from its weight; no data is needed.
 
     Args:
-        only: ids of the quantizers to treat; default all that are on and not dynamic.
+        model: a quantized model.
+        only: ids of the quantizers to treat; None treats all that are on and not dynamic.
 
     Raises:
-        CalibrationError: a weight holds NaN or infinity; the text names its quantizer.
+        CalibrationError: A weight holds NaN or infinity; the text names its quantizer.
     """
     for module in model.modules():
         if isinstance(module, QuantModule):
@@ -196,6 +170,136 @@ def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None
                     quantizer.calibrate_on(weight)
 
 
+def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:
+    if on_unseen not in ("error", "disable", "dynamic"):
+        raise ConfigError(
+            f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
+        )
+    if isinstance(batches, (Tensor, Mapping, str)):
+        kind = type(batches).__name__
+        raise ConfigError(
+            f"calibrate: got a {kind} as batches; expected an iterable of batches. "
+            "Pass [batch] for one batch"
+        )
+
+
+def _warn_of_other_ranks() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"calibrate: this is one of {dist.get_world_size()} processes and uses its own "
+            "batches alone, so each gets other ranges; pass "
+            "group=torch.distributed.group.WORLD to join them, or a group of this process if that "
+            "is meant",
+            stacklevel=3,
+        )
+
+
+def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer], tuple[str, ...]]:
+    """Name all quantizers; return those to calibrate, and the paths of those that keep a range.
+
+    Known ranges that are kept give one warning.
+    """
+    known = quantizers(model)
+    if not known:
+        raise ConfigError(
+            f"calibrate: {type(model).__name__} has no quantizer; expected a quantized model. "
+            "Run torchq.quantize_(model) first"
+        )
+    for name, quantizer in known.items():
+        quantizer.name = name
+    live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
+    fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
+    done = {name for name, q in live.items() if q.calibrated} - fixed
+    if done and not force:
+        warnings.warn(
+            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
+            f"({_listed(done)}); force=True replaces them",
+            stacklevel=3,
+        )
+    keep = fixed | (set() if force else done)
+    return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
+
+
+def _listed(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")
+
+
+@contextmanager
+def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Give the quantizers their old ranges back, unless a CalibrationError ends the block."""
+    before = [(q, q.amax.detach().clone() if q.calibrated else None, q.mode) for q in chosen]
+    try:
+        yield
+    except CalibrationError:
+        raise
+    except BaseException:
+        for quantizer, amax, mode in before:
+            if amax is None:
+                quantizer.forget_amax()
+            else:
+                quantizer.set_amax(amax)
+            quantizer.mode = mode
+        raise
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The batches of one calibration and how they are run."""
+
+    batches: Iterable[Any]
+    forward: Forward | None
+    num_batches: int | None
+    progress: bool
+
+    def run(self, model: nn.Module, show: bool) -> int:
+        """Run ``model`` on every batch and return how many there were."""
+        length = len(self.batches) if isinstance(self.batches, Sized) else None
+        total = self.num_batches if length is None else length
+        if length is not None and self.num_batches is not None:
+            total = min(length, self.num_batches)
+        device, count = device_of(model), 0
+        unbounded = self.num_batches is None and (length is None or length > _MANY)
+        text = "calibrate (all batches; num_batches=N stops earlier)" if unbounded else "calibrate"
+        shown = progress_bar(
+            islice(self.batches, self.num_batches),
+            description=text,
+            total=total,
+            enabled=self.progress and show,
+        )
+        for batch in shown:
+            call_model(model, batch, forward=self.forward, device=device)
+            count += 1
+        return count
+
+
+#: A loader with more batches than this is offered a bound in the progress bar.
+_MANY = 64
+
+
+def _observe_batches(
+    model: nn.Module,
+    activations: dict[str, TensorQuantizer],
+    stream: _Stream,
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    calibrators: tuple[str | None, dict[str, Any]],
+) -> tuple[int, list[str]]:
+    """Run the batches and set the ranges; return how many batches, and who saw nothing."""
+    with torch.no_grad(), evaluating(model), _observing(model, activations, *calibrators):
+        first = group is None or dist.get_rank(group) == 0
+        count = stream.run(model, first) if activations else 0
+        if group is not None:
+            observers = [q.calibrator for q in activations.values() if q.calibrator]
+            sync(observers, group, timeout=timeout, names=tuple(activations))
+        elif not count:
+            raise CalibrationError(
+                "calibrate: got no batch; expected at least one. A generator runs only once: "
+                "make a new one"
+            )
+        return count, _set_ranges(activations)
+
+
 @contextmanager
 def _observing(
     model: nn.Module,
@@ -203,7 +307,10 @@ def _observing(
     method: str | None,
     options: dict[str, Any],
 ) -> Iterator[None]:
-    """The chosen quantizers observe and none of the model quantizes; afterwards all are as before, but for the ranges."""
+    """Let the chosen quantizers observe and none of the model quantize.
+
+    Afterwards all are as they were, but for their ranges.
+    """
     before = [(q, q.mode) for q in quantizers(model).values()]
     try:
         for quantizer in chosen.values():
@@ -218,28 +325,8 @@ def _observing(
             quantizer.calibrator = None
 
 
-def _feed(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Forward | None,
-    num_batches: int | None,
-    progress: bool,
-) -> int:
-    device = device_of(model)
-    total = len(batches) if isinstance(batches, Sized) else None
-    if num_batches is not None:
-        total = num_batches if total is None else min(total, num_batches)
-    count = 0
-    for batch in progress_bar(
-        islice(batches, num_batches), description="calibrate", total=total, enabled=progress
-    ):
-        call_model(model, batch, forward=forward, device=device)
-        count += 1
-    return count
-
-
-def _finish(chosen: dict[str, TensorQuantizer]) -> list[str]:
-    """Set every range; the names of the quantizers that saw nothing."""
+def _set_ranges(chosen: dict[str, TensorQuantizer]) -> list[str]:
+    """Set every range from what was observed; return the names of those that saw nothing."""
     unseen, failed = [], []
     for name, quantizer in chosen.items():
         if quantizer.calibrator is None or not quantizer.calibrator.seen:
@@ -254,6 +341,22 @@ def _finish(chosen: dict[str, TensorQuantizer]) -> list[str]:
     return unseen
 
 
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:most]) + (", ..." if len(ordered) > most else "")
+def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
+    log.debug("calibrated on %d batches, unseen: %s", count, list(unseen))
+    if unseen and on_unseen == "error":
+        raise CalibrationError(
+            f"calibrate: no tensor reached {', '.join(unseen)} in {count} batches; expected every "
+            "quantizer to see data. Pass on_unseen='disable' or 'dynamic', or batches that use "
+            "these branches; a layer whose parent reads its weight without calling it belongs in "
+            "exclude"
+        )
+    if on_unseen == "disable":
+        for quantizer in unseen.values():
+            quantizer.mode = "off"
+
+
+def _bounds(quantizer: TensorQuantizer) -> tuple[float, float]:
+    if quantizer.amax.is_meta:
+        return float("nan"), float("nan")
+    smallest, largest = torch.aminmax(quantizer.amax.detach())
+    return float(smallest), float(largest)

@@ -1,4 +1,4 @@
-"""Temporary and lasting changes of what quantizers do."""
+"""Selecting quantizers, and temporary and lasting changes of what they do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,30 @@ from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
-__all__ = ["disabled", "freeze_", "quantizers", "select_quantizers", "weight_quantizers"]
+__all__ = [
+    "disabled",
+    "freeze_",
+    "is_quantized",
+    "quantizers",
+    "select_quantizers",
+    "weight_quantizers",
+]
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return True if ``model`` has a quantizer, whatever its mode.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> before, report = torchq.is_quantized(model), torchq.quantize_(model)
+        >>> before, torchq.is_quantized(model)
+        (False, True)
+    """
+    return any(isinstance(module, (QuantModule, TensorQuantizer)) for module in model.modules())
 
 
 def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
-    """Every distinct quantizer of ``model`` by its first dotted path."""
+    """Return every distinct quantizer of ``model`` by its first dotted path."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -24,22 +43,30 @@ def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
 
 
 def weight_quantizers(model: nn.Module) -> set[int]:
-    """The ids of the quantizers that quantize weights: they need no data."""
+    """Return the ids of the quantizers that quantize weights; these need no data."""
     return {
-        id(q)
+        id(quantizer)
         for module in model.modules()
         if isinstance(module, QuantModule)
-        for q, _ in module.quantized_weights()
+        for quantizer, _ in module.quantized_weights()
     }
 
 
 def select_quantizers(
     model: nn.Module, patterns: Pattern | Sequence[Pattern]
 ) -> dict[str, TensorQuantizer]:
-    """The quantizers that a pattern selects, by the path of the quantizer or of the module that it belongs to.
+    """Return the quantizers that a pattern selects.
+
+    Args:
+        model: any module.
+        patterns: one or several; each is matched with the path of the quantizer and with the
+            module that owns it.
+
+    Returns:
+        The quantizers by dotted path.
 
     Raises:
-        ConfigError: a pattern selects none.
+        ConfigError: A pattern selects none.
     """
     if isinstance(patterns, (str, type)) or callable(patterns):
         patterns = (patterns,)
@@ -50,7 +77,8 @@ def select_quantizers(
         if not found:
             names = ", ".join(list(known)[:8]) or "none"
             raise ConfigError(
-                f"pattern {pattern_text(pattern)!r} selects no quantizer; expected one of {names}, ..."
+                f"pattern {pattern_text(pattern)!r}: selects no quantizer; "
+                f"expected one of {names}, ..."
             )
         chosen |= found
     return chosen
@@ -65,15 +93,17 @@ def _selects(model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQua
 
 @contextmanager
 def disabled(model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*") -> Iterator[None]:
-    """Inside, the selected quantizers pass their input through; afterwards they do what they did before, whatever happened.
+    """Let the selected quantizers pass their input through inside a ``with`` block.
+
+    Afterwards they do what they did before, also after an exception.
 
     Args:
         model: any module.
-        patterns: globs, ``"re:..."``, ``"type:..."``, classes or callables, on quantizers (``"*.weight_quantizer"``) or the
-            modules that own them (``"layer1.*"``). Default: all.
+        patterns: globs, ``"re:..."``, ``"type:..."``, classes or callables, on quantizers
+            (``"*.weight_quantizer"``) or the modules that own them (``"layer1.*"``).
 
     Raises:
-        ConfigError: a pattern selects no quantizer.
+        ConfigError: A pattern selects no quantizer.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -93,12 +123,19 @@ def disabled(model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*") -> I
             q.mode = mode
 
 
-def freeze_(model: nn.Module) -> nn.Module:
-    """Fix every range for good: learned ranges stop learning, and observing ends. Calibrate first.
+def freeze_(model: nn.Module) -> tuple[str, ...]:
+    """Fix every range for good, in place: learned ranges stop learning, and observing ends.
 
-    Survives ``model.train()``. Returns the model.
+    Calibrate first. The ranges stay fixed after ``model.train()``.
+
+    Args:
+        model: a quantized model; changed in place.
+
+    Returns:
+        The paths of all its quantizers, whose ranges are fixed now.
     """
-    for quantizer in quantizers(model).values():
+    known = quantizers(model)
+    for quantizer in known.values():
         quantizer.observing = False
         quantizer.requires_grad_(False)
-    return model
+    return tuple(known)

@@ -1,20 +1,34 @@
-"""A table of what is quantized and how."""
+"""A table of what is quantized and how, or of what a deployed model runs on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.utils import table, wrap
 
 __all__ = ["LayerRow", "Summary", "SummaryRow", "summary"]
+
+_SIMULATED = (
+    "simulated: tensors are rounded to these formats but stored and computed in floating point"
+)
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One quantizer: its dotted path, the class of its owner, format and granularity, range, and mode."""
+    """One quantizer.
+
+    Attributes:
+        name: its dotted path.
+        owner: the class of the module that it belongs to.
+        descriptor: format, granularity and calibration method.
+        amax: its range, as text.
+        mode: what it does; see :attr:`torchq.TensorQuantizer.mode`.
+    """
 
     name: str
     owner: str
@@ -25,8 +39,15 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer of a deployed model: its path and class, the kernel that runs it, bytes of its parameters, and a note (what is
-    fused into it, or why it has no integer kernel)."""
+    """One layer of a deployed model.
+
+    Attributes:
+        name: its dotted path.
+        layer: its class.
+        kernel: the kernel that runs it.
+        bytes: the size of its parameters.
+        note: what is fused into it, or why it has no integer kernel.
+    """
 
     name: str
     layer: str
@@ -50,92 +71,83 @@ class Summary:
     layers: tuple[LayerRow, ...] = ()
 
     def __str__(self) -> str:
-        if self.layers:
-            return self._deployed()
-        table = [
-            ("quantizer", "in", "format", "amax", "mode"),
-            *((r.name, r.owner, r.descriptor, r.amax, r.mode) for r in self.rows),
-        ]
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        left = (
-            f"float: {', '.join(self.float_modules)}"
-            if self.float_modules
-            else "no layer with weights is left in float"
-        )
-        return "\n".join(
-            [
-                *lines,
-                left,
-                "simulated: tensors are rounded to these formats but stored and computed in floating point",
-            ]
-        )
+        return self._deployed_text() if self.layers else self._simulated_text()
 
-    def _deployed(self) -> str:
-        table = [("layer", "class", "kernel", "bytes", "note")]
-        table += [(r.name, r.layer, r.kernel, f"{r.bytes:,}", r.note) for r in self.layers]
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        left = [f"float: {', '.join(self.float_modules)}"] if self.float_modules else []
-        return "\n".join(
-            [
-                *lines,
-                *left,
-                f"{sum(r.bytes for r in self.layers):,} bytes in {len(self.layers)} layers",
-            ]
-        )
+    def _simulated_text(self) -> str:
+        head = ("quantizer", "in", "format", "amax", "mode")
+        rows = [(r.name, r.owner, r.descriptor, r.amax, r.mode) for r in self.rows]
+        left = "no layer with weights is left in float"
+        if self.float_modules:
+            left = f"float: {', '.join(self.float_modules)}"
+        return "\n".join([table([head, *rows]), wrap(left, indent="  "), wrap(_SIMULATED)])
+
+    def _deployed_text(self) -> str:
+        head = ("layer", "class", "kernel", "bytes", "note")
+        rows = [(r.name, r.layer, r.kernel, f"{r.bytes:,}", r.note) for r in self.layers]
+        lines = [table([head, *rows])]
+        if self.float_modules:
+            lines.append(wrap(f"float: {', '.join(self.float_modules)}", indent="  "))
+        total = sum(r.bytes for r in self.layers)
+        return "\n".join([*lines, f"{total:,} bytes in {len(self.layers)} layers"])
 
 
 def summary(model: nn.Module) -> Summary:
-    """What every quantizer of ``model`` does; of a deployed model, what every layer runs on. ``print`` it.
+    """Return what every quantizer of ``model`` does; of a deployed model, what every layer runs on.
 
-    A module may describe itself with a method ``summary_row() -> (kernel, bytes, note)``; a quantized module that
-    :func:`torchq.deploy` has left simulating says why in its attribute ``deploy_note``.
+    A module may describe itself with a method ``summary_row() -> (kernel, bytes, note)``. A
+    quantized module that :func:`torchq.deploy` leaves as a simulation says why in its attribute
+    ``deploy_note``.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The rows; ``print`` it.
     """
     rows, float_modules, layers = [], [], []
     owners = {id(child): module for module in model.modules() for child in module.children()}
     for name, module in model.named_modules():
+        describe = getattr(module, "summary_row", None)
+        note = getattr(module, "deploy_note", "")
         if isinstance(module, TensorQuantizer):
-            owner = owners.get(id(module))
-            rows.append(
-                SummaryRow(
-                    name,
-                    type(owner).__name__ if owner else "",
-                    str(module.descriptor),
-                    _range(module),
-                    module.mode,
-                )
-            )
-        elif callable(describe := getattr(module, "summary_row", None)):
-            layers.append(LayerRow(name or "(root)", type(module).__name__, *describe()))
-        elif note := getattr(module, "deploy_note", ""):
-            size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-            layers.append(
-                LayerRow(name or "(root)", type(module).__name__, "simulated", size, note)
-            )
-        elif not isinstance(module, QuantModule) and any(
-            p.dim() > 1 for p in module.parameters(recurse=False)
-        ):
+            rows.append(_quantizer_row(name, module, owners.get(id(module))))
+        elif callable(describe) or note:
+            layers.append(_layer_row(name or "(root)", module, describe, note))
+        elif not isinstance(module, QuantModule) and _has_weight(module):
             float_modules.append(name or "(root)")
     return Summary(tuple(rows), tuple(float_modules), tuple(layers))
 
 
-def _range(quantizer: TensorQuantizer) -> str:
+def _quantizer_row(name: str, quantizer: TensorQuantizer, owner: nn.Module | None) -> SummaryRow:
+    owner_class = "" if owner is None else type(owner).__name__
+    descriptor = str(quantizer.descriptor)
+    return SummaryRow(name, owner_class, descriptor, _range_text(quantizer), quantizer.mode)
+
+
+def _layer_row(
+    name: str,
+    module: nn.Module,
+    describe: Callable[[], tuple[str, int, str]] | None,
+    note: str,
+) -> LayerRow:
+    if callable(describe):
+        return LayerRow(name, type(module).__name__, *describe())
+    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return LayerRow(name, type(module).__name__, "simulated", size, note)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _range_text(quantizer: TensorQuantizer) -> str:
     if quantizer.descriptor.dynamic:
         return "of each call"
     if not quantizer.calibrated:
         return "of each call (not calibrated)"
     if quantizer.amax.is_meta:
         return "meta"
-    low, high = torch.aminmax(quantizer.amax.detach())
-    return (
-        f"{low:.4g}"
-        if quantizer.amax.numel() == 1
-        else f"{low:.4g} .. {high:.4g} ({quantizer.amax.numel()})"
-    )
+    smallest, largest = torch.aminmax(quantizer.amax.detach())
+    if quantizer.amax.numel() == 1:
+        return f"{largest:.4g}"
+    return f"{smallest:.4g} .. {largest:.4g} ({quantizer.amax.numel()})"

@@ -148,7 +148,7 @@ def _concatenations(graph: Graph) -> Iterator[str]:
     for node in graph.of("Concat"):
         pairs = [pair for value in node.input if (pair := _quantized(graph, value)) is not None]
         if len({_scale(graph, pair) for pair in pairs}) > 1:
-            yield f"{_quantizer(pairs[0])}: the inputs of {node.name} have different scales; use QuantCat, or torchq.qat.share_range"
+            yield f"{_quantizer(pairs[0])}: the inputs of {node.name} have different scales; use QuantCat, or torchq.qat.share_range_"
 
 
 def _one_range_per_tensor(graph: Graph) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _one_range_per_tensor(graph: Graph) -> Iterator[str]:
         pairs = [node for node in graph.readers(value) if node.op_type == "QuantizeLinear"]
         if len({_scale(graph, node) for node in pairs}) > 1:
             names = ", ".join(sorted(_quantizer(node) for node in pairs))
-            yield f"{names}: quantize one tensor with different scales; use torchq.qat.share_range, or quantize_(..., example=...)"
+            yield f"{names}: quantize one tensor with different scales; use torchq.qat.share_range_, or quantize_(..., example=...)"
 
 
 def _norms(graph: Graph) -> Iterator[str]:
