@@ -1,1 +1,1 @@
-"""Programs that back every claim about speed or accuracy; run them as ``python -m benchmarks.<name>``."""
+"""Programs behind every claim about speed or accuracy: ``python -m benchmarks.<name>``."""

@@ -1,6 +1,7 @@
-"""Accuracy of a trained CIFAR ResNet-20 under every recipe and calibration method, and after a short W4A4 QAT.
+"""Accuracy of a CIFAR ResNet-20 under every recipe and method, and after a short W4A4 QAT.
 
-The floor to read each row against is the FP32 row of the same run. Test images are kept out of calibration and training.
+Read each row against the FP32 row of the same run. Calibration and training never see the test
+images.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for recipe in _DYNAMIC:
             row(recipe, _quantized(model, recipe, None, None), calibration="each call")
         if options.steps:
-            # The network is fused, so the learning rate is small: in float, ten times as much diverges as well.
+            # The network is fused, so the learning rate is small: ten times as much diverges in
+            # float as well.
             trained = train(
                 _quantized(model, "w4a4", calibration, "mse"), data, options.steps, lr=5e-4
             )

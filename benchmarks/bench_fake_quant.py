@@ -1,15 +1,16 @@
-"""Fake quantization against copying the tensor: forward, forward as in training, backward, and memory.
+"""Fake quantization against copying the tensor: forward, training forward, backward and memory.
 
-``clone`` is 1. Besides it and torchq there are the plain chain of operations (div, round_, clamp_, mul_), torch's own
-``fake_quantize_per_*_affine``, and NVIDIA ModelOpt, Brevitas and torchao where they are installed: run this with the interpreter of
-``make bench-env``, or name it with --python.
+``clone`` is 1. The candidates are torchq, the plain chain of operations (div, round_, clamp_,
+mul_), torch's own ``fake_quantize_per_*_affine``, and NVIDIA ModelOpt, Brevitas and torchao where
+they are installed. Run this with the interpreter of ``make bench-env``, or name it with --python.
 
 A case that is called learned has a range with a gradient (LSQ).
 
-Modes: ``forward`` (no gradient wanted), ``training`` (forward that keeps what its backward needs), ``backward``, and ``memory``: bytes
-per element that the backward keeps besides input and result. ModelOpt's gradient passes everywhere, so it keeps and does nothing.
+The modes are ``forward`` (no gradient wanted), ``training`` (a forward that keeps what its backward
+needs), ``backward``, and ``memory``: bytes per element that the backward keeps besides input and
+result. ModelOpt's gradient passes everywhere, so its backward keeps and does nothing.
 
-On one thread the clock is CPU time, which other processes on the machine disturb less; --wall takes the time on the wall.
+On one thread the clock is CPU time, which other processes disturb less; --wall times the wall.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor and how it is quantized; shapes have 6.4 million elements."""
+    """A tensor of 6.4 million elements, and how it is quantized."""
 
     name: str
     format: Format = INT8
@@ -68,32 +69,26 @@ CASES = [
 
 
 def plain_chain(case: Case, amax: Tensor) -> Quantize:
-    step = amax / case.format.qmax
+    scale = amax / case.format.qmax
+    limits = case.format.quant_min, case.format.quant_max
 
     def run(x: Tensor) -> Tensor:
         if not x.requires_grad:
-            return (
-                (x / step).round_().clamp_(case.format.quant_min, case.format.quant_max).mul_(step)
-            )
+            return (x / scale).round_().clamp_(*limits).mul_(scale)
         inside = torch.clamp(x, -amax, amax)  # for the gradient
-        return (
-            inside
-            + (
-                (x / step).round_().clamp_(case.format.quant_min, case.format.quant_max).mul_(step)
-                - inside
-            ).detach()
-        )
+        rounded = (x / scale).round_().clamp_(*limits).mul_(scale)
+        return inside + (rounded - inside).detach()
 
     return run
 
 
 def aten(case: Case, amax: Tensor) -> Quantize:
     if isinstance(case.granularity, PerAxis):
-        axis, steps = case.granularity.axes[0], amax.flatten() / 127
-        zeros = torch.zeros_like(steps, dtype=torch.int32)
-        return lambda x: torch.fake_quantize_per_channel_affine(x, steps, zeros, axis, -128, 127)
-    step, zero = amax / 127, torch.zeros((), dtype=torch.int32)
-    return lambda x: torch.fake_quantize_per_tensor_affine(x, step, zero, -128, 127)
+        axis, scales = case.granularity.axes[0], amax.flatten() / 127
+        zeros = torch.zeros_like(scales, dtype=torch.int32)
+        return lambda x: torch.fake_quantize_per_channel_affine(x, scales, zeros, axis, -128, 127)
+    scale, zero_point = amax / 127, torch.zeros((), dtype=torch.int32)
+    return lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, -128, 127)
 
 
 def modelopt(case: Case, amax: Tensor) -> Quantize:
@@ -132,7 +127,7 @@ def torchao(case: Case, amax: Tensor) -> Quantize:
 
 
 def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
-    """The others that can do the case and are installed."""
+    """Return the other tools that can do the case and are installed."""
     found: dict[str, Quantize] = {}
     if isinstance(case.granularity, PerBlock):
         return found
@@ -163,10 +158,9 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
 
     found["torchq"] = ours
     if compiled:
-        torch.compiler.reset()  # each case is a program of its own, not a recompilation of the last
-        torch._functorch.config.donated_buffer = (
-            False  # the backward is timed again and again on one graph
-        )
+        torch.compiler.reset()  # each case is a program of its own, no recompilation of the last
+        # The backward is timed again and again on one graph.
+        torch._functorch.config.donated_buffer = False
         found["torchq compiled"] = torch.compile(ours, fullgraph=True)
     usable = {}
     for name, run in found.items():
@@ -177,11 +171,11 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
                 f"left out of {case.name}: {name} ({str(error).splitlines()[0]})", file=sys.stderr
             )
             continue
-        if (
-            difference > 0.07
-        ):  # one step of E4M3 at its maximum; int8 rivals that multiply by 1 / step flip single ties
+        # 0.07 is the distance of E4M3's largest values; rivals that use 1 / scale flip ties.
+        if difference > 0.07:
             raise SystemExit(
-                f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; not the same work"
+                f"{case.name}: {name} differs from torchq by {difference:.3g} of amax; "
+                "not the same work"
             )
         usable[name] = run
     return usable

@@ -1,7 +1,8 @@
-"""What torchq adds to a program's start: ``import torchq`` over ``import torch``, and ``quantize_`` of a torchvision ResNet-50.
+"""The cost of ``import torchq`` over ``import torch``, and of ``quantize_`` for a ResNet-50.
 
-Imports are timed in fresh interpreters, by CPU time (user and system) of the child, alternating; the figure is the difference of the
-medians. Files are in the cache of the operating system after the first round, which is not counted.
+Imports are timed in fresh interpreters, alternating, by CPU time (user and system) of the child.
+The figure is the difference of the medians. The first round is not counted: after it, the files are
+in the cache of the operating system.
 """
 
 from __future__ import annotations

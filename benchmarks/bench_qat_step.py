@@ -1,13 +1,16 @@
 """One step of quantization-aware training over the same step in float: time and peak memory.
 
-A step is forward, cross-entropy, backward and SGD. Models: the CIFAR ResNet-20 (batch 64, 32x32), torchvision's ResNet-18 (batch 8,
-224x224) and a ViT-Tiny (batch 8, 224x224, patches of 16). Weights are INT8 per channel and inputs INT8 per tensor, with fixed ranges
-where the tool has them (torchao takes the range of each token). ``aten`` is a parametrization and a hook around torch's own operators.
-NVIDIA ModelOpt, Brevitas and torchao take part where they are installed: name their interpreter with --python. aten and torchao
-leave the attention of a transformer float; torchao has Linear layers alone.
+A step is forward, cross-entropy, backward and SGD. The models are the CIFAR ResNet-20 (batch 64,
+32x32), torchvision's ResNet-18 (batch 8, 224x224) and a ViT-Tiny (batch 8, 224x224, patches of 16).
+Weights are INT8 per channel and inputs INT8 per tensor, with fixed ranges where the tool has them
+(torchao uses the range of each token). ``aten`` is a parametrization and a hook around torch's own
+operators. NVIDIA ModelOpt, Brevitas and torchao compete where they are installed: name their
+interpreter with --python. aten and torchao leave the attention of a transformer float; torchao
+quantizes Linear layers alone.
 
 ``fp32`` is 1; compiled candidates refer to ``fp32 compiled``. On one thread the clock is CPU time.
-Memory is measured in a fresh process for each candidate, after two steps, with an allocator that gives freed blocks back.
+Memory is measured in a fresh process for each candidate, after two steps, with an allocator that
+returns freed blocks.
 """
 
 from __future__ import annotations
@@ -63,21 +66,24 @@ def brevitas(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 class Aten(nn.Module):
-    """torch's own fake-quantize operators with a fixed range; a parametrization of a weight (``axis`` 0) or a step before a layer."""
+    """torch's own fake-quantize operators with a fixed range.
+
+    With ``axis`` 0 it parametrizes a weight; without, it stands before a layer.
+    """
 
     def __init__(self, x: Tensor, axis: int | None = None) -> None:
         super().__init__()
         self.axis = axis
         magnitude = x.detach().abs()
-        self.register_buffer(
-            "step", (magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)) / 127
-        )
-        self.register_buffer("zero", torch.zeros_like(self.step, dtype=torch.int32))
+        amax = magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)
+        self.register_buffer("scale", amax / 127)
+        self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
+        qparams = self.scale, self.zero_point
         if self.axis is None:
-            return torch.fake_quantize_per_tensor_affine(x, self.step, self.zero, -128, 127)
-        return torch.fake_quantize_per_channel_affine(x, self.step, self.zero, self.axis, -128, 127)
+            return torch.fake_quantize_per_tensor_affine(x, *qparams, -128, 127)
+        return torch.fake_quantize_per_channel_affine(x, *qparams, self.axis, -128, 127)
 
 
 def aten(model: nn.Module, x: Tensor) -> nn.Module:

@@ -1,6 +1,7 @@
 """CIFAR-10 as JPEG files in a tar, and the networks trained on it, for the accuracy benchmarks.
 
-The folder given as ``--data`` holds ``cifar10-jpeg-{train,test}.tar`` (``SPLIT/CLASS/NNNN.jpg``) and state dicts.
+The folder given as ``--data`` holds ``cifar10-jpeg-{train,test}.tar`` (members named
+``SPLIT/CLASS/NNNN.jpg``) and state dicts.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Images:
     labels: Tensor
 
     def batches(self, size: int) -> list[Tensor]:
-        """The images in order."""
+        """Return the images in order, ``size`` at a time."""
         return list(self.images.split(size))
 
     def augmented(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A training batch: pad 4, one random crop and flip for the batch's halves."""
+        """Return a training batch: padded by 4, with one random crop, each image flipped or not."""
         images = F.pad(self.images[index], (4, 4, 4, 4))
         top, left = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
         images = images[..., top : top + 32, left : left + 32]
@@ -54,7 +55,7 @@ class Images:
 
 
 def read_split(folder: Path, split: str, count: int) -> Images:
-    """``count`` images spread evenly over the tar's order (that is, over the classes)."""
+    """Return ``count`` images spread evenly over the tar's order, that is, over the classes."""
     from torchvision.io import ImageReadMode, decode_image
 
     with tarfile.open(folder / f"cifar10-jpeg-{split}.tar") as tar:
@@ -75,7 +76,7 @@ def read_split(folder: Path, split: str, count: int) -> Images:
 
 
 def arguments(description: str | None, weights: str, train: int) -> argparse.ArgumentParser:
-    """The parser of an accuracy benchmark: where the data is, and how much of it to use (``train`` is a default)."""
+    """Return the parser of an accuracy benchmark; ``train`` is the default of ``--train``."""
     options = parser(description)
     options.add_argument(
         "--data", type=Path, required=True, help=f"folder with {weights} and the tars of images"
@@ -102,7 +103,10 @@ def arguments(description: str | None, weights: str, train: int) -> argparse.Arg
 
 
 def read_both(options: argparse.Namespace) -> tuple[Images, Images, list[Tensor]]:
-    """Test images, training images, and those of them to calibrate on; with ``--quick`` a few, and one step at most."""
+    """Return test images, training images, and batches of these to calibrate on.
+
+    With ``--quick`` they are few, and there is one step of QAT at most.
+    """
     options.steps = min(options.steps, 1) if options.quick else options.steps
     test = read_split(options.data, "test", 50 if options.quick else options.images)
     data = read_split(
@@ -118,13 +122,15 @@ def train(
     lr: float,
     before: Callable[[int], None] | None = None,
 ) -> nn.Module:
-    """A short QAT on the same batches of 64 each time: SGD with momentum, learning rate by a cosine to 0.
+    """Train for a while on the same batches of 64 in every run.
+
+    The optimizer is SGD with momentum; the learning rate falls to 0 by a cosine.
 
     Args:
         model: trained in place.
         data: training images.
-        steps: how many.
-        lr: to begin with.
+        steps: the number of training steps.
+        lr: the learning rate at the start.
         before: called with the number of each step before it.
     """
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +193,10 @@ class _ResNet20(nn.Module):
 
 
 def resnet20(folder: Path | None = None) -> nn.Module:
-    """The CIFAR ResNet-20 (He et al. 2015, section 4.2), trained where ``folder`` holds ``resnet20.pt``; eval mode."""
+    """Return the CIFAR ResNet-20 (He et al. 2015, section 4.2) in eval mode.
+
+    It is trained if ``folder`` is given, which holds ``resnet20.pt``.
+    """
     model = _ResNet20()
     if folder is not None:
         model.load_state_dict(
@@ -198,10 +207,10 @@ def resnet20(folder: Path | None = None) -> nn.Module:
 
 @torch.no_grad()
 def logits(model: nn.Module, data: Images, size: int = 250) -> Tensor:
-    """(N, 10)."""
+    """Return the outputs of the model, (N, 10)."""
     return torch.cat([model(batch) for batch in data.batches(size)])
 
 
 def accuracy(predicted: Tensor, data: Images) -> float:
-    """Top-1 of logits, 0..1."""
+    """Return the share of images, 0 to 1, whose largest logit is that of their label."""
     return (predicted.argmax(1) == data.labels).float().mean().item()

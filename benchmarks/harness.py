@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, the description of the machine, and JSON lines.
+"""The parts of every benchmark: interleaved timing, a description of the machine, JSON lines.
 
 A benchmark is a program in this folder with a function ``main(argv=None)`` that looks like this::
 
@@ -9,8 +9,9 @@ A benchmark is a program in this folder with a function ``main(argv=None)`` that
             for row in compare(candidates, baseline="torch", **timing(options)):
                 report.timing(row, elements=2**20)
 
-Timings on a shared machine drift, so candidates are never timed one after the other: each round times all of them, in rotating order,
-and a ratio is taken inside each round before the median over rounds is.
+Timings on a shared machine drift, so candidates are never timed one after the other: each round
+times all of them, in rotating order. A ratio is computed inside each round, and the figure is the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ __all__ = ["Reporter", "Timing", "compare", "environment", "parse", "parser", "t
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call of one candidate takes.
+    """The time that one call of one candidate needs.
 
     Attributes:
         candidate: its name.
         median_s: seconds per call, median over rounds.
-        spread: interquartile range of the seconds divided by their median: 0.02 is quiet, 0.3 is a machine in use.
-        ratio: this candidate's time divided by the baseline's, median of the ratios taken inside each round; below 1 is faster.
+        spread: interquartile range of the seconds divided by their median: 0.02 is quiet, 0.3 is
+            a machine in use.
+        ratio: this candidate's time divided by the baseline's, median over the ratios inside each
+            round; below 1 is faster.
         ratio_low, ratio_high: quartiles of that ratio.
         baseline: name of the candidate that ``ratio`` refers to.
         rounds, calls: samples taken, and calls in each sample.
@@ -74,13 +77,14 @@ def compare(
     """Time ``candidates`` against each other.
 
     Args:
-        candidates: name -> a call to time. They should do the same work; checking that they do is the benchmark's business.
+        candidates: name -> a call to time. They should do the same work; the benchmark checks it.
         baseline: the candidate that ratios refer to.
         rounds: samples of each candidate.
-        warmup: untimed calls of each candidate before the first sample (caches, lazy initialisation, compilation).
-        min_time: seconds that a sample should last at least; short calls are repeated within a sample until it does.
-        synchronize: waits for queued work, called before each reading of the clock; by default ``torch.cuda.synchronize`` once CUDA
-            is in use, else nothing.
+        warmup: untimed calls of each candidate before the first sample (caches, lazy
+            initialisation, compilation).
+        min_time: seconds that a sample lasts at least; short calls are repeated until it does.
+        synchronize: waits for queued work before each reading of the clock; by default
+            ``torch.cuda.synchronize`` once CUDA is in use, else nothing.
         clock: seconds, for tests.
 
     Returns:
@@ -141,7 +145,10 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """What a figure depends on: hardware, threads, versions (of ``packages`` too, where installed), commit. No names of hosts or users."""
+    """Return the conditions of a figure: hardware, threads, versions and commit.
+
+    Versions include those of ``packages`` that are installed. No host or user is named.
+    """
     versions = {}
     for package in ("torch", "torchvision", *packages):
         with suppress(metadata.PackageNotFoundError):
@@ -171,7 +178,10 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Short hash of the checked-out commit, with ``+`` where tracked files differ from it; None outside a repository."""
+    """Return the short hash of the commit, with ``+`` where tracked files differ from it.
+
+    Outside a repository there is none, and the result is None.
+    """
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(
@@ -252,7 +262,7 @@ class Reporter:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has; add the benchmark's own."""
+    """Return a parser with the options of every benchmark; the benchmark adds its own."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,5 +303,5 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def timing(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of :func:`compare` that come from the command line."""
+    """Return the arguments of :func:`compare` that come from the command line."""
     return {"rounds": options.rounds, "warmup": options.warmup, "min_time": options.min_time}

@@ -10,15 +10,15 @@ __all__ = ["peak_bytes"]
 
 
 def peak_bytes(call: Callable[[], object]) -> int | None:
-    """How far resident memory rose above its level before ``call``; None where the system does not tell.
+    """Return by how many bytes ``call`` raised the resident memory, None if that is not known.
 
-    Blocks below 32 MiB may come from memory that the allocator kept: use tensors larger than that, or a fresh process.
+    Blocks below 32 MiB may come from memory that the allocator kept: use larger tensors, or a fresh
+    process.
     """
     try:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text(
-            "5", encoding="ascii"
-        )  # sets the high-water mark to the present level
+        # Writing 5 sets the high-water mark to the present level.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = _status("VmRSS")
         call()
         return _status("VmHWM") - before

@@ -1,7 +1,7 @@
 """Turn the JSON lines of benchmarks into Markdown tables, one for each run of a benchmark.
 
 Example:
-    python -m benchmarks.table benchmarks/results/fake_quantize.jsonl --columns elements,candidate,median_s,ratio
+    python -m benchmarks.table benchmarks/results/fake_quantize.jsonl --columns candidate,ratio
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def runs(lines: Iterable[str]) -> Iterator[tuple[Record, list[Record]]]:
             current = (record, [])
         elif current is None:
             raise ValueError(
-                f"line {number}: a result before any environment; expected the output of benchmarks.harness.Reporter"
+                f"line {number}: a result before any environment; "
+                "expected the output of benchmarks.harness.Reporter"
             )
         else:
             current[1].append(record)
@@ -56,7 +57,8 @@ def _read(line: str, number: int) -> Record:
         ) from None
     if not isinstance(record, dict) or record.get("kind") not in ("environment", "result"):
         raise ValueError(
-            f"line {number}: got {line.strip()[:60]!r}; expected an object with kind environment or result"
+            f"line {number}: got {line.strip()[:60]!r}; "
+            "expected an object with kind environment or result"
         )
     return record
 
@@ -64,11 +66,12 @@ def _read(line: str, number: int) -> Record:
 def markdown(
     environment: Record, results: Sequence[Record], columns: Sequence[str] | None = None
 ) -> str:
-    """A heading, a line on the environment and a table.
+    """Return a heading, a line on the environment and a table.
 
     Args:
         environment, results: one run.
-        columns: fields to show, in order; by default all that occur, without the details of timings.
+        columns: fields to show, in order; by default all that occur, without the details of
+            timings.
     """
     if columns is None:
         found = dict.fromkeys(key for record in results for key in record)
@@ -97,7 +100,11 @@ def _describe(environment: Record) -> str:
 
 
 def _cell(column: str, value: object) -> str:
-    """Seconds (``*_s``) with a unit, ratios with two digits and an ``x``, spreads in percent, other floats with four digits."""
+    """Return the text of a value, formatted by the name of its column.
+
+    Seconds (``*_s``) get a unit, ratios two digits and an ``x``, spreads are percentages, and other
+    floats have four digits.
+    """
     if value is None:
         return ""
     if not isinstance(value, float):

@@ -1,4 +1,7 @@
-"""The quantizers that the makers of the runtimes offer, on a float ONNX file: what torchq's files are measured against."""
+"""The quantizers of the runtimes' makers, which torchq's files are measured against.
+
+Each reads a float ONNX file and writes a quantized one.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ __all__ = ["VENDORS"]
 def onnxruntime_static(
     source: Path, path: Path, images: Sequence[Tensor], transformer: bool
 ) -> str:
-    """``onnxruntime.quantization``: Q/DQ, uint8 activations, int8 weights per channel, after its own preprocessing.
+    """Quantize with ``onnxruntime.quantization``, after its own preprocessing.
 
-    For transformers only matrix products with weights, as its guide advises; everything else as by default.
+    It writes Q/DQ, uint8 activations, int8 weights per channel. In transformers it quantizes only
+    products with weights, as its guide advises; everything else is its default.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -48,7 +52,7 @@ def onnxruntime_static(
 
 
 def nncf(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) -> str:
-    """OpenVINO's NNCF with its defaults for the kind of model; written as ``path`` with the suffix ``.xml``."""
+    """Quantize with OpenVINO's NNCF, by its defaults for the kind of model; write ``.xml``."""
     import nncf as tool
     import openvino
 
