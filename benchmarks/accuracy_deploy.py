@@ -70,7 +70,7 @@ def _rows(simulated: nn.Module, test: Images) -> list[tuple[str, dict[str, float
     found = {
         "simulation": plain,
         "int8": logits(torchq.deploy(simulated), test),
-        "int8 layers only": logits(torchq.deploy(simulated, chains=False), test),
+        "int8 layers only": logits(torchq.deploy(simulated, fuse=False), test),
     }
     return [(name, _fields(result, plain, exact, test)) for name, result in found.items()]
 

@@ -156,7 +156,7 @@ def torch_candidates(
             half.to(memory_format=torch.channels_last),
             half_x.contiguous(memory_format=torch.channels_last),
         )
-    layers, int8 = torchq.deploy(simulated, chains=False), torchq.deploy(simulated)
+    layers, int8 = torchq.deploy(simulated, fuse=False), torchq.deploy(simulated)
     found: Candidates = {
         "fp32 eager": lambda: model(x),
         "fp32 folded": lambda: folded(x),

@@ -33,13 +33,13 @@ def images() -> Tensor:
 @pytest.mark.parametrize(
     "activation", [nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.GELU, nn.Sigmoid]
 )
-@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
 def test_a_network_agrees_with_its_simulation(
-    images: Tensor, activation: type[nn.Module], chains: bool
+    images: Tensor, activation: type[nn.Module], fuse: bool
 ) -> None:
     model = calibrated(Residual(activation), images)
     before = copy.deepcopy(model)
-    int8 = torchq.deploy(model, images, chains=chains)
+    int8 = torchq.deploy(model, images, fuse=fuse)
     # Where float32 rounds differently on the two sides of a tie a code moves by one: one scale of one element, 1/127 of a range.
     assert sqnr(int8(images), model(images)) > 40
     assert all(

@@ -85,8 +85,8 @@ def test_results_have_the_models_dtype(dtype: torch.dtype) -> None:
     model = calibrated(
         nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3)).to(dtype), x
     )
-    for chains in (False, True):
-        got = torchq.deploy(model, chains=chains)(x)
+    for fuse in (False, True):
+        got = torchq.deploy(model, fuse=fuse)(x)
         assert got.dtype is dtype
         torch.testing.assert_close(
             got, model(x), rtol=0.05, atol=0.05
@@ -205,7 +205,7 @@ def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
     model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
     torchq.calibrate(model[:2], [x], progress=False)
     torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
-    int8 = torchq.deploy(model, chains=False)
+    int8 = torchq.deploy(model, fuse=False)
     assert [type(layer) for layer in int8.children()] == [
         Int8Linear,
         OwnForward,
@@ -290,7 +290,7 @@ def test_converting_the_result_to_another_dtype(dtype: torch.dtype) -> None:
 
 def test_many_image_sizes_keep_a_few_kernels() -> None:
     layer = torchq.deploy(
-        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), chains=False
+        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), fuse=False
     )
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(20)]
     first = [layer(x) for x in images]

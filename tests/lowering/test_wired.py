@@ -96,7 +96,7 @@ def test_layers_alone_keep_the_bits_of_their_bias(images: Tensor) -> None:
     x = torch.rand(2, 16, 8, 8) * 1e-2
     x[0, 0, 0, 0] = 1.0
     model = calibrated(conv, x)
-    int8 = torchq.deploy(model, chains=False)
+    int8 = torchq.deploy(model, fuse=False)
     exact = copy.deepcopy(model).double()(x.double())
     assert sqnr(int8(x), exact) > 125
     signed = torch.cat([x, -x])

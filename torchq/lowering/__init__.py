@@ -1,7 +1,7 @@
-"""Integer kernels inside PyTorch: :func:`torchq.deploy` and the layers it puts in place.
+"""Integer kernels inside PyTorch: :func:`torchq.deploy` and the modules that it inserts.
 
-The package is called ``deployment`` because ``torchq.deploy`` is the function. May import everything below but no sibling of its
-layer: export and analysis do not know it, and it does not know them.
+The function is called ``deploy`` and its package ``lowering``, because a module attribute cannot
+be both. ``torchq.onnx`` and this package do not know each other.
 """
 
 from torchq.lowering.api import deploy

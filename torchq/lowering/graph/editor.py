@@ -1,23 +1,33 @@
-"""Editing a traced model: new calls of new modules, under free names."""
+"""The editor that passes use: calls of modules are looked up, inserted, replaced and erased."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from torchq.lowering.graph import match
-from torchq.lowering.graph.traced_module import Absent
+from torchq.lowering.graph.traced_module import AssertNone
 from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.qparams import QParams
 
-__all__ = ["Editor", "base_name"]
+__all__ = ["GraphEditor", "base_name"]
 
 
-class Editor:
-    """A traced model that is being changed, in place.
+class GraphEditor:
+    """A traced model that passes change in place.
 
     Args:
-        graph_module: traced with integer layers, quantizers and torch's layers as single calls.
-        dtype: of floating-point tensors in it.
+        graph_module: traced with integer layers, quantizers and the layers of torch as single
+            calls.
+        dtype: of the floating-point tensors in it.
+
+    Attributes:
+        root: the traced model.
+        graph: its graph.
+        modules: the modules that its nodes call, by name.
+        qparams: for nodes whose result is codes, how these codes are to be read. Filled by
+            :func:`~torchq.lowering.passes.propagate_qparams.propagate_qparams`.
     """
 
     def __init__(self, graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
@@ -25,18 +35,25 @@ class Editor:
         self.modules: dict[str, nn.Module] = dict(
             graph_module.named_modules(remove_duplicate=False)
         )
+        self.qparams: dict[fx.Node, QParams] = {}
 
     def module(self, node: object) -> nn.Module | None:
-        """The module that a node calls."""
+        """Return the module that ``node`` calls; see :func:`match.module_of`."""
         return match.module_of(node, self.modules)
 
     def layer(self, node: object) -> Int8Layer | None:
-        """The integer layer that a node calls."""
+        """Return the integer layer that ``node`` calls."""
         found = self.module(node)
         return found if isinstance(found, Int8Layer) else None
 
-    def call(self, base: str, module: nn.Module, *args: fx.Node) -> fx.Node:
-        """A new call of a new module at the insertion point, under a name made from ``base``."""
+    def insert_call(self, base: str, module: nn.Module, *args: Argument) -> fx.Node:
+        """Insert a call of a new module at the insertion point of the graph.
+
+        Args:
+            base: the name of the submodule; a number is appended where it is taken.
+            module: becomes a submodule of the traced model.
+            args: what the call reads.
+        """
         name, count = base, 1
         while name in self.modules:
             name, count = f"{base}_{count}", count + 1
@@ -44,53 +61,62 @@ class Editor:
         self.modules[name] = module
         return self.graph.call_module(name, args)
 
-    def replace(self, node: fx.Node, module: nn.Module, suffix: str, *args: fx.Node) -> fx.Node:
-        """Call ``module`` on ``args`` in the place of ``node``."""
+    def insert_before(
+        self, node: fx.Node, suffix: str, module: nn.Module, *args: Argument
+    ) -> fx.Node:
+        """Insert a call of ``module`` just before ``node``; see :meth:`insert_call`."""
         with self.graph.inserting_before(node):
-            new = self.call(f"{base_name(node)}_{suffix}", module, *args)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+            return self.insert_call(f"{base_name(node)}_{suffix}", module, *args)
+
+    def replace(self, node: fx.Node, suffix: str, module: nn.Module, *args: Argument) -> fx.Node:
+        """Replace ``node`` by a call of ``module`` on ``args``."""
+        new = self.insert_before(node, suffix, module, *args)
+        self.bypass(node, new)
         return new
 
-    def prune(self) -> None:
-        """Erase what nothing reads: ``eliminate_dead_code`` without its checks of the whole graph, which take long in deep ones.
+    def bypass(self, node: fx.Node, source: fx.Node) -> None:
+        """Let every reader of ``node`` read ``source`` instead, and erase ``node``."""
+        node.replace_all_uses_with(source)
+        self.graph.erase_node(node)
 
-        Checks that arguments have the values which the graph was traced for stay.
+    def prune(self) -> None:
+        """Erase what nothing reads, except checks of arguments.
+
+        ``fx.Graph.eliminate_dead_code`` also checks the whole graph each time, which takes long
+        in deep models.
         """
         for node in reversed(self.graph.nodes):
             kept = (
                 node.users
                 or node.op in ("placeholder", "output")
                 or node.is_impure()
-                or isinstance(self.module(node), Absent)
+                or isinstance(self.module(node), AssertNone)
             )
             if not kept:
                 self.graph.erase_node(node)
 
-    def own(self, node: fx.Node) -> Int8Layer:
-        """The layer of ``node``, free to be changed: nothing else calls it."""
+    def own_layer(self, node: fx.Node) -> Int8Layer:
+        """Return the integer layer of ``node``, free to be changed.
+
+        A layer that other nodes call too is replaced by a variant on the same tensors first.
+        """
         layer = self.layer(node)
         assert layer is not None
-        if sum(
-            other.target == node.target for other in self.graph.nodes if other.op == "call_module"
-        ) > 1 or self._aliased(layer):
+        if self._is_shared(node, layer):
             layer = layer.variant()
             with self.graph.inserting_before(node):
-                new = self.call(f"{node.target}_again", layer)
+                new = self.insert_call(f"{node.target}_again", layer)
             node.target = new.target
             self.graph.erase_node(new)
         return layer
 
-    def _aliased(self, layer: Int8Layer) -> bool:
-        used = {node.target for node in self.graph.nodes if node.op == "call_module"}
-        return sum(module is layer for name, module in self.modules.items() if name in used) > 1
-
-    def before(self, node: fx.Node, module: nn.Module, source: fx.Node) -> fx.Node:
-        """Call ``module`` on ``source`` just before ``node``."""
-        with self.graph.inserting_before(node):
-            return self.call(f"{base_name(node)}_input", module, source)
+    def _is_shared(self, node: fx.Node, layer: Int8Layer) -> bool:
+        """Return True if another node calls ``layer``, perhaps under another name."""
+        targets = [other.target for other in self.graph.nodes if other.op == "call_module"]
+        names = {name for name in targets if self.modules[str(name)] is layer}
+        return targets.count(node.target) > 1 or len(names) > 1
 
 
 def base_name(node: fx.Node) -> str:
-    """What new nodes in place of this one are named after."""
+    """Return the name that new nodes in the place of ``node`` start with."""
     return str(node.target) if node.op == "call_module" else node.name

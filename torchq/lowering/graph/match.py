@@ -1,87 +1,92 @@
-"""What the nodes of a traced model are, as far as chains care."""
+"""Predicates that say what a node of a traced model computes, for the passes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from torchq.graph import forward_hook_kind
+from torchq.graph import REARRANGING, forward_hook_kind, operator_name
+from torchq.lowering.graph.traced_module import nth_chunk
+from torchq.lowering.modules.pooling import CodesMaxPool2d
 from torchq.lowering.modules.qdq import GatedSiLU
 
 __all__ = [
+    "ActivationCall",
     "activation_of",
-    "added",
+    "add_operands",
     "average_pool_of",
     "clamp_bounds",
-    "concatenated",
-    "drops_nothing",
-    "is_check",
-    "keeps_sign",
-    "measures",
-    "module_of",
-    "moved",
+    "concat_operands",
+    "input_node",
+    "is_inactive_dropout",
+    "is_none_check",
     "max_pool_of",
-    "part",
-    "pointwise_of",
-    "source_of",
-    "split",
+    "module_of",
+    "passes_codes",
+    "pointwise_function",
+    "preserves_nonnegative",
+    "split_call",
+    "view_source",
+    "views_bits",
 ]
+
+#: The name of an activation in :data:`torchq.lowering.ACTIVATIONS`, and its arguments.
+ActivationCall = tuple[str, tuple[float, ...]]
 
 _INF = float("inf")
 
-_FUNCTIONS: dict[Any, tuple[str, tuple[float, ...]]] = {
-    F.relu: ("relu", ()), torch.relu: ("relu", ()), "relu": ("relu", ()), F.relu6: ("clamp", (0.0, 6.0)),
-    F.silu: ("silu", ()), F.hardswish: ("hardswish", ()),
-}  # fmt: skip
-_IN_PLACE: dict[Any, tuple[str, tuple[float, ...]]] = {
+_ACTIVATION_FUNCTIONS: dict[Any, ActivationCall] = {
+    F.relu: ("relu", ()),
+    torch.relu: ("relu", ()),
+    "relu": ("relu", ()),
+    F.relu6: ("clamp", (0.0, 6.0)),
+    F.silu: ("silu", ()),
+    F.hardswish: ("hardswish", ()),
+}
+_ACTIVATIONS_IN_PLACE: dict[Any, ActivationCall] = {
     torch.relu_: ("relu", ()),
     "relu_": ("relu", ()),
     F.relu_: ("relu", ()),
 }
-_MODULES: dict[type, Callable[[Any], tuple[str, tuple[float, ...]]]] = {
+_ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
     nn.ReLU: lambda m: ("relu", ()),
     nn.ReLU6: lambda m: ("clamp", (0.0, 6.0)),
     nn.Hardtanh: lambda m: ("clamp", (float(m.min_val), float(m.max_val))),
     nn.SiLU: lambda m: ("silu", ()),
     nn.Hardswish: lambda m: ("hardswish", ()),
-    nn.GELU: lambda m: ("gelu_tanh" if m.approximate == "tanh" else "gelu", ()),
+    nn.GELU: lambda m: (_gelu(m.approximate), ()),
 }
 
-#: Functions of single values: between two qparams they are tables.
-_POINTWISE_MODULES = (nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish, nn.Softplus, nn.SiLU,
-                      nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh, GatedSiLU)  # fmt: skip
-_POINTWISE: dict[Any, Callable[..., Any]] = {
-    **{f: f for f in (F.silu, F.hardswish, F.gelu, F.sigmoid, F.hardsigmoid, F.tanh, F.leaky_relu, F.elu, F.mish)},
-    torch.sigmoid: torch.sigmoid, torch.tanh: torch.tanh, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
-}  # fmt: skip
-
-_ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_ADDS_IN_PLACE = {operator.iadd, "add_"}
-#: Rearrange elements, and nothing else; applied to codes they give the codes of what they give.
-_MOVES_FUNCTIONS = {
-    torch.flatten,
-    torch.reshape,
-    torch.permute,
-    torch.transpose,
-    torch.squeeze,
-    torch.unsqueeze,
-    operator.getitem,
+#: Functions of single values. Between two quantizers they are tables.
+_POINTWISE_MODULES = (
+    *(nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish),
+    *(nn.Softplus, nn.SiLU, nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh, GatedSiLU),
+)
+_POINTWISE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{f: f for f in (F.silu, F.hardswish, F.gelu, F.sigmoid, F.hardsigmoid, F.tanh)},
+    **{f: f for f in (F.leaky_relu, F.elu, F.mish)},
+    torch.sigmoid: torch.sigmoid,
+    torch.tanh: torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
 }
-_SPLITS = {
+
+_ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_ADD_IN_PLACE = {operator.iadd, "add_"}
+_SPLIT: dict[Any, str] = {
     torch.chunk: "chunk",
     torch.split: "split",
     torch.unbind: "unbind",
-    "chunk": "chunk",
-    "split": "split",
-    "unbind": "unbind",
+    **{name: name for name in ("chunk", "split", "unbind")},
 }
-#: Functions that drop, and where their argument ``training`` is; the last one is torchvision's.
-_DROPS = {
+#: Functions that drop values while training, and the position of their argument ``training``.
+#: The last one is torchvision's.
+_DROPOUT = {
     "dropout": 2,
     "dropout1d": 2,
     "dropout2d": 2,
@@ -89,180 +94,237 @@ _DROPS = {
     "alpha_dropout": 2,
     "stochastic_depth": 3,
 }
-_MOVES_METHODS = {
-    "flatten",
-    "reshape",
-    "permute",
-    "transpose",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-}
-_MOVES_MODULES = (
-    nn.Identity,
-    nn.Flatten,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.ChannelShuffle,
-    nn.PixelShuffle,
+#: Modules that rearrange elements, as the operators in :data:`torchq.graph.REARRANGING` do.
+_REARRANGING_MODULES = (
+    *(nn.Identity, nn.Flatten, nn.ChannelShuffle, nn.PixelShuffle),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 
 #: Never negative where their tensor arguments are not.
-_KEEP_SIGN_FUNCTIONS = {
-    F.adaptive_avg_pool2d,
-    F.avg_pool2d,
-    F.max_pool2d,
-    torch.mean,
-    torch.cat,
-    operator.mul,
-    torch.mul,
-    *_ADDS,
+_NONNEGATIVE_FUNCTIONS = {
+    *(F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d),
+    *(torch.mean, torch.cat, operator.mul, torch.mul),
+    *_ADD,
 }
-_KEEP_SIGN_METHODS = {"mean", "mul", *(t for t in _ADDS if isinstance(t, str))}
-_KEEP_SIGN_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
-                      nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)  # fmt: skip
+_NONNEGATIVE_METHODS = {"mean", "mul", "add", "add_"}
+_NONNEGATIVE_MODULES = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
 
-
-_WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-_AVERAGES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    F.avg_pool2d: (nn.AvgPool2d, _WINDOW),
+_MAX_POOL_ARGUMENTS = (
+    *("kernel_size", "stride", "padding", "dilation"),
+    *("ceil_mode", "return_indices"),
+)
+_AVERAGE_POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    F.avg_pool2d: (
+        nn.AvgPool2d,
+        (
+            *("kernel_size", "stride", "padding"),
+            *("ceil_mode", "count_include_pad", "divisor_override"),
+        ),
+    ),
     F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
 }
 
+Modules = Mapping[str, nn.Module]
 
-def module_of(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module that a node calls, if it computes what its class says: no subclass with a forward of its own, no hooks."""
-    module = (
-        modules[str(node.target)]
-        if isinstance(node, fx.Node) and node.op == "call_module"
-        else None
-    )
-    if module is None or forward_hook_kind(module) or "forward" in vars(module):
+
+# --- nodes --------------------------------------------------------------------------------------
+
+
+def module_of(node: object, modules: Modules) -> nn.Module | None:
+    """Return the module that ``node`` calls, if it computes what its class says.
+
+    That excludes modules with forward hooks or a forward of their own, and subclasses defined
+    outside torch and torchq.
+    """
+    if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
-    return (
-        module
-        if str(type(module).forward.__module__).partition(".")[0] in ("torch", "torchq")
-        else None
-    )
+    module = modules[str(node.target)]
+    if forward_hook_kind(module) or "forward" in vars(module):
+        return None
+    package = str(type(module).forward.__module__).partition(".")[0]
+    return module if package in ("torch", "torchq") else None
 
 
-def source_of(node: fx.Node) -> fx.Node | None:
-    """The first argument, if it is a result."""
-    return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+def input_node(node: object, index: int = 0) -> fx.Node | None:
+    """Return the positional argument ``index`` of ``node``, if it is the result of a node."""
+    if not isinstance(node, fx.Node) or len(node.args) <= index:
+        return None
+    argument = node.args[index]
+    return argument if isinstance(argument, fx.Node) else None
+
+
+def is_none_check(node: fx.Node) -> bool:
+    """Return True if ``node`` raises where an argument is not None.
+
+    ``fx.Node.is_impure`` does not know this function of torch.fx as one with an effect.
+    """
+    return node.op == "call_function" and operator_name(node.target) == "_assert_is_none"
 
 
 def _calls(node: fx.Node, targets: Any) -> bool:
     return node.op in ("call_function", "call_method") and node.target in targets
 
 
-def activation_of(
-    node: fx.Node, modules: Mapping[str, nn.Module]
-) -> tuple[str, tuple[float, ...]] | None:
-    """Name and arguments of an activation that changes nothing else: one that works in place needs an input without other readers."""
+def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arguments of a function after its first one, by name."""
+    return {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+
+
+def _has_node(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, fx.Node) for value in values.values())
+
+
+def _input_is_shared(node: fx.Node) -> bool:
+    source = input_node(node)
+    return source is not None and len(source.users) > 1
+
+
+# --- functions of single values ------------------------------------------------------------------
+
+
+def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
+    """Return the activation that ``node`` computes, if nothing else can notice the call.
+
+    An activation that works in place counts only where its input has no other reader.
+    """
     module = module_of(node, modules)
     if module is not None:
-        make = _MODULES.get(type(module))
-        return (
-            None
-            if make is None or (getattr(module, "inplace", False) and _shared(node))
-            else make(module)
-        )
-    if _calls(node, _IN_PLACE):
-        return None if _shared(node) else _IN_PLACE[node.target]
+        describe = _ACTIVATION_MODULES.get(type(module))
+        hidden = getattr(module, "inplace", False) and _input_is_shared(node)
+        return None if describe is None or hidden else describe(module)
+    if _calls(node, _ACTIVATIONS_IN_PLACE):
+        return None if _input_is_shared(node) else _ACTIVATIONS_IN_PLACE[node.target]
     in_place = node.kwargs.get("inplace", False) or len(node.args) > 1
-    if _calls(node, _FUNCTIONS) and not (in_place and _shared(node)):
-        return _FUNCTIONS[node.target]
+    if _calls(node, _ACTIVATION_FUNCTIONS) and not (in_place and _input_is_shared(node)):
+        return _ACTIVATION_FUNCTIONS[node.target]
     if _calls(node, {F.gelu}):
-        return ("gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu", ())
+        return _gelu(node.kwargs.get("approximate")), ()
     if _calls(node, {F.hardtanh}) and not node.kwargs.get("inplace"):
-        low, high = (*node.args[1:], *([-1.0, 1.0][len(node.args) - 1 :]))[:2]
-        return (
-            "clamp",
-            (float(node.kwargs.get("min_val", low)), float(node.kwargs.get("max_val", high))),
-        )  # type: ignore[arg-type]
+        bounds: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
+        bounds.update(_arguments(node, ("min_val", "max_val")))
+        if not _has_node(bounds):
+            return "clamp", (float(bounds["min_val"]), float(bounds["max_val"]))
     return None
 
 
-def pointwise_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Callable[[Any], Any] | None:
-    """What a node computes from its one tensor, value by value."""
+def _gelu(approximate: object) -> str:
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def clamp_bounds(found: ActivationCall | None) -> tuple[float, float] | None:
+    """Return the bounds of an activation that only clamps, or None."""
+    if found is None or found[0] not in ("relu", "clamp", "none"):
+        return None
+    name, arguments = found
+    if name == "clamp":
+        return arguments[0], arguments[1]
+    return (0.0, _INF) if name == "relu" else (-_INF, _INF)
+
+
+def pointwise_function(node: fx.Node, modules: Modules) -> Callable[[Any], Any] | None:
+    """Return the function of single values that ``node`` applies to its one tensor, or None."""
     module = module_of(node, modules)
     if module is not None:
         return module if type(module) in _POINTWISE_MODULES else None
-    function = _POINTWISE.get(node.target) if node.op in ("call_function", "call_method") else None
-    if function is None or len(node.all_input_nodes) != 1:
+    if not _calls(node, _POINTWISE_FUNCTIONS) or len(node.all_input_nodes) != 1:
         return None
+    function = _POINTWISE_FUNCTIONS[node.target]
     rest, options = node.args[1:], dict(node.kwargs)
     return lambda x: function(x, *rest, **options)
 
 
-def _shared(node: fx.Node) -> bool:
-    source = node.args[0]
-    return isinstance(source, fx.Node) and len(source.users) > 1
+def is_inactive_dropout(node: fx.Node) -> bool:
+    """Return True if ``node`` is a dropout function called with ``training=False``."""
+    place = _DROPOUT.get(operator_name(node.target)) if node.op == "call_function" else None
+    if place is None:
+        return False
+    positional = node.args[place] if len(node.args) > place else None
+    return node.kwargs.get("training", positional) is False
 
 
-def clamp_bounds(found: tuple[str, tuple[float, ...]] | None) -> tuple[float, float] | None:
-    """The bounds of an activation that only clamps."""
-    if found is None or found[0] not in ("relu", "clamp", "none"):
-        return None
-    return {"relu": (0.0, _INF), "none": (-_INF, _INF)}.get(found[0]) or (found[1][0], found[1][1])
+# --- several tensors ------------------------------------------------------------------------------
 
 
-def added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two tensors that a node adds."""
-    if not _calls(node, _ADDS) or node.kwargs or len(node.args) != 2:
+def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the two different tensors that ``node`` adds, or None."""
+    if not _calls(node, _ADD) or node.kwargs or len(node.args) != 2:
         return None
     a, b = node.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
         return None
-    return None if node.target in _ADDS_IN_PLACE and len(a.users) > 1 else (a, b)
+    return None if node.target in _ADD_IN_PLACE and len(a.users) > 1 else (a, b)
 
 
-def concatenated(node: fx.Node) -> list[fx.Node] | None:
-    """The tensors that a node concatenates."""
-    if not _calls(node, {torch.cat, torch.concat}):
-        return None
+def concat_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that ``node`` concatenates; an empty list for other nodes."""
+    if not _calls(node, {torch.cat, torch.concat, torch.concatenate}):
+        return []
     tensors = node.args[0] if node.args else node.kwargs.get("tensors")
-    return (
-        list(tensors)
-        if isinstance(tensors, (list, tuple)) and all(isinstance(t, fx.Node) for t in tensors)
-        else None
-    )
+    if not isinstance(tensors, (list, tuple)):
+        return []
+    nodes = [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
+    return nodes if len(nodes) == len(tensors) else []
 
 
-def moved(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node | None:
-    """The tensor whose elements a node rearranges or repeats."""
-    module = module_of(node, modules)
-    if _repeats(node, module):
-        return source_of(node)
-    moves = (
-        isinstance(module, _MOVES_MODULES) and not getattr(module, "inplace", False)
-        if module is not None
-        else False
-    )
-    moves = moves or (
-        node.op == "call_function" and (node.target is part or node.target in _MOVES_FUNCTIONS)
-    )
-    moves = moves or (node.op == "call_method" and node.target in _MOVES_METHODS)
-    source = node.args[0] if moves and node.args else None
-    # Taking an item of a tuple (or a size) rearranges nothing.
-    if node.target is operator.getitem and not (
-        isinstance(source, fx.Node) and _makes_tensor(source, modules)
-    ):
+def split_call(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
+    """Return the tensor that ``node`` splits, the method that does it, and its arguments."""
+    if not isinstance(node, fx.Node) or not _calls(node, _SPLIT):
         return None
-    return source if isinstance(source, fx.Node) else None
+    source = input_node(node)
+    if source is None or not set(node.kwargs) <= {"dim"}:
+        return None
+    return source, _SPLIT[node.target], node.args[1:]
+
+
+# --- elements that move, and pooling --------------------------------------------------------------
+
+
+def view_source(node: fx.Node, modules: Modules) -> fx.Node | None:
+    """Return the tensor whose elements ``node`` rearranges or repeats, or None.
+
+    Such a node commutes with every function of single values, rounding included.
+    """
+    module = module_of(node, modules)
+    if not (_repeats(node, module) or _rearranges(node, module)):
+        return None
+    source = input_node(node)
+    if node.target is operator.getitem and not _returns_tensor(source, modules):
+        return None  # an item of a tuple or of a size rearranges nothing
+    return source
+
+
+def _rearranges(node: fx.Node, module: nn.Module | None) -> bool:
+    if module is not None:
+        in_place = getattr(module, "inplace", False)
+        return isinstance(module, _REARRANGING_MODULES) and not in_place
+    if node.op == "call_method":
+        return node.target in REARRANGING and not views_bits(node)
+    if node.op != "call_function":
+        return False
+    name = operator_name(node.target)
+    from_torch = getattr(torch, name, None) is node.target
+    return node.target in (nth_chunk, operator.getitem) or (from_torch and name in REARRANGING)
+
+
+def views_bits(node: fx.Node) -> bool:
+    """Return True if ``node`` is ``x.view(dtype)``, which reinterprets bits."""
+    arguments = (*node.args, *node.kwargs.values())
+    return node.target == "view" and any(isinstance(a, torch.dtype) for a in arguments)
 
 
 def _repeats(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a node enlarges an image without computing new values."""
+    """Return True if ``node`` enlarges an image by repeating its elements."""
     mode: object = module.mode if isinstance(module, nn.Upsample) else None
     if node.op == "call_function" and node.target is F.interpolate and len(node.args) < 4:
         mode = node.kwargs.get("mode", "nearest")
     return mode in ("nearest", "nearest-exact")
 
 
-def _makes_tensor(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+def _returns_tensor(node: fx.Node | None, modules: Modules) -> bool:
+    """Return True if the result of ``node`` is known to be a single tensor."""
     module = module_of(node, modules)
     return (
         isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU))
@@ -271,84 +333,45 @@ def _makes_tensor(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     )
 
 
-def part(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:
-    """One of the tensors that a method which splits ``x`` returns."""
-    parts: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
-    return parts[index]
-
-
-def split(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
-    """The tensor that a node splits, the method that does it, and its further arguments."""
-    if (
-        not isinstance(node, fx.Node)
-        or not _calls(node, _SPLITS)
-        or not set(node.kwargs) <= {"dim"}
-    ):
-        return None
-    source = source_of(node)
-    return None if source is None else (source, _SPLITS[node.target], node.args[1:])
-
-
-def measures(node: fx.Node) -> bool:
-    """Whether a node reads the shape of its tensor alone."""
-    return (node.op == "call_method" and node.target in ("size", "dim")) or (
-        node.target is getattr and node.args[1] in ("shape", "ndim")
-    )
-
-
-def drops_nothing(node: fx.Node) -> bool:
-    """Whether a node is a function that drops values or branches at random in training alone, and this is not training."""
-    place = _DROPS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
-    return (
-        place is not None
-        and node.kwargs.get("training", node.args[place] if len(node.args) > place else None)
-        is False
-    )
-
-
-def is_check(node: fx.Node) -> bool:
-    """Whether a node raises where an argument is not None; torch.fx does not know its own check as one."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_assert_is_none"
-
-
-def max_pool_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.MaxPool2d | None:
-    """The pooling that a node does, where codes can be pooled likewise."""
+def max_pool_of(node: fx.Node, modules: Modules) -> nn.MaxPool2d | None:
+    """Return the max pooling of images that ``node`` computes, if codes can be pooled likewise."""
     module = module_of(node, modules)
-    if isinstance(module, nn.MaxPool2d):
-        return None if module.return_indices or not isinstance(node.args[0], fx.Node) else module
-    if not _calls(node, {F.max_pool2d}) or not isinstance(node.args[0], fx.Node):
+    if input_node(node) is None:
         return None
-    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-    given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-    return None if given.pop("return_indices", False) or _any_node(given) else nn.MaxPool2d(**given)  # type: ignore[arg-type]
+    if isinstance(module, nn.MaxPool2d):
+        return None if module.return_indices else module
+    if not _calls(node, {F.max_pool2d}):
+        return None
+    given = _arguments(node, _MAX_POOL_ARGUMENTS)
+    return None if given.pop("return_indices", False) or _has_node(given) else nn.MaxPool2d(**given)
 
 
-def average_pool_of(
-    node: fx.Node, modules: Mapping[str, nn.Module]
-) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
-    """The average pooling of images that a node does."""
+def average_pool_of(node: fx.Node, modules: Modules) -> nn.AvgPool2d | nn.AdaptiveAvgPool2d | None:
+    """Return the average pooling of images that ``node`` computes, or None."""
     module = module_of(node, modules)
     if type(module) in (nn.AvgPool2d, nn.AdaptiveAvgPool2d):
         return cast("nn.AvgPool2d | nn.AdaptiveAvgPool2d", module)
-    for function, (cls, names) in _AVERAGES.items():
-        given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-        if _calls(node, {function}) and not _any_node(given):
-            return cls(**given)
+    for function, (kind, names) in _AVERAGE_POOLS.items():
+        given = _arguments(node, names)
+        if _calls(node, {function}) and not _has_node(given):
+            return kind(**given)
     return None
 
 
-def _any_node(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(v, fx.Node) for v in values.values())
+def passes_codes(node: fx.Node, modules: Modules) -> bool:
+    """Return True if ``node`` applied to codes gives the codes of its result for values."""
+    pools = isinstance(module_of(node, modules), CodesMaxPool2d)
+    return pools or view_source(node, modules) is not None
 
 
-def keeps_sign(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the result is never negative where all tensor arguments are never negative."""
-    if isinstance(module_of(node, modules), _KEEP_SIGN_MODULES) or moved(node, modules) is not None:
+def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
+    """Return True if the result is never negative where no tensor argument is negative."""
+    module = module_of(node, modules)
+    if isinstance(module, _NONNEGATIVE_MODULES) or view_source(node, modules) is not None:
         return True
     if node.target is F.pad:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
-    numbers = [
-        value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))
-    ]
-    known = _calls(node, _KEEP_SIGN_FUNCTIONS) or _calls(node, _KEEP_SIGN_METHODS)
+    arguments = (*node.args, *node.kwargs.values())
+    numbers = [value for value in arguments if isinstance(value, (int, float))]
+    known = _calls(node, _NONNEGATIVE_FUNCTIONS) or _calls(node, _NONNEGATIVE_METHODS)
     return known and all(bool(number >= 0) for number in numbers)

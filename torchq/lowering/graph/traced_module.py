@@ -1,73 +1,86 @@
-"""Traced models that stay what the code around them expects."""
+"""Traced models that stay what the code around them expects.
+
+Why these classes exist: a :class:`torch.fx.GraphModule` is pickled as its generated code, and
+unpickling traces that code once more with the plain tracer of torch.fx. That second trace keeps
+calls of modules and of importable functions, and loses everything else: plain attributes of the
+model, the check that an argument is None, and the type of a returned dictionary. Therefore
+
+* :class:`TracedModel` carries the plain attributes through copies and files itself,
+* :class:`AssertNone` and :class:`BuildDict` are modules, so that their calls survive,
+* :func:`nth_chunk` is an importable function.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from torchq.graph import ForwardTracer, trace_call
-from torchq.utils import evaluating
-
-__all__ = ["Absent", "Joined", "Made", "adopt", "trace"]
-
-log = logging.getLogger(__name__)
+__all__ = ["AssertNone", "BuildDict", "TracedModel", "copy_plain_attributes", "nth_chunk"]
 
 
-class Joined(fx.GraphModule):
-    """A traced model with the plain attributes of the original, which code around it may read; copies and files keep them."""
+class TracedModel(fx.GraphModule):
+    """A traced model with the plain attributes of the original.
+
+    Code around a model may read such attributes, for example ``f`` and ``i`` of the layers of a
+    detector. Copies and files keep them.
+    """
 
     @classmethod
-    def of(cls, graph_module: fx.GraphModule, original: nn.Module) -> Joined:
-        """``graph_module`` under the name of ``original`` and with its attributes, in eval mode."""
-        graph = fx.Graph()  # one that does not name the tracer: unpickling would look for it
+    def of(cls, graph_module: fx.GraphModule, original: nn.Module) -> TracedModel:
+        """Return ``graph_module`` under the name and with the attributes of ``original``.
+
+        The result is in eval mode.
+        """
+        # A graph of its own: the one that was traced names the tracer, and unpickling would look
+        # for that class.
+        graph = fx.Graph()
         graph.output(graph.graph_copy(graph_module.graph, {}))
         for node in graph.nodes:
-            node.type = None  # annotations, perhaps as strings; torch 2.6 cannot pickle those
+            # Annotations may be strings, which torch 2.6 cannot pickle.
+            node.type = None
         result = cls(graph_module, graph, class_name=type(original).__name__)
-        adopt(result, original)
+        copy_plain_attributes(original, result)
         return result.eval()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Joined:
-        result: Joined = super().__deepcopy__(memo)  # type: ignore[assignment]
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModel:
+        result: TracedModel = super().__deepcopy__(memo)  # type: ignore[assignment]
         for name, value in _plain_attributes(self, result).items():
             setattr(result, name, copy.deepcopy(value, memo))
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make, arguments = super().__reduce__()
-        return _rebuilt, (make, arguments)
+        rebuild, arguments = super().__reduce__()
+        return _rebuild_traced_model, (rebuild, arguments)
 
 
-def _rebuilt(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...]) -> Joined:
-    plain = make(*arguments)
-    return Joined.of(plain, plain)
+def _rebuild_traced_model(
+    rebuild: Callable[..., fx.GraphModule], arguments: tuple[Any, ...]
+) -> TracedModel:
+    """Return the traced model that a file holds."""
+    plain = rebuild(*arguments)
+    return TracedModel.of(plain, plain)
 
 
-def adopt(new: nn.Module, old: nn.Module) -> None:
-    """Take over the plain attributes that other code may read: ``in_features``, a detector's ``.f`` and ``.i``."""
-    for name, value in _plain_attributes(old, new).items():
-        setattr(new, name, value)
+def copy_plain_attributes(source: nn.Module, destination: nn.Module) -> None:
+    """Copy the public attributes that ``destination`` lacks, such as ``in_features``."""
+    for name, value in _plain_attributes(source, destination).items():
+        setattr(destination, name, value)
 
 
-def _plain_attributes(old: nn.Module, new: nn.Module) -> dict[str, Any]:
+def _plain_attributes(source: nn.Module, destination: nn.Module) -> dict[str, Any]:
     return {
         name: value
-        for name, value in vars(old).items()
-        if not name.startswith("_") and not hasattr(new, name)
+        for name, value in vars(source).items()
+        if not name.startswith("_") and not hasattr(destination, name)
     }
 
 
-class Absent(nn.Module):
-    """Checks that an argument has the value None which a graph was traced for.
-
-    A module, because unpickling traces once more: it keeps calls of modules, but neither torch.fx's own check nor :class:`Made`.
-    """
+class AssertNone(nn.Module):
+    """Check that an argument is None, as it was when the graph was traced."""
 
     def __init__(self, message: str) -> None:
         super().__init__()
@@ -79,108 +92,31 @@ class Absent(nn.Module):
             raise AssertionError(self.message)
 
 
-class Made(nn.Module):
-    """Makes a dictionary of the kind that a model returns."""
+class BuildDict(nn.Module):
+    """Build a dictionary of the type that the original model returns.
+
+    Args:
+        kind: an ordered dictionary, or a dataclass that is a dictionary too, as results of
+            ``transformers`` are.
+    """
 
     def __init__(self, kind: type[dict[str, Any]]) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, items: dict[str, Any]) -> dict[str, Any]:
-        """``items`` as one of that kind."""
+        """Return ``items`` as a dictionary of :attr:`kind`."""
         return self.kind(**items) if dataclasses.is_dataclass(self.kind) else self.kind(items)
 
 
-class _Tracer(ForwardTracer):
-    """Keeps the kinds of dictionaries, where torch.fx itself makes a plain one of each; may take what is left over (``*args``) as empty.
-
-    Attributes:
-        culprit: the innermost module whose code could not be traced.
-    """
-
-    def __init__(self, is_leaf: Callable[[nn.Module], bool], no_rest: bool) -> None:
-        super().__init__()
-        self._leaf, self._no_rest = is_leaf, no_rest
-        self.culprit: nn.Module | None = None
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return self._leaf(m)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a module; see :meth:`torch.fx.Tracer.call_module`."""
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            if self.culprit is None and not self._leaf(m):
-                self.culprit = m
-            raise
-
-    def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments of the traced function; see :meth:`torch.fx.Tracer.create_args_for_root`."""
-        function, values = super().create_args_for_root(*args, **kwargs)
-        return function, [self._rest(value) if self._no_rest else value for value in values]
-
-    def _rest(self, value: Any) -> Any:
-        name = str(value.node.target) if isinstance(value, fx.Proxy) else ""
-        if not name.startswith("*"):
-            return value
-        self.graph.erase_node(value.node)
-        return {} if name.startswith("**") else ()
-
-    def create_arg(self, a: Any) -> Any:
-        """An argument or result as part of the graph; see :meth:`torch.fx.Tracer.create_arg`."""
-        if (
-            not isinstance(a, dict)
-            or type(a) is dict
-            or isinstance(a, fx.immutable_collections.immutable_dict)
-        ):
-            return super().create_arg(a)
-        items = {name: self.create_arg(value) for name, value in a.items()}
-        if type(a) is OrderedDict or dataclasses.is_dataclass(
-            a
-        ):  # a result of torchvision or of transformers
-            return self.create_node("call_function", type(a), (items,), {})
-        raise TypeError(f"{type(a).__name__} cannot be part of a traced model")
-
-
-def trace(
-    model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, no_rest: bool = False
-) -> fx.GraphModule | nn.Module:
-    """Trace ``model`` in eval mode; see :func:`torchq.graph.trace`.
+def nth_chunk(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Return one of the tensors that a method such as ``chunk`` or ``split`` makes of ``x``.
 
     Args:
-        model: left unchanged.
-        is_leaf: which modules stay single calls.
-        no_rest: ``*args`` and ``**kwargs`` are empty; the result refuses arguments beyond the named ones. Without it their use cannot be
-            traced.
-
-    Returns:
-        the traced model; or the module whose code cannot be traced: ``model`` or a part of it.
+        x: any shape.
+        method: the name of a method of ``x`` that returns several tensors.
+        index: which of them.
+        args, kwargs: the arguments of the method.
     """
-    tracer = _Tracer(is_leaf, no_rest)
-    try:
-        with evaluating(model):
-            graph = trace_call(tracer, model)
-    except (
-        Exception
-    ) as error:  # a model's own code may raise anything when its control flow looks at a tensor
-        culprit = model if tracer.culprit is None else tracer.culprit
-        log.debug(
-            "deploy: %s cannot be traced (%s: %s)",
-            type(culprit).__name__,
-            type(error).__name__,
-            error,
-        )
-        return culprit
-    # Tensors that the code makes are attributes of the model while it is traced, and copied from there.
-    constants = {
-        name: tensor
-        for tensor, name in tracer.tensor_attrs.items()
-        if not hasattr(model, name.partition(".")[0])
-    }
-    try:
-        vars(model).update(constants)
-        return fx.GraphModule(tracer.root, graph)
-    finally:
-        for name in constants:
-            del vars(model)[name]
+    chunks: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
+    return chunks[index]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from torchq.lowering.graph import match
 from torchq.lowering.modules.base import dequantized
 from torchq.lowering.modules.conv import Int8Conv
-from torchq.lowering.modules.qdq import Dequantize
 from torchq.lowering.ops.epilogues import activation
 from torchq.lowering.ops.onednn import Run
 
-__all__ = ["FloatPointwiseConv", "is_pixel"]
+__all__ = ["FloatPointwiseConv"]
 
 #: Weights up to which multiplying floats is faster: reading four times the bytes takes less time than the integer kernel's call.
 _MOST_WEIGHTS = 2**17
@@ -84,32 +80,3 @@ class FloatPointwiseConv(Int8Conv):
         """For :func:`torchq.summary`."""
         _, size, fused = super().summary_row()
         return "float32, one pixel", size, fused
-
-
-def is_pixel(node: object, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the result of a node is one floating-point pixel for each image, whatever the image."""
-    if not isinstance(node, fx.Node):
-        return False
-    module, source = match.module_of(node, modules), match.source_of(node)
-    if (
-        isinstance(module, FloatPointwiseConv)
-        or match.pointwise_of(node, modules)
-        or match.activation_of(node, modules)
-    ):
-        return is_pixel(source, modules)
-    # Pooling of codes is done on integers, and gives codes to the layer.
-    return _pools_all(node, modules) and not isinstance(
-        match.module_of(source, modules), Dequantize
-    )
-
-
-def _pools_all(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    pool = match.average_pool_of(node, modules)
-    if isinstance(pool, nn.AdaptiveAvgPool2d):
-        return pool.output_size in (1, (1, 1), [1, 1])
-    if node.target not in ("mean", torch.mean) or not node.kwargs.get(
-        "keepdim", node.args[2:] == (True,)
-    ):
-        return False
-    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    return isinstance(dims, (tuple, list)) and sorted(dims) in ([2, 3], [-2, -1])

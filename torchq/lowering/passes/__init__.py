@@ -1,1 +1,121 @@
-"""Passes over the graph of a deployed model."""
+"""Passes that turn a trace of integer layers into a graph that hands codes from layer to layer.
+
+A pass is a function ``(editor, node) -> bool`` that looks at one node, changes the graph around
+it if it fits, and returns whether it did. Its docstring shows the graph before and after. A new
+pass is one function and its place in one of the lists below; ``torchq.graph.describe_pass`` says
+what a pass needs and does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from torchq.graph import run_to_fixpoint
+from torchq.lowering.graph.editor import GraphEditor
+from torchq.lowering.passes.cancel_qdq import cancel_qdq, merge_quantize
+from torchq.lowering.passes.float_pointwise_conv import use_float_pointwise_conv
+from torchq.lowering.passes.fold_batchnorm import fold_batchnorm
+from torchq.lowering.passes.fuse_epilogue import fuse_activation, fuse_add, fuse_requantize
+from torchq.lowering.passes.hoist_quantize import absorb_clamp, hoist_quantize
+from torchq.lowering.passes.insert_qdq import (
+    expose_input_quantizer,
+    open_quantized_concat,
+    open_quantized_operator,
+    quantize_layer_input,
+    replace_quantizer,
+)
+from torchq.lowering.passes.int_pooling import average_codes
+from torchq.lowering.passes.lookup_table import use_lookup_table
+from torchq.lowering.passes.normalize import (
+    build_dict_by_module,
+    check_none_by_module,
+    drop_identity,
+    select_chunk,
+    view_to_reshape,
+)
+from torchq.lowering.passes.propagate_qparams import (
+    propagate_qparams,
+    quantize_channels_last,
+    read_shape_of_codes,
+)
+from torchq.lowering.passes.reuse_buffers import reuse_residual_buffer
+from torchq.lowering.passes.sink_dequantize import sink_dequantize
+from torchq.lowering.passes.unsigned_codes import use_unsigned_codes
+
+__all__ = ["FINISH", "FUSE", "INSERT_QDQ", "NodePass", "apply_pass", "run_passes"]
+
+NodePass = Callable[[GraphEditor, fx.Node], bool]
+
+#: Bring the trace into known forms and make every quantization a node. Each pass runs once, in
+#: the order of the graph. The check of arguments comes first, as no other node reads it.
+INSERT_QDQ: tuple[NodePass, ...] = (
+    check_none_by_module,
+    build_dict_by_module,
+    drop_identity,
+    view_to_reshape,
+    select_chunk,
+    open_quantized_concat,
+    open_quantized_operator,
+    replace_quantizer,
+    expose_input_quantizer,
+    use_float_pointwise_conv,
+    quantize_layer_input,
+)
+
+#: Fuse until nothing changes. The order matters: clamps become part of codes before kernels would
+#: compute them, and kernels take what nothing else could.
+FUSE: tuple[NodePass, ...] = (
+    merge_quantize,
+    cancel_qdq,
+    use_unsigned_codes,
+    absorb_clamp,
+    hoist_quantize,
+    sink_dequantize,
+    fold_batchnorm,
+    fuse_activation,
+    fuse_add,
+    use_lookup_table,
+    average_codes,
+    fuse_requantize,
+)
+
+#: Settle what depends on the finished graph. Each pass runs once, in the order of the graph.
+FINISH: tuple[NodePass, ...] = (
+    read_shape_of_codes,
+    propagate_qparams,
+    quantize_channels_last,
+    reuse_residual_buffer,
+)
+
+
+def run_passes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
+    """Run all passes on a traced model, in place.
+
+    Args:
+        graph_module: traced with integer layers, quantizers and the layers of torch as single
+            calls.
+        dtype: of the floating-point tensors in it.
+    """
+    editor = GraphEditor(graph_module, dtype)
+    for rewrite in INSERT_QDQ:
+        apply_pass(editor, rewrite)
+    editor.prune()
+    run_to_fixpoint(FUSE, lambda rewrite: apply_pass(editor, rewrite))
+    for rewrite in FINISH:
+        apply_pass(editor, rewrite)
+    editor.graph.lint()
+    graph_module.recompile()
+    graph_module.delete_all_unused_submodules()
+
+
+def apply_pass(editor: GraphEditor, rewrite: NodePass) -> bool:
+    """Apply one pass to every node that is there now; return whether it changed anything."""
+    changed, present = False, set(editor.graph.nodes)
+    for node in list(editor.graph.nodes):
+        if node in present and rewrite(editor, node):
+            editor.prune()
+            changed, present = True, set(editor.graph.nodes)
+    return changed

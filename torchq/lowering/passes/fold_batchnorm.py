@@ -1,43 +1,54 @@
-"""What the rules of a rewrite compute: qparams of quantizers, and BatchNorm as part of a layer."""
+"""Pass that folds BatchNorm into an integer convolution."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from torchq.lowering.graph import match
+from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.conv import Int8Conv
-from torchq.lowering.qparams import QParams
-from torchq.lowering.registry import active
+from torchq.lowering.passes.fuse_epilogue import plain_layer
 
-__all__ = ["NORMS", "fold_norm", "static_qparams"]
-
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+__all__ = ["fold_batchnorm"]
 
 
-def static_qparams(quantizer: nn.Module) -> QParams | None:
-    """The qparams of a quantizer that rounds onto a fixed one."""
-    found = active(quantizer)
-    if (
-        found is None
-        or found.descriptor.dynamic
-        or not found.descriptor.fake_quant
-        or found.pre_quant_scale is not None
-    ):
-        return None
-    qparams = QParams.of(found)
-    return qparams if isinstance(qparams, QParams) else None
+def fold_batchnorm(editor: GraphEditor, node: fx.Node) -> bool:
+    """Fold BatchNorm into the scales and the bias of a convolution, without new rounding.
+
+    In eval mode BatchNorm is a scale and a shift per channel. The integer weight stays as it is.
+
+    Before::
+
+        codes -> Int8Conv(weight_scale, bias) -> BatchNorm(scale, shift) -> reader
+
+    After::
+
+        codes -> Int8Conv(weight_scale * scale, bias * scale + shift) -> reader
+    """
+    norm, conv = editor.module(node), match.input_node(node)
+    is_norm = isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    layer = plain_layer(editor, conv)
+    if not is_norm or conv is None or not isinstance(layer, Int8Conv) or len(conv.args) > 1:
+        return False
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    if norm.running_mean is None or norm.running_var is None:
+        return False
+    owned = editor.own_layer(conv)
+    assert isinstance(owned, Int8Conv)
+    _fold(owned, norm, norm.running_mean, norm.running_var)
+    editor.bypass(node, conv)
+    return True
 
 
-def fold_norm(layer: Int8Conv, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
-    """Put a BatchNorm in eval mode behind ``layer`` into its scales and bias."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
-    shift = -norm.running_mean.double() * scale
+def _fold(
+    layer: Int8Conv, norm: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, var: torch.Tensor
+) -> None:
+    scale = torch.rsqrt(var.double() + norm.eps)
+    shift = -mean.double() * scale
     if norm.weight is not None:
-        scale, shift = (
-            scale * norm.weight.double(),
-            shift * norm.weight.double() + norm.bias.double(),
-        )
+        scale = scale * norm.weight.double()
+        shift = shift * norm.weight.double() + norm.bias.double()
     scale, shift = layer.per_row(scale), layer.per_row(shift)
     if layer.bias is not None:
         shift = shift + layer.bias.double() * scale
