@@ -19,7 +19,11 @@ from torchq.lowering.passes.cancel_qdq import cancel_qdq, merge_quantize
 from torchq.lowering.passes.float_pointwise_conv import use_float_pointwise_conv
 from torchq.lowering.passes.fold_batchnorm import fold_batchnorm
 from torchq.lowering.passes.fuse_epilogue import fuse_activation, fuse_add, fuse_requantize
-from torchq.lowering.passes.hoist_quantize import absorb_clamp, hoist_quantize
+from torchq.lowering.passes.hoist_quantize import (
+    absorb_clamp,
+    hoist_quantize,
+    use_unsigned_codes,
+)
 from torchq.lowering.passes.insert_qdq import (
     expose_input_quantizer,
     open_quantized_concat,
@@ -43,7 +47,6 @@ from torchq.lowering.passes.propagate_qparams import (
 )
 from torchq.lowering.passes.reuse_buffers import reuse_residual_buffer
 from torchq.lowering.passes.sink_dequantize import sink_dequantize
-from torchq.lowering.passes.unsigned_codes import use_unsigned_codes
 
 __all__ = ["FINISH", "FUSE", "INSERT_QDQ", "NodePass", "apply_pass", "run_passes"]
 
