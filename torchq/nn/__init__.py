@@ -9,6 +9,8 @@ from torchq.nn.convert import (
     QuantModule,
     convert_,
     is_weight_quantizer,
+    quantized_as,
+    quantized_class,
     register,
     revert_,
 )
@@ -135,6 +137,8 @@ __all__ = [
     "convert_",
     "freeze_norm_",
     "is_weight_quantizer",
+    "quantized_as",
+    "quantized_class",
     "register",
     "revert_",
     "replace_operators_",

@@ -8,10 +8,14 @@ list outside the module tree. :func:`change_class` is the one place that assigns
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
@@ -22,13 +26,16 @@ __all__ = [
     "QuantModule",
     "QUANTIZED",
     "register",
+    "quantized_as",
+    "quantized_class",
     "convert_",
     "revert_",
     "change_class",
     "is_weight_quantizer",
 ]
 
-#: Float class -> quantized class; exact types only.
+#: Float class -> quantized class. A subclass that computes the same needs no entry of its own; see
+#: :func:`quantized_as`.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 
 _LEGACY_PREFIXES = ("_input_quantizer.", "_weight_quantizer.")
@@ -215,6 +222,85 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
     return decorator
 
 
+# What decides the result of a module, beside the methods that its class adds to nn.Module.
+_COMPUTING = frozenset(
+    ["forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"]
+)
+# What a subclass may change of its base and still compute the same.
+_INITIALISING = frozenset(
+    ["extra_repr", "from_pretrained", "reset_parameters", "reset_running_stats"]
+    + ["_fill_padding_idx_with_zero", "_reset_parameters"]
+)
+
+
+def quantized_as(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the registered class that modules of class ``cls`` are quantized as, or None.
+
+    That is ``cls`` itself, or the nearest registered base where ``cls`` changes nothing that
+    decides the result: it has no ``forward`` and no other computing method of its own, and no
+    property in the place of the weight or bias.
+
+    Example:
+        >>> class MyLinear(torch.nn.Linear):
+        ...     def reset_parameters(self):
+        ...         torch.nn.init.ones_(self.weight)
+        >>> quantized_as(MyLinear).__name__
+        'Linear'
+    """
+    base = next((c for c in cls.__mro__ if c in QUANTIZED), None)
+    if base is None or base is cls:
+        return base
+    if issubclass(cls, (QuantModule, LazyModuleMixin)):
+        return None
+    added = {name for name in set(dir(base)) - set(dir(nn.Module)) if not name.startswith("__")}
+    for name in (added | _COMPUTING) - _INITIALISING | {"weight", "bias"}:
+        own = inspect.getattr_static(cls, name, None)
+        if own is not inspect.getattr_static(base, name, None):
+            return None
+    return base
+
+
+def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
+    """Return the class that :func:`convert_` gives to modules of class ``cls``, or None.
+
+    For a subclass of a registered class (see :func:`quantized_as`) it is made at run time and
+    derives from both the registered twin and ``cls``.
+    """
+    base = quantized_as(cls)
+    if base is None or base is cls:
+        return QUANTIZED.get(cls)
+    return _derived_twin(cls, QUANTIZED[base])
+
+
+class _DerivedTwin(QuantModule):
+    """Mixin of the classes that are made for subclasses of registered classes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no importable name: copies and pickles look it up by its float class.
+        reduced: Any = super().__reduce_ex__(2)
+        return _blank_twin, (type(self).float_class,), *reduced[2:]
+
+
+@cache
+def _derived_twin(cls: type[Any], twin: type[Any]) -> type[QuantModule]:
+    body = {
+        "float_class": cls,
+        "__doc__": f"Quantized :class:`{qualified_name(cls)}`.",
+        "__module__": cls.__module__,
+    }
+    bases = (_DerivedTwin, twin, cls)
+    return types.new_class(f"Quant{cls.__name__}", bases, {}, lambda space: space.update(body))
+
+
+def _blank_twin(cls: type[nn.Module]) -> QuantModule:
+    twin = quantized_class(cls)
+    if twin is None:
+        raise QuantizationError(
+            f"{qualified_name(cls)}: has no quantized twin; expected the code that was pickled"
+        )
+    return twin.__new__(twin)
+
+
 def convert_(
     module: nn.Module,
     *,
@@ -224,7 +310,8 @@ def convert_(
     """Make ``module`` quantized, in place, and return it.
 
     Args:
-        module: A module whose exact class is registered.
+        module: A module whose class is registered, or computes the same as a registered one; see
+            :func:`quantized_as`.
         input: How to quantize the inputs; None leaves them alone. Ignored where the class has no
             quantized input.
         weight: How to quantize the weights; None leaves them alone. Ignored where the class has no
@@ -243,7 +330,7 @@ def convert_(
         (4, 'Identity')
     """
     name = qualified_name(type(module))
-    twin = QUANTIZED.get(type(module))
+    twin = quantized_class(type(module))
     if twin is None:
         raise QuantizationError(
             f"{name}: has no quantized twin; expected one of the registered classes. "

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
 from torchq.swap.find_operators import Operator
+from torchq.swap.obstacles import obstacle
 from torchq.swap.targets import Target
 from torchq.utils import (
     Pattern,
@@ -132,11 +132,11 @@ def decide(
     for names, module in modules_with_names(model):
         if id(module) in inside:
             continue
-        twin = QUANTIZED.get(type(module))
+        twin = quantized_class(type(module))
         if twin is not None and twin.is_container:
             containers.append((names, module))
             continue
-        reason = _obstacle(module, parents)
+        reason = obstacle(module, parents.get(id(module)))
         parents |= {id(child): module for child in module.children()}
         if reason is None:
             continue
@@ -182,34 +182,6 @@ def _by_places(
     ]
 
 
-def _obstacle(module: nn.Module, parents: dict[int, nn.Module]) -> str | None:
-    """Why ``module`` cannot be swapped whatever the rules say; "" where it can, None where nobody would expect it to be."""
-    cls = type(module)
-    if isinstance(module, QuantModule):
-        return "quantized already"
-    if cls in QUANTIZED:
-        if "forward" in vars(module):
-            return "forward was replaced on the instance"
-        return (
-            "complex dtype" if any(p.is_complex() for p in module.parameters(recurse=False)) else ""
-        )
-    if parametrize.is_parametrized(module):
-        return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
-    parent = parents.get(id(module))
-    if isinstance(parent, nn.MultiheadAttention):
-        if type(parent) in QUANTIZED or isinstance(parent, QuantModule):
-            return None  # a part of its parent, quantized with it
-        return "its weight is read by nn.MultiheadAttention directly, its forward is never called"
-    base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
-    if base is not None and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
-        return "not initialised yet; run one batch through the model first"
-    if base is not None:
-        return f"a subclass of {base.__name__} may compute something else; register a twin with torchq.register({cls.__name__})"
-    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
-        return f"no quantized twin of {cls.__name__}; register one with torchq.register({cls.__name__})"
-    return None
-
-
 def by_rules(
     names: tuple[str, ...],
     module: nn.Module,
@@ -218,19 +190,30 @@ def by_rules(
 ) -> Decision:
     """What the rules say about one module that can be swapped, or has been."""
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    rule = next((r for r in reversed(config.rules) if matches(r.pattern, names, module, cls)), None)
-    if include and not any(matches(pattern, names, module) for pattern in include):
+    rule = next((r for r in reversed(config.rules) if _selects(r.pattern, names, module)), None)
+    if include and not any(_selects(pattern, names, module) for pattern in include):
         return Decision(names, module, cls, reason="not in include")
     if rule is None:
         return Decision(names, module, cls, reason="no rule matches")
     if rule.skip:
         return Decision(names, module, cls, rule=str(rule), reason="excluded")
-    used = {name: getattr(rule, name) for name in QUANTIZED[cls].descriptor_names()}
+    twin = quantized_class(cls)
+    assert twin is not None
+    used = {name: getattr(rule, name) for name in twin.descriptor_names()}
     if not any(used.values()):
         return Decision(
             names, module, cls, rule=str(rule), reason="the rule has no descriptor for it"
         )
     return Decision(names, module, cls, rule=str(rule), **used)
+
+
+def _selects(pattern: Pattern, names: tuple[str, ...], module: nn.Module) -> bool:
+    """Return True if ``pattern`` selects a float or quantized module.
+
+    Patterns of types see its float class, and the class that this one is quantized as.
+    """
+    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    return any(matches(pattern, names, module, c) for c in {cls, quantized_as(cls) or cls})
 
 
 def check_used(
@@ -242,7 +225,7 @@ def check_used(
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
 
     def selects(pattern: Pattern) -> bool:
-        return any(matches(pattern, d.names, d.module) for d in decisions)
+        return any(_selects(pattern, d.names, d.module) for d in decisions)
 
     wanted = [rule.pattern for rule in config.rules if not rule.optional] + list(include)
     unused = [pattern for pattern in wanted if not selects(pattern)]

@@ -1,0 +1,160 @@
+"""Subclasses of registered classes that compute what their base computes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor
+from torchq.nn import QuantConv2d, QuantMultiheadAttention, convert_, quantized_as, revert_
+
+
+class PlainConv(nn.Conv2d):
+    """An empty subclass."""
+
+
+class Stem(nn.Conv2d):
+    """A subclass with a constructor, an initialisation and a method of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(3, channels, 3, padding=1)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def flops(self, size: int) -> int:
+        return 9 * 3 * self.out_channels * size
+
+
+class PlainAttention(nn.MultiheadAttention):
+    """An empty subclass of a layer that reads the weight of its child."""
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnSeam(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+class Mixin:
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class MixedIn(Mixin, nn.Linear):
+    """Its forward comes from a class that is no module."""
+
+
+class Tied(nn.Linear):
+    """Its weight is computed."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return torch.eye(self.out_features, self.in_features)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        pass
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (nn.Conv2d, nn.Conv2d),
+        (PlainConv, nn.Conv2d),
+        (Stem, nn.Conv2d),
+        (PlainAttention, nn.MultiheadAttention),
+        (Doubled, None),
+        (OwnSeam, None),
+        (MixedIn, None),
+        (Tied, None),
+        (nn.LazyConv2d, None),
+        (torchq.nn.QuantConv2d, None),
+        (nn.ReLU, None),
+    ],
+)
+def test_what_a_class_is_quantized_as(cls: type[nn.Module], expected: type | None) -> None:
+    assert quantized_as(cls) is expected
+
+
+def test_a_subclass_is_quantized_as_its_base() -> None:
+    stem, x = Stem(4), torch.randn(2, 3, 8, 8)
+    plain = nn.Conv2d(3, 4, 3, padding=1)
+    plain.load_state_dict(stem.state_dict())
+    for module in (stem, plain):
+        convert_(module, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    assert isinstance(stem, QuantConv2d) and isinstance(stem, Stem) and stem.flops(2) == 216
+    assert torch.equal(stem(x), plain(x))
+    assert type(revert_(stem)) is Stem and not list(stem.children())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies(copied: Any) -> None:
+    module, x = convert_(Stem(4), input=QuantDescriptor(4)), torch.randn(2, 3, 8, 8)
+    twin = copied(module)
+    assert type(twin) is type(module) and torch.equal(twin(x), module(x))
+
+
+class Video(nn.Module):
+    """A model whose layers are subclasses, in the way of torchvision's r3d_18."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = Stem(4), PlainConv(4, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(self.stem(x)).mean((2, 3)))
+        return out
+
+
+def test_every_recipe_selects_them_by_their_base() -> None:
+    report = torchq.plan(Video())
+    assert [d.name for d in report.replaced] == ["stem", "conv", "head"] and not report.skipped
+    assert report.replaced[0].float_class is Stem
+    by_own_class = torchq.plan(Video(), exclude=f"type:{__name__}.Stem")
+    assert [d.name for d in by_own_class.skipped] == ["stem"]
+    by_base = torchq.plan(Video(), exclude="type:torch.nn.modules.conv.Conv2d")
+    assert [d.name for d in by_base.skipped] == ["stem", "conv"]
+
+
+def test_save_load_deploy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Video().eval(), torch.randn(4, 3, 8, 8)
+    nn.init.normal_(model.stem.weight, std=0.2)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    assert torch.equal(torchq.load(Video().eval(), tmp_path / "m.pt")(x), model(x))
+    kernels = {row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers}
+    assert "simulated" not in kernels.values() and len(kernels) >= 3
+
+
+def test_attention_is_quantized_with_its_output_projection() -> None:
+    model = nn.Sequential(PlainAttention(4, 2))
+    report = torchq.quantize_(model)
+    assert [d.name for d in report.replaced] == ["0"] and not report.skipped
+    assert isinstance(model[0], QuantMultiheadAttention)
+
+
+def test_a_class_that_computes_something_else_is_named_in_full() -> None:
+    report = torchq.plan(nn.Sequential(nn.Linear(2, 2), MixedIn(2, 2)))
+    name = f"{__name__}.MixedIn"
+    assert f"register a twin with torchq.register({name})" in report.skipped[0].reason
