@@ -168,11 +168,11 @@ def test_regroup_kernel_refuses_a_non_divisor():
         al.regroup_kernel(randn(12, 1, 1, 1), 12, 5)
 
 
-def test_sum_branches_with_coefficients_including_zero():
+def test_add_branches_with_coefficients_including_zero():
     x = randn(2, 4, 5, 5)
     branches = [al.KernelBias(randn(6, 4, 3, 3), randn(6)) for _ in range(3)]
     per_channel = randn(6)
-    got = al.sum_branches(branches, [0.0, -2.5, per_channel])
+    got = al.add_branches(branches, [0.0, -2.5, per_channel])
     want = -2.5 * F.conv2d(x, *branches[1]) + channelwise(
         F.conv2d(x, *branches[2]), per_channel, torch.zeros(6, dtype=torch.float64)
     )

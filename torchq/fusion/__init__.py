@@ -3,14 +3,19 @@
 from torchq.fusion.api import fuse_
 from torchq.fusion.batchnorm.fold import ConstantPad
 from torchq.fusion.channel_ranges import LayerRange, RangeReport, diagnose_ranges
-from torchq.fusion.modules import RescalesOutput
+from torchq.fusion.modules import norm_affine
+from torchq.fusion.quantized import RescalesOutput
+from torchq.fusion.record import apply_fusion_record_, fusion_record
+from torchq.fusion.reparam.blocks import find_blocks
+from torchq.fusion.reparam.branches import Branches
 from torchq.fusion.reparam.families import FAMILIES
-from torchq.fusion.reparam.rule import BlockRule, find_blocks, register_block
+from torchq.fusion.reparam.rule import BlockRule, register_block
 from torchq.fusion.report import FuseReport, Fusion, Refusal
 
 __all__ = [
     "FAMILIES",
     "BlockRule",
+    "Branches",
     "ConstantPad",
     "FuseReport",
     "Fusion",
@@ -18,8 +23,11 @@ __all__ = [
     "RangeReport",
     "Refusal",
     "RescalesOutput",
+    "apply_fusion_record_",
     "diagnose_ranges",
     "find_blocks",
     "fuse_",
+    "fusion_record",
+    "norm_affine",
     "register_block",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchq.errors import FuseError
 
@@ -51,6 +52,8 @@ class FuseReport:
         applied: whether the model was changed.
         error: relative difference of the whole model on the example; None where it was not run.
         tolerance: what ``error`` had to stay below.
+        notes: remarks on how the model was followed and compared.
+        record: the structure of each fusion, as JSON data; see :func:`torchq.fusion.fusion_record`.
     """
 
     fused: tuple[Fusion, ...] = ()
@@ -58,7 +61,8 @@ class FuseReport:
     applied: bool = False
     error: float | None = None
     tolerance: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    record: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     @property
     def max_error(self) -> float:

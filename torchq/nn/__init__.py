@@ -69,7 +69,7 @@ from torchq.nn.modules.operators import (
     ScaledDotProductAttention,
     Tap,
 )
-from torchq.nn.modules.reparam import Branches, QuantBranches
+from torchq.nn.modules.reparam import QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_modules import (
     RewrittenForward,
@@ -84,7 +84,6 @@ __all__ = [
     "FROZEN_NORMS",
     "QUANTIZED",
     "Add",
-    "Branches",
     "Cat",
     "InputQuantized",
     "MatMul",

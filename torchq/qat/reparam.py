@@ -1,31 +1,26 @@
-"""Quantization-aware training of re-parameterisable networks: train the branches, quantize the kernel that is deployed."""
+"""Quantization-aware training of re-parameterisable networks.
+
+The branches are trained, and the kernel that is deployed is quantized.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, FuseError, QuantizationError
+from torchq.fusion import BlockRule, find_blocks
 from torchq.fusion.modules import block_obstacle
-from torchq.fusion.reparam.merged_layer import rank_of
-from torchq.fusion.reparam.rule import (
-    BLOCKS,
-    BlockRule,
-    Merge,
-    attributes_like,
-    find_blocks,
-    main_layer,
-)
-from torchq.nn import Branches, QuantBranches, QuantModule, TensorQuantizer, convert_
+from torchq.fusion.record import recording
+from torchq.fusion.reparam.branches import BranchesEdit, branches_of, has_one_linear_part
+from torchq.nn import QuantBranches, TensorQuantizer, convert_
 from torchq.swap import SwapReport, quantize_
 from torchq.swap.decisions import by_rules, decide, patterns
-from torchq.utils import Pattern
+from torchq.utils import Pattern, copy_module, undone_on_error
 
 __all__ = ["BranchReport", "quantize_branches_"]
 
@@ -34,7 +29,7 @@ _LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 @dataclass(frozen=True)
 class BranchReport:
-    """What :func:`quantize_branches_` did.
+    """The result of :func:`quantize_branches_`.
 
     Attributes:
         blocks: paths of the modules that hold the branches now.
@@ -45,20 +40,12 @@ class BranchReport:
     rest: SwapReport | None
 
     def __str__(self) -> str:
-        head = f"{len(self.blocks)} blocks train their branches under one quantized kernel: {', '.join(self.blocks)}"
+        """Return one line, and the report on all other layers."""
+        blocks = ", ".join(self.blocks)
+        head = (
+            f"{len(self.blocks)} blocks train their branches under one quantized kernel: {blocks}"
+        )
         return head if self.rest is None else f"{head}\n{self.rest}"
-
-
-class _Placeholder:
-    """Stands in for a merged layer while a rule moves a block to its deployed form."""
-
-    geometry = None
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def make(self) -> nn.Module:
-        return self.module
 
 
 def quantize_branches_(
@@ -67,105 +54,79 @@ def quantize_branches_(
     *,
     exclude: Sequence[Pattern] | Pattern | None = None,
 ) -> BranchReport:
-    """Quantize a network whose re-parameterisable blocks still have their branches, for training, in place.
+    """Quantize for training a network whose blocks still have their branches, in place.
 
-    Each known block (see docs/fuse.md) takes its deployed form, but where the merged convolution would be it has a
-    :class:`~torchq.nn.QuantBranches`, which trains the branches and fake-quantizes the equivalent kernel. All other layers are
-    swapped as by :func:`torchq.quantize_`. Afterwards: calibrate, train, :func:`torchq.fuse_`. Parameters stay the same objects.
+    Each known block (see docs/fuse.md) is brought into its deployed form, but a
+    :class:`~torchq.nn.QuantBranches` stands where the merged convolution would be: it trains the
+    branches and fake-quantizes the equivalent kernel. All other layers are swapped as by
+    :func:`torchq.quantize_`. Afterwards: calibrate, train, :func:`torchq.fuse_`. Parameters stay
+    the same objects. A call that fails leaves the model as it was.
 
     Args:
         model: not quantized yet.
-        config: the rules; a block is decided by the rule for a convolution at the path of its merged layer. Default INT8.
+        config: the rules; a block is decided by the rule for a convolution at the path of its
+            merged layer. Default INT8.
         exclude: as for :func:`torchq.quantize_`; an excluded block keeps its float branches.
 
+    Returns:
+        The report.
+
     Raises:
-        ConfigError: the model has no such block, or a block cannot be trained like this (the text says why).
+        ConfigError: the model has no such block, or a block cannot be trained like this (the text
+            says why).
         QuantizationError: the branches of a block are no linear map that can be followed.
     """
     config = (config or recipes.int8()).with_rules(
         *(Rule(pattern, skip=True) for pattern in patterns(exclude))
     )
-    planned = [_prepare(model, path, rule, config) for path, rule in find_blocks(model)]
-    if not planned:
+    edits = [_prepare(model, path, rule, config) for path, rule in find_blocks(model)]
+    if not edits:
         raise ConfigError(
-            f"quantize_branches_: {type(model).__name__} has no block with branches; expected RepVGG or the like. Use quantize_"
+            f"quantize_branches_: {type(model).__name__} has no block with branches; expected"
+            " RepVGG or the like. Use quantize_"
         )
-    for block, rule, wrapper, _ in planned:
-        rule.convert(block, lambda function, main=None, wrapper=wrapper: _Placeholder(wrapper))
-    config = config.with_rules(
-        *(Rule(f"{path}.*", skip=True, optional=True) for _, _, _, path in planned)
-    )
-    rest = (
-        quantize_(model, config)
-        if any(not decision.reason for decision in decide(model, config))
-        else None
-    )
-    for _, _, wrapper, path in planned:
-        for name, module in wrapper.named_modules():
+    with undone_on_error(model):
+        with recording(model, [edit.record() for edit in edits]):
+            for edit in edits:
+                edit.apply(model)
+        config = config.with_rules(
+            *(Rule(f"{_target(edit)}.*", skip=True, optional=True) for edit in edits)
+        )
+        left = any(not decision.reason for decision in decide(model, config))
+        rest = quantize_(model, config) if left else None
+    for edit in edits:
+        for name, module in edit.branches.named_modules():
             if isinstance(module, TensorQuantizer):
-                module.name = f"{path}.{name}"
-    return BranchReport(
-        tuple(path for _, _, wrapper, path in planned if isinstance(wrapper, QuantBranches)), rest
-    )
+                module.name = f"{_target(edit)}.{name}"
+    quantized = [edit for edit in edits if isinstance(edit.branches, QuantBranches)]
+    return BranchReport(tuple(map(_target, quantized)), rest)
 
 
-def _prepare(
-    model: nn.Module, path: str, rule: BlockRule, config: QuantConfig
-) -> tuple[nn.Module, BlockRule, nn.Module, str]:
-    """The block, its rule, the module for its branches, and the path of that module; the model is not changed."""
+def _target(edit: BranchesEdit) -> str:
+    """Return the path at which the branches of a block are placed."""
+    return f"{edit.path}.{edit.rule.writes}".lstrip(".")
+
+
+def _prepare(model: nn.Module, path: str, rule: BlockRule, config: QuantConfig) -> BranchesEdit:
+    """Return the change of one block, with quantizers where the rules ask for them.
+
+    The model is not changed.
+    """
     block = model.get_submodule(path)
-    if type(rule) is not BlockRule or rule.writes is None or rule.linear is not None:
+    if not has_one_linear_part(rule):
         raise ConfigError(
-            f"quantize_branches_: {path} is a {rule.name} block; expected one whose branches are one module. Merge it with fuse_ first"
+            f"quantize_branches_: {path} is a {rule.name} block; expected one whose branches are"
+            " one module. Merge it with fuse_ first"
         )
-    if (reason := block_obstacle(copy.deepcopy(block).eval())) is not None:
+    if (reason := block_obstacle(copy_module(block).eval())) is not None:
         raise ConfigError(f"quantize_branches_: {path} {reason}")
-    main: Any = main_layer(block, rule.branches)
-    channels, rank = getattr(main, "in_channels", None) or main.num_features, rank_of(main)
-    wrapper: nn.Module = Branches(_linear_part(block, rule), channels, rank)
-    target = f"{path}.{rule.writes}".lstrip(".")
-    decision = by_rules((target,), _LAYERS[rank](1, 1, 1, device="meta"), config)
+    try:
+        branches = branches_of(block, rule)
+    except FuseError as reason:
+        raise QuantizationError(str(reason)) from None
+    edit = BranchesEdit(path, rule, branches)
+    layer = _LAYERS[branches.spatial_dims](1, 1, 1, device="meta")
+    decision = by_rules((_target(edit),), layer, config)
     if not decision.reason:
-        convert_(wrapper, input=decision.input, weight=decision.weight)
-    return block, rule, wrapper, target
-
-
-def _linear_part(block: nn.Module, rule: BlockRule) -> nn.Module:
-    """A second module of the block's class with the same branch objects, and nothing after their sum."""
-    own = (*block.children(), *block.parameters(recurse=False), *block.buffers(recurse=False))
-    twin = copy.deepcopy(block, {id(part): part for part in own})
-    branches = set(attributes_like(block, rule.branches))
-    for name, _ in list(block.named_children()):
-        if (
-            name not in branches
-        ):  # what follows the sum stays with the block, and a placeholder for the deployed form is not used yet
-            setattr(twin, name, nn.Identity())
-    return twin
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DeployRule(BlockRule):
-    """Branches -> one convolution with the same quantizers, its kernel computed by the module itself, so that no code changes."""
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        layer: Any = merge(block.branches.forward, channels=block.channels, rank=block.rank).make()
-        kernel, bias = block.equivalent()
-        layer.weight.data, layer.bias.data = kernel.detach(), bias.detach()
-        if isinstance(block, QuantModule):
-            convert_(layer)
-            layer.input_quantizer, layer.weight_quantizer = (
-                block.input_quantizer,
-                block.weight_quantizer,
-            )
-        return layer.train(block.training)
-
-
-BLOCKS.add(
-    "trained-branches",
-    _DeployRule(
-        name="trained-branches",
-        branches=("branches",),
-        when=lambda m: isinstance(m, Branches),
-        quantized=True,
-    ),
-)
+        convert_(branches, input=decision.input, weight=decision.weight)
+    return edit

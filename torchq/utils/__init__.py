@@ -1,5 +1,6 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
+from torchq.utils.copying import copy_module, undone_on_error
 from torchq.utils.data import check_fields, parse_json, short_repr
 from torchq.utils.files import replacing
 from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of
@@ -22,6 +23,7 @@ __all__ = [
     "check_fields",
     "check_pattern",
     "constant_while_tracing",
+    "copy_module",
     "device_of",
     "evaluating",
     "markdown_table",
@@ -37,5 +39,6 @@ __all__ = [
     "table",
     "terminal_width",
     "twin_of",
+    "undone_on_error",
     "wrap",
 ]

@@ -19,10 +19,11 @@ def progress_bar(
     total: int | None = None,
     enabled: bool = True,
     unit: str = "batch",
+    delay: float = 0.0,
 ) -> Iterator[T]:
     """Iterate over ``items`` behind a bar that shows the rate in ``unit`` per second; silent with ``enabled=False``.
 
-    ``total`` is taken from ``len(items)`` where there is one.
+    ``total`` is taken from ``len(items)`` where there is one. The bar appears after ``delay`` seconds.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
@@ -34,4 +35,5 @@ def progress_bar(
         disable=not enabled,
         leave=False,
         dynamic_ncols=True,
+        delay=delay,
     )

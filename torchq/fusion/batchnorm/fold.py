@@ -1,45 +1,59 @@
-"""Planning and carrying out one fold: new numbers, a check in float64, and the edit of the module tree."""
+"""Planning and carrying out one fold: new numbers, a check in float64, an edit of the module tree."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from torchq.errors import FuseError
+from torchq.fusion import schema
+from torchq.fusion.batchnorm.check import error_of_fold_after, error_of_fold_before
 from torchq.fusion.batchnorm.pairs import Pair
 from torchq.fusion.channel_ranges import spread_of
-from torchq.fusion.linear_map import kernel_algebra
-from torchq.fusion.linear_map.solve import relative_error
+from torchq.fusion.linear_map.kernel_algebra import (
+    KernelBias,
+    fold_affine_after,
+    fold_affine_before,
+)
 from torchq.fusion.modules import (
-    CONVOLUTIONS,
     TRANSPOSED,
-    RescalesOutput,
-    holds_quantizers,
+    is_layer,
+    is_norm,
     norm_affine,
     norm_remainder,
-    torch_base,
+    output_channels,
 )
+from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import set_submodule
 
-__all__ = ["ConstantPad", "FoldEdit", "LayerNumbers", "plan_fold", "replace_parameter"]
+__all__ = [
+    "ConstantPad",
+    "FoldEdit",
+    "LayerNumbers",
+    "fold_from_record",
+    "plan_fold",
+    "replace_parameter",
+]
 
-TOLERANCE = 1e-10
-# A quantized layer may round differently where a weight lies on a tie: one code of the smallest range that is worth quantizing.
-QUANTIZED_TOLERANCE = 2e-2
+TOLERANCE = 1e-10  # of one fold, float64, relative to the largest output
 
 
 class ConstantPad(nn.Module):
-    """Pads each channel with its own constant: where a BatchNorm was in front of a padded convolution, with its zero point.
+    """Padding of each channel with a constant of its own.
+
+    It takes the place of a BatchNorm in front of a zero-padded convolution, and pads with the
+    value that this BatchNorm maps to zero.
 
     Args:
         value: ``(channels,)``.
-        padding: cells at both ends of each spatial axis.
+        padding: the number of cells at both ends of each spatial axis.
 
     Shape:
         ``(N, channels, *spatial)`` -> the same with ``2 * padding`` more per axis.
@@ -53,24 +67,42 @@ class ConstantPad(nn.Module):
         self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
-        centre = x - self.value.reshape(-1, *[1] * len(self.padding)).to(x.dtype)
+        """Return ``x`` padded."""
+        value = self.value.reshape(-1, *[1] * len(self.padding)).to(x.dtype)
         sides = [amount for pad in reversed(self.padding) for amount in (pad, pad)]
-        return F.pad(centre, sides) + self.value.reshape(-1, *[1] * len(self.padding)).to(x.dtype)
+        return F.pad(x - value, sides) + value
 
     def extra_repr(self) -> str:
+        """Return the arguments for ``repr``."""
         return f"channels={self.value.numel()}, padding={self.padding}"
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """New weight and bias of a layer, in the layer's dtype; ``scale`` is what its output was scaled by, where it was."""
+    """New weight and bias of a layer, in the layer's dtype.
+
+    Attributes:
+        weight, bias: what replaces the layer's parameters.
+        scale: what the layer's output channels were multiplied by; None if nothing was.
+    """
 
     weight: Tensor
     bias: Tensor
     scale: Tensor | None = None
 
+    @classmethod
+    def of(cls, value: KernelBias, layer: Any, scale: Tensor | None) -> LayerNumbers:
+        """Return ``value`` on the device and in the dtype of ``layer``."""
+        weight, bias = (t.to(device=layer.weight.device, dtype=layer.weight.dtype) for t in value)
+        return cls(weight, bias, scale)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no number overflowed the layer's dtype."""
+        return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all())
+
     def put_into(self, layer: Any) -> None:
-        """Replace the parameters of ``layer``. The old tensors are not touched: others may share them."""
+        """Replace the parameters of ``layer``. Other owners of the old tensors keep them."""
         replace_parameter(layer, "weight", self.weight)
         replace_parameter(layer, "bias", self.bias)
         if self.scale is not None and isinstance(layer, RescalesOutput):
@@ -78,7 +110,11 @@ class LayerNumbers:
 
 
 def replace_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Put ``value`` in place of a parameter; device, memory format, ``requires_grad`` and attributes of the old one are kept."""
+    """Put a new parameter of ``value`` in place of an old one.
+
+    Device, memory format, ``requires_grad`` and attributes of the old parameter are kept; where
+    there was none, those of the layer's weight are taken.
+    """
     old = getattr(layer, name)
     like = layer.get_parameter("weight") if old is None else old
     if old is not None and old.shape == value.shape:
@@ -99,143 +135,89 @@ class FoldEdit:
         numbers: path of a layer -> its new numbers.
         norms: all paths of the BatchNorm that disappears.
         pad: what takes its place in front of a padded layer (opt-in), else None.
-        fusion: its row in the report.
+        fusion: the fold's row in the report; None where a record is replayed.
     """
 
     numbers: dict[str, LayerNumbers]
     norms: tuple[str, ...]
     pad: ConstantPad | None
-    fusion: Fusion
+    fusion: Fusion | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Change ``model``, in which every path still is what it was when the fold was planned."""
+        """Change ``model``, where every path is still what it was when the fold was planned."""
         for path, numbers in self.numbers.items():
             layer: Any = model.get_submodule(path)
             numbers.put_into(layer)
             if self.pad is not None:
                 layer.padding = (0,) * len(self.pad.padding)
         for path in self.norms:
-            set_submodule(
-                model,
-                path,
-                norm_remainder(model.get_submodule(path))
-                if self.pad is None
-                else copy.deepcopy(self.pad),
-            )
+            norm = model.get_submodule(path)
+            new = norm_remainder(norm) if self.pad is None else copy.deepcopy(self.pad)
+            set_submodule(model, path, new)
+
+    def record(self) -> dict[str, Any]:
+        """Return the structure of the change, as JSON data."""
+        return {
+            "kind": "batchnorm",
+            "norms": list(self.norms),
+            "layers": list(self.numbers),
+            "constant_pad": self.pad is not None,
+        }
 
 
-def _cast(
-    value: kernel_algebra.KernelBias, layer: Any, scale: Tensor | None = None
-) -> LayerNumbers:
-    weight, bias = (t.to(device=layer.weight.device, dtype=layer.weight.dtype) for t in value)
-    return LayerNumbers(weight, bias, scale)
+def fold_from_record(model: nn.Module, record: Mapping[str, Any]) -> FoldEdit:
+    """Return the fold that :meth:`FoldEdit.record` describes, with the layers' own numbers.
+
+    Args:
+        model: left unchanged.
+        record: an entry of :func:`torchq.fusion.fusion_record`.
+
+    Raises:
+        ConfigError: the entry is damaged.
+        FuseError: ``model`` has no such BatchNorm or layer.
+    """
+    schema.expect_keys(record, "kind", "norms", "layers", "constant_pad")
+    norms, layers = schema.texts(record, "norms"), schema.texts(record, "layers")
+    found = dict(model.named_modules(remove_duplicate=False))
+    for path in norms:
+        if not path or not is_norm(found.get(path)):
+            raise _misplaced(path, found, "a BatchNorm")
+    norm: Any = found[norms[0]]
+    numbers: dict[str, LayerNumbers] = {}
+    for path in layers:
+        layer: Any = found.get(path)
+        if not is_layer(layer):
+            raise _misplaced(path, found, "a layer")
+        weight = layer.weight.detach()
+        empty = weight.new_zeros(output_channels(layer))
+        numbers[path] = LayerNumbers(weight, empty if layer.bias is None else layer.bias.detach())
+    if not schema.flag(record, "constant_pad"):
+        return FoldEdit(numbers, norms, None)
+    if not isinstance(getattr(layer, "padding", None), tuple):
+        raise _misplaced(path, found, "a padded convolution")
+    pad = ConstantPad(torch.zeros_like(norm.running_mean), layer.padding)
+    return FoldEdit(numbers, norms, pad)
 
 
-class _Chain(nn.Module):
-    """Runs forwards one after the other, past hooks, on parameters that functional_call may replace."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            if x.dim() == 2 and isinstance(
-                part, (nn.BatchNorm2d, nn.BatchNorm3d)
-            ):  # tokens, with their features moved to axis 1
-                x = x.reshape(*x.shape, *[1] * (2 if isinstance(part, nn.BatchNorm2d) else 3))
-            # A layer that calls children of its own (detectron2's Conv2d with its norm inside) is run as torch's layer alone.
-            x = torch_base(part).forward(part, x) if _wraps(part) else part.forward(x)
-        return x
-
-
-def _wraps(module: nn.Module) -> bool:
-    return (
-        isinstance(module, (*CONVOLUTIONS, nn.Linear))
-        and next(module.children(), None) is not None
-        and not holds_quantizers(module)
+def _misplaced(path: str, found: Mapping[str, nn.Module], expected: str) -> FuseError:
+    got = f"a {type(found[path]).__name__}" if path in found else "no such module"
+    return FuseError(
+        f"apply_fusion_record_: {path or '(root)'}: got {got}; expected {expected}."
+        " Build the model as it was before fuse_"
     )
 
 
-def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
-    chain = _Chain(*parts)
-    state = {**dict(chain.named_parameters()), **dict(chain.named_buffers())}
-    double = {
-        name: t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
-        for name, t in state.items()
-    }
-    with torch.no_grad():
-        out = functional_call(chain, {**double, **(values or {})}, (x,))
-    return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
-
-
-def _reach(window: int, padding: int, mode: str) -> int:
-    """An input size that the layer accepts and that shows its window; a wide one (atrous layers) only as far as padding leaves it to."""
-    if mode != "zeros":
-        return max(window, padding + 1)
-    return max(window - 2 * padding, min(window, 16))
-
-
-def _sample(layer: Any, generator: torch.Generator) -> Tensor:
-    if isinstance(layer, nn.Linear):
-        shape = [4, layer.in_features]
-    else:
-        pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
-        reach = [
-            _reach(d * (k - 1) + 1, p, layer.padding_mode)
-            for d, k, p in zip(layer.dilation, layer.kernel_size, pads, strict=True)
-        ]
-        shape = [
-            2,
-            layer.in_channels,
-            *(
-                3 if isinstance(layer, TRANSPOSED) else size + 1 + axis
-                for axis, size in enumerate(reach)
-            ),
-        ]
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
-def _after_error(
-    layer: Any, norm: nn.Module, exact: kernel_algebra.KernelBias, numbers: LayerNumbers
-) -> float:
-    x = _sample(layer, torch.Generator().manual_seed(0))
-    want = _run([layer, norm], x)
-    if isinstance(layer, RescalesOutput):
-        trial: Any = copy.deepcopy(layer)
-        numbers.put_into(trial)
-        return relative_error(_run([trial, norm_remainder(norm)], x), want)
-    given = {"parts.0.weight": exact.kernel, "parts.0.bias": exact.bias}
-    if layer.bias is None:
-        layer = _with_bias(layer)
-    return relative_error(_run([layer, norm_remainder(norm)], x, given), want)
-
-
-def _with_bias(layer: Any) -> Any:
-    """A stand-in that has a bias to replace; shares the weight."""
-    twin = copy.deepcopy(layer, {id(layer.weight): layer.weight})
-    twin.register_parameter("bias", nn.Parameter(torch.zeros(1)))
-    return twin
-
-
-def _before_error(
-    layer: Any, norm: nn.Module, exact: kernel_algebra.KernelBias, pad: ConstantPad | None
-) -> float:
-    x = _sample(layer, torch.Generator().manual_seed(0))
-    want = _run([norm, layer], x)
-    twin = _with_bias(layer)
-    given = {"parts.0.weight": exact.kernel, "parts.0.bias": exact.bias}
-    if pad is not None:
-        twin.padding = (0,) * len(pad.padding)
-        x = pad.double()(x)
-    return relative_error(_run([twin], x, given), want)
-
-
 def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refusal:
-    """Compute and check one fold; ``model`` is not changed.
+    """Compute and check one fold.
 
     Args:
-        verify: compare with the unfused pair on random inputs. A layer or BatchNorm with a forward of its own is always compared.
+        model: left unchanged.
+        pair: the BatchNorm and the layers that absorb it.
+        verify: compare with the unfused pair on random inputs. A layer or BatchNorm that is not
+            of torch.nn is always compared.
+
+    Returns:
+        The fold, or why it would not be exact.
     """
     norm = model.get_submodule(pair.norm)
     scale, shift = norm_affine(norm)
@@ -244,55 +226,55 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
     pad = None
     for path in pair.layers:
         layer: Any = model.get_submodule(path)
-        weight, bias = (
-            layer.weight.detach().cpu(),
-            None if layer.bias is None else layer.bias.detach().cpu(),
-        )
-        groups, transposed = getattr(layer, "groups", 1), isinstance(layer, TRANSPOSED)
         if pair.pads:
             pad = ConstantPad((-shift / scale).to(layer.weight.device), layer.padding)
-        fold = (
-            kernel_algebra.fold_affine_before if pair.before else kernel_algebra.fold_affine_after
-        )
-        exact = fold(weight, bias, scale, shift, groups=groups, transposed=transposed)
-        numbers[path] = _cast(exact, layer, None if pair.before else scale)
-        if not (
-            torch.isfinite(numbers[path].weight).all() and torch.isfinite(numbers[path].bias).all()
-        ):
+        exact = _exact(layer, pair.before, scale, shift)
+        numbers[path] = LayerNumbers.of(exact, layer, None if pair.before else scale)
+        if not numbers[path].finite:
             return Refusal(pair.norm, f"folding it into {path} overflows {layer.weight.dtype}")
-        if (
-            verify
-            or not type(norm).__module__.startswith("torch.nn.")
-            or not type(layer).__module__.startswith("torch.nn.")
-        ):
-            found = (
-                _before_error(layer, norm, exact, copy.deepcopy(pad))
-                if pair.before
-                else _after_error(layer, norm, exact, numbers[path])
-            )
+        if verify or not (_is_of_torch(norm) and _is_of_torch(layer)):
+            found = _error(pair, norm, layer, exact, numbers[path], pad)
             error = max(error, found)
-            limit = QUANTIZED_TOLERANCE if isinstance(layer, RescalesOutput) else TOLERANCE
+            limit = QUANTIZED_FOLD_TOLERANCE if isinstance(layer, RescalesOutput) else TOLERANCE
             if not found <= limit:
                 return Refusal(
                     pair.norm,
-                    f"folding it into {path} would be off by {found:.1e} (relative, float64); expected at most {limit:.0e}",
+                    f"folding it into {path} would be off by {found:.1e} (relative, float64);"
+                    f" expected at most {limit:.0e}",
                 )
-        spreads = max(
-            spreads,
-            (spread_of(layer, weight), spread_of(layer, exact.kernel)),
-            key=lambda pair: pair[1],
-        )
-    names = tuple(
-        name for name, module in model.named_modules(remove_duplicate=False) if module is norm
-    )
+        spread = (spread_of(layer, layer.weight), spread_of(layer, exact.kernel))
+        spreads = max(spreads, spread, key=lambda before_after: before_after[1])
+    named = model.named_modules(remove_duplicate=False)
+    norms = tuple(name for name, module in named if module is norm)
     kind = "norm before layer" if pair.before else "norm after layer"
-    fusion = Fusion(
-        pair.layers[0],
-        kind,
-        (pair.norm, *pair.layers[1:]),
-        error,
-        pair.found_by,
-        scale.abs().max().item(),
-        *spreads,
-    )
-    return FoldEdit(numbers, names, pad, fusion)
+    parts = (pair.norm, *pair.layers[1:])
+    largest = scale.abs().max().item()
+    fusion = Fusion(pair.layers[0], kind, parts, error, pair.found_by, largest, *spreads)
+    return FoldEdit(numbers, norms, pad, fusion)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _exact(layer: Any, before: bool, scale: Tensor, shift: Tensor) -> KernelBias:
+    """Return kernel and bias of ``layer`` with the affine map folded in, in float64."""
+    weight = layer.weight.detach().cpu()
+    bias = None if layer.bias is None else layer.bias.detach().cpu()
+    groups, transposed = getattr(layer, "groups", 1), isinstance(layer, TRANSPOSED)
+    fold = fold_affine_before if before else fold_affine_after
+    return fold(weight, bias, scale, shift, groups=groups, transposed=transposed)
+
+
+def _error(
+    pair: Pair,
+    norm: nn.Module,
+    layer: nn.Module,
+    exact: KernelBias,
+    numbers: LayerNumbers,
+    pad: ConstantPad | None,
+) -> float:
+    if pair.before:
+        return error_of_fold_before(norm, layer, exact, copy.deepcopy(pad))
+    put_into = numbers.put_into if isinstance(layer, RescalesOutput) else None
+    return error_of_fold_after(layer, norm, exact, put_into)

@@ -30,7 +30,7 @@ __all__ = [
     "identity_kernel",
     "pad_kernel",
     "regroup_kernel",
-    "sum_branches",
+    "add_branches",
 ]
 
 
@@ -71,7 +71,7 @@ def fold_affine_after(
     groups: int = 1,
     transposed: bool = False,
 ) -> KernelBias:
-    """The layer that computes ``scale * layer(x) + shift`` (BatchNorm after a layer), for any groups and rank.
+    """The layer that computes ``scale * layer(x) + shift`` (BatchNorm after a layer), for any groups and spatial_dims.
 
     Args:
         kernel: see the module docstring; ``transposed`` selects the layout of a transposed convolution.
@@ -207,7 +207,7 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
     return wide.reshape(kernel.shape[0], ratio * per_group, *kernel.shape[2:])
 
 
-def sum_branches(
+def add_branches(
     branches: Sequence[KernelBias], coefficients: Sequence[float | Tensor] | None = None
 ) -> KernelBias:
     """``sum(c * branch)`` of branches of one shape. A coefficient is a number or one value per output channel; zero is a legal one."""
@@ -233,16 +233,20 @@ def compose(
 
     The kernels are convolved in full: the window is ``(k2 - 1) * stride + k1``.
     """
-    rank = first.kernel.dim() - 2
-    one, two = (k if rank else k[:, :, None] for k in (first.kernel, second.kernel))
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[max(rank, 1) - 1]
+    spatial_dims = first.kernel.dim() - 2
+    one, two = (k if spatial_dims else k[:, :, None] for k in (first.kernel, second.kernel))
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
+        max(spatial_dims, 1) - 1
+    ]
     out, mid = two.shape[0] // groups, two.shape[1]
     per_output = (
         two.reshape(groups, out, mid, *two.shape[2:])
         .transpose(0, 1)
         .reshape(out, groups * mid, *two.shape[2:])
     )
-    full = convolve(per_output, one, stride=tuple(stride or [1] * max(rank, 1)), groups=groups)
+    full = convolve(
+        per_output, one, stride=tuple(stride or [1] * max(spatial_dims, 1)), groups=groups
+    )
     kernel = (
         full.reshape(out, groups, one.shape[1], *full.shape[2:])
         .transpose(0, 1)
@@ -251,4 +255,4 @@ def compose(
     passed = fold_affine_before(
         second.kernel, second.bias, torch.ones_like(first.bias), first.bias, groups=groups
     ).bias
-    return KernelBias(kernel if rank else kernel[:, :, 0], passed)
+    return KernelBias(kernel if spatial_dims else kernel[:, :, 0], passed)

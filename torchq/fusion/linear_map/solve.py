@@ -31,9 +31,9 @@ Function = Callable[[Tensor], Tensor]
 
 def apply_map(x: Tensor, geometry: Geometry, value: KernelBias) -> Tensor:
     """Run a map of symmetric padding on ``x`` of shape ``(N, channels, *spatial)``."""
-    if geometry.rank == 0:
+    if geometry.spatial_dims == 0:
         return F.linear(x, value.kernel, value.bias)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[geometry.rank - 1]
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[geometry.spatial_dims - 1]
     return convolve(
         x, value.kernel, value.bias, geometry.stride, geometry.before, 1, geometry.groups
     )
@@ -54,27 +54,27 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def collapse(function: Function, channels: int, rank: int) -> tuple[Geometry, KernelBias]:
+def collapse(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, KernelBias]:
     """Engine A: run ``function`` on a symbolic input and read off the map.
 
     Raises:
         NotAffine: an operation is not linear, or not one that :mod:`torchq.fusion.linear_map.symbolic_ops` knows.
     """
     with torch.no_grad():
-        result = function(AffineTensor.identity(object(), channels, rank))  # type: ignore[arg-type]
+        result = function(AffineTensor.identity(object(), channels, spatial_dims))  # type: ignore[arg-type]
         if not isinstance(result, AffineTensor):
             raise NotAffine(f"the result is a {type(result).__name__}, not a map of the input")
         return result.symmetric()
 
 
 def _taps_read(
-    function: Function, channels: int, rank: int, size: int
+    function: Function, channels: int, spatial_dims: int, size: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """For one size: output size, central output position, and first and last input position that it reads, per axis."""
-    x = torch.zeros(1, channels, *[size] * rank, dtype=torch.float64, requires_grad=True)
+    x = torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64, requires_grad=True)
     y = function(x)
-    if y.dim() != rank + 2:
-        raise NotAffine(f"the result has {y.dim()} dimensions, the input {rank + 2}")
+    if y.dim() != spatial_dims + 2:
+        raise NotAffine(f"the result has {y.dim()} dimensions, the input {spatial_dims + 2}")
     centre = [n // 2 for n in y.shape[2:]]
     at: tuple[Any, ...] = (slice(None), slice(None), *centre)
     # Random weights keep one channel's tap from cancelling another's.
@@ -85,17 +85,17 @@ def _taps_read(
     return list(y.shape[2:]), centre, touched.amin(0).tolist(), touched.amax(0).tolist()
 
 
-def _output_size(function: Function, channels: int, rank: int, size: int, axis: int) -> int:
+def _output_size(function: Function, channels: int, spatial_dims: int, size: int, axis: int) -> int:
     """Extent of the result along a spatial axis, or its channels (axis -1), for an input of ``size``."""
     with torch.no_grad():
-        return function(torch.zeros(1, channels, *[size] * rank, dtype=torch.float64)).shape[
-            axis + 2
-        ]
+        return function(
+            torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64)
+        ).shape[axis + 2]
 
 
-def _check_additive(function: Function, channels: int, rank: int) -> None:
+def _check_additive(function: Function, channels: int, spatial_dims: int) -> None:
     """Turn away what is not linear at a small size: looking for the window of a wide block takes minutes."""
-    x = torch.zeros(4, channels, *[_SMALLEST] * rank, dtype=torch.float64)
+    x = torch.zeros(4, channels, *[_SMALLEST] * spatial_dims, dtype=torch.float64)
     x[1:3].normal_(generator=torch.Generator().manual_seed(0))
     x[3] = x[1] + x[2]
     with torch.no_grad():
@@ -104,32 +104,32 @@ def _check_additive(function: Function, channels: int, rank: int) -> None:
         raise NotAffine("the result for a sum is not the sum of the results")
 
 
-def _find_geometry(function: Function, channels: int, rank: int) -> tuple[Geometry, int]:
+def _find_geometry(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, int]:
     """The geometry with one group, and an input size at which the central output sees no border."""
     for size in (_SMALLEST, 23, 47, 95, 2 * _WIDEST):
-        outs, centre, first, last = _taps_read(function, channels, rank, size)
+        outs, centre, first, last = _taps_read(function, channels, spatial_dims, size)
         if all(f > 0 and last_ < size - 1 for f, last_ in zip(first, last, strict=True)):
             break
     else:
         raise NotAffine(f"the window is wider than {_WIDEST}")
     axes = []
-    larger = _taps_read(function, channels, rank, 2 * size + 1)[0]
-    for axis in range(rank):
+    larger = _taps_read(function, channels, spatial_dims, 2 * size + 1)[0]
+    for axis in range(spatial_dims):
         stride = max(1, round((size + 1) / max(1, larger[axis] - outs[axis])))
         before = centre[axis] * stride - first[axis]
         window = last[axis] - first[axis] + 1
         # A stride hides up to stride - 1 rows at the far end; the size at which none is hidden tells the padding.
         extent = max(
-            (_output_size(function, channels, rank, size + n, axis) - 1) * stride - size - n
+            (_output_size(function, channels, spatial_dims, size + n, axis) - 1) * stride - size - n
             for n in range(stride)
         )
         axes.append((window, before, extent + window - before, stride))
-    out = _output_size(function, channels, rank, size, -1)
+    out = _output_size(function, channels, spatial_dims, size, -1)
     windows, befores, afters, strides = zip(*axes, strict=True)
     return Geometry(channels, out, 1, windows, befores, afters, strides), size
 
 
-def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, KernelBias]:
+def extract(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, KernelBias]:
     """Engine B: read the kernel of a callable off its gradients; nothing needs to be known about its insides.
 
     The kernel of output channel ``c`` is the gradient of that channel, at a position away from the border, with respect to the
@@ -138,10 +138,10 @@ def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, Ker
     Raises:
         NotAffine: the gradient depends on nothing finite, or the shapes are not those of a convolution.
     """
-    if rank == 0:
+    if spatial_dims == 0:
         return _extract_linear(function, channels)
-    _check_additive(function, channels, rank)
-    geometry, size = _find_geometry(function, channels, rank)
+    _check_additive(function, channels, spatial_dims)
+    geometry, size = _find_geometry(function, channels, spatial_dims)
     centre = [
         ((size + e) // s + 1) // 2 for e, s in zip(geometry.extent, geometry.stride, strict=True)
     ]
@@ -152,21 +152,25 @@ def extract(function: Function, channels: int, rank: int) -> tuple[Geometry, Ker
         *(slice(f, f + w) for f, w in zip(first, geometry.window, strict=True)),
     )
     rows = []
-    per_pass = max(1, _CHUNK // (channels * size**rank))
-    for start in range(0, geometry.out, per_pass):
-        count = min(per_pass, geometry.out - start)
-        x = torch.zeros(count, channels, *[size] * rank, dtype=torch.float64, requires_grad=True)
+    per_pass = max(1, _CHUNK // (channels * size**spatial_dims))
+    for start in range(0, geometry.out_channels, per_pass):
+        count = min(per_pass, geometry.out_channels - start)
+        x = torch.zeros(
+            count, channels, *[size] * spatial_dims, dtype=torch.float64, requires_grad=True
+        )
         at: tuple[Any, ...] = (torch.arange(count), torch.arange(start, start + count), *centre)
         (grad,) = torch.autograd.grad(function(x)[at].sum(), x)
         rows.append(grad[seen])
     kernel = torch.cat(rows)
     middle: tuple[Any, ...] = (0, slice(None), *centre)
     with torch.no_grad():
-        bias = function(torch.zeros(1, channels, *[size] * rank, dtype=torch.float64))[middle]
+        bias = function(torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64))[
+            middle
+        ]
     groups = _finest_groups(kernel)
     merged = Geometry(
         channels,
-        geometry.out,
+        geometry.out_channels,
         groups,
         geometry.window,
         geometry.before,
@@ -211,14 +215,14 @@ def _take_groups(kernel: Tensor, groups: int) -> Tensor:
 
 
 def linear_map(
-    function: Function, channels: int, rank: int, hint: Geometry | None = None
+    function: Function, channels: int, spatial_dims: int, hint: Geometry | None = None
 ) -> tuple[Geometry, KernelBias, float]:
     """The one convolution (or linear layer) that ``function`` is, with the relative error on random inputs.
 
     Args:
         function: of a float64 CPU tensor ``(N, channels, *spatial)``; eval mode.
         channels: of its input.
-        rank: spatial dimensions; 0 for ``(N, channels)``.
+        spatial_dims: spatial dimensions; 0 for ``(N, channels)``.
         hint: the geometry of the block's main layer; the result is written with its window, padding and groups where that is exact.
 
     Raises:
@@ -231,7 +235,7 @@ def linear_map(
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):  # whatever the caller's mode, extraction needs gradients
-                geometry, value = engine(function, channels, rank)
+                geometry, value = engine(function, channels, spatial_dims)
             geometry, value = _like(geometry, value, hint)
             error = _check(function, geometry, value)
         except NotAffine as reason:
@@ -249,9 +253,9 @@ def _like(
     geometry: Geometry, value: KernelBias, hint: Geometry | None
 ) -> tuple[Geometry, KernelBias]:
     """Write the map with the hint's window and groups, where it fits in."""
-    if hint is None or (geometry.channels, geometry.out, geometry.stride) != (
-        hint.channels,
-        hint.out,
+    if hint is None or (geometry.in_channels, geometry.out_channels, geometry.stride) != (
+        hint.in_channels,
+        hint.out_channels,
         hint.stride,
     ):
         return geometry, value
@@ -264,7 +268,9 @@ def _like(
     ]
     fits = all(min(pair) >= 0 for pair in room)
     window, pads = (hint.window, hint.before) if fits else (geometry.window, geometry.before)
-    target = Geometry(geometry.channels, geometry.out, groups, window, pads, pads, geometry.stride)
+    target = Geometry(
+        geometry.in_channels, geometry.out_channels, groups, window, pads, pads, geometry.stride
+    )
     return target, _as_affine(geometry, value).fitted(target)
 
 
@@ -274,9 +280,9 @@ def _check(function: Function, geometry: Geometry, value: KernelBias) -> float:
     error = 0.0
     reach = max((w for w in geometry.window), default=1)
     for batch, extra in itertools.product((2,), (1, 4)):
-        spatial = [reach + extra + axis for axis in range(geometry.rank)]
+        spatial = [reach + extra + axis for axis in range(geometry.spatial_dims)]
         x = torch.randn(
-            batch, geometry.channels, *spatial, dtype=torch.float64, generator=generator
+            batch, geometry.in_channels, *spatial, dtype=torch.float64, generator=generator
         )
         with torch.no_grad():
             error = max(error, relative_error(apply_map(x, geometry, value), function(x)))

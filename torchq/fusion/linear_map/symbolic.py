@@ -41,8 +41,8 @@ class Geometry:
         stride: step on the input.
     """
 
-    channels: int
-    out: int
+    in_channels: int
+    out_channels: int
     groups: int
     window: Ints
     before: Ints
@@ -50,14 +50,14 @@ class Geometry:
     stride: Ints
 
     @property
-    def rank(self) -> int:
+    def spatial_dims(self) -> int:
         """Spatial dimensions; 0 for a linear layer on ``(N, features)``."""
         return len(self.window)
 
     @property
     def kernel_numel(self) -> int:
         """Multiplications per output position."""
-        return self.out * (self.channels // self.groups) * math.prod(self.window)
+        return self.out_channels * (self.in_channels // self.groups) * math.prod(self.window)
 
     @property
     def extent(self) -> Ints:
@@ -67,9 +67,17 @@ class Geometry:
         )
 
     @classmethod
-    def pointwise(cls, channels: int, rank: int) -> Geometry:
+    def pointwise(cls, channels: int, spatial_dims: int) -> Geometry:
         """The geometry of the identity."""
-        return cls(channels, channels, channels, (1,) * rank, (0,) * rank, (0,) * rank, (1,) * rank)
+        return cls(
+            channels,
+            channels,
+            channels,
+            (1,) * spatial_dims,
+            (0,) * spatial_dims,
+            (0,) * spatial_dims,
+            (1,) * spatial_dims,
+        )
 
 
 class Affine:
@@ -79,7 +87,7 @@ class Affine:
         source: token of the tensor it is a map of; only maps of one source can be added.
         geometry: see :class:`Geometry`.
         layers: how many convolutions, BatchNorms and pools it absorbs.
-        joins: how many sums of maps.
+        additions: how many sums of maps.
         cost: multiplications per output position of the layers that it replaces.
         is_identity: it is the source itself.
         device: where kernels are computed; the CPU by default.
@@ -91,15 +99,15 @@ class Affine:
         geometry: Geometry,
         build: Callable[[], KernelBias],
         layers: int = 0,
-        joins: int = 0,
+        additions: int = 0,
         cost: int = 0,
         is_identity: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.source, self.geometry, self._build = source, geometry, build
-        self.layers, self.joins, self.cost, self.is_identity, self.device = (
+        self.layers, self.additions, self.cost, self.is_identity, self.device = (
             layers,
-            joins,
+            additions,
             cost,
             is_identity,
             device,
@@ -107,10 +115,14 @@ class Affine:
 
     @classmethod
     def identity(
-        cls: type[A], source: object, channels: int, rank: int, device: torch.device | None = None
+        cls: type[A],
+        source: object,
+        channels: int,
+        spatial_dims: int,
+        device: torch.device | None = None,
     ) -> A:
         """The source itself; ``device`` is where kernels are computed."""
-        geometry = Geometry.pointwise(channels, rank)
+        geometry = Geometry.pointwise(channels, spatial_dims)
 
         def build() -> KernelBias:
             kernel = kernel_algebra.identity_kernel(
@@ -131,7 +143,7 @@ class Affine:
         build: Callable[[], KernelBias],
         *,
         layers: int = 0,
-        joins: int = 0,
+        additions: int = 0,
         cost: int = 0,
     ) -> A:
         """A map that absorbs this one and so many more layers."""
@@ -140,7 +152,7 @@ class Affine:
             geometry,
             build,
             self.layers + layers,
-            self.joins + joins,
+            self.additions + additions,
             self.cost + cost,
             device=self.device,
         )
@@ -149,7 +161,7 @@ class Affine:
 
     def scaled(self: A, scale: Tensor | None, shift: Tensor | None, *, layers: int = 0) -> A:
         """``scale * self + shift`` with one value per channel (or one for all)."""
-        out = self.geometry.out
+        out = self.geometry.out_channels
         scale, shift = (
             None
             if v is None
@@ -178,8 +190,13 @@ class Affine:
         Raises:
             NotAffine: the convolution pads this map with zeros where the map itself would not be zero.
         """
-        if geometry.channels != self.geometry.out or geometry.rank != self.geometry.rank:
-            raise NotAffine(f"a layer for {geometry.channels} channels follows {self.geometry.out}")
+        if (
+            geometry.in_channels != self.geometry.out_channels
+            or geometry.spatial_dims != self.geometry.spatial_dims
+        ):
+            raise NotAffine(
+                f"a layer for {geometry.in_channels} channels follows {self.geometry.out_channels}"
+            )
 
         def second() -> KernelBias:
             dense = (
@@ -188,7 +205,7 @@ class Affine:
                 else kernel_algebra.dilate_kernel(weight.double(), dilation)
             )
             return KernelBias(
-                dense, dense.new_zeros(geometry.out) if bias is None else bias.double()
+                dense, dense.new_zeros(geometry.out_channels) if bias is None else bias.double()
             )
 
         if self.is_identity:
@@ -220,7 +237,9 @@ class Affine:
             )
             return kernel_algebra.compose(inner, outer, groups=groups, stride=first.stride)
 
-        merged = Geometry(first.channels, geometry.out, groups, window, before, after, stride)
+        merged = Geometry(
+            first.in_channels, geometry.out_channels, groups, window, before, after, stride
+        )
         return self.derive(merged, build, layers=1, cost=weight.numel())
 
     def check_zero_padding(self, before: Ints, after: Ints) -> None:
@@ -249,7 +268,7 @@ class Affine:
         )
         return self.derive(wide, lambda: self.value)
 
-    def added(self: A, other: Affine) -> A:
+    def add(self: A, other: Affine) -> A:
         """The sum of two maps of one source.
 
         Raises:
@@ -258,7 +277,12 @@ class Affine:
         a, b = self.geometry, other.geometry
         if other.source is not self.source:
             raise NotAffine("a sum of maps of two different tensors")
-        if (a.channels, a.out, a.stride, a.extent) != (b.channels, b.out, b.stride, b.extent):
+        if (a.in_channels, a.out_channels, a.stride, a.extent) != (
+            b.in_channels,
+            b.out_channels,
+            b.stride,
+            b.extent,
+        ):
             raise NotAffine("a sum of branches of different shape or stride")
         before = tuple(map(max, a.before, b.before))
         window = tuple(
@@ -269,18 +293,24 @@ class Affine:
         )
         after = tuple(e + w - p for e, w, p in zip(a.extent, window, before, strict=True))
         merged = Geometry(
-            a.channels, a.out, math.gcd(a.groups, b.groups), window, before, after, a.stride
+            a.in_channels,
+            a.out_channels,
+            math.gcd(a.groups, b.groups),
+            window,
+            before,
+            after,
+            a.stride,
         )
 
         def build() -> KernelBias:
-            return kernel_algebra.sum_branches([self.fitted(merged), other.fitted(merged)])
+            return kernel_algebra.add_branches([self.fitted(merged), other.fitted(merged)])
 
-        layers, joins, cost = (
+        layers, additions, cost = (
             self.layers + other.layers,
-            self.joins + other.joins + 1,
+            self.additions + other.additions + 1,
             self.cost + other.cost,
         )
-        return type(self)(self.source, merged, build, layers, joins, cost, device=self.device)
+        return type(self)(self.source, merged, build, layers, additions, cost, device=self.device)
 
     def fitted(self, target: Geometry) -> KernelBias:
         """The kernel written with the window, padding and groups of ``target``."""

@@ -17,10 +17,10 @@ from torchq.fusion.linear_map import kernel_algebra
 from torchq.fusion.linear_map.symbolic import Affine, Geometry, Ints, NotAffine
 from torchq.utils import Registry
 
-__all__ = ["AffineTensor", "RULES"]
+__all__ = ["AffineTensor", "OPERATORS"]
 
 #: Name of a torch function -> what it does to a map; the first argument is a map or (for commuted operators) a constant.
-RULES: Registry[str, Callable[..., Any]] = Registry("affine rule")
+OPERATORS: Registry[str, Callable[..., Any]] = Registry("affine rule")
 
 
 class AffineTensor(Affine):
@@ -31,20 +31,20 @@ class AffineTensor(Affine):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        rule = RULES.get(name)
+        rule = OPERATORS.get(name)
         if rule is None:
             raise NotAffine(f"{name} is not linear and shift-invariant, or not known to be")
         return rule(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        rule = None if name.startswith("_") else RULES.get(name)
+        rule = None if name.startswith("_") else OPERATORS.get(name)
         if rule is None:
             raise NotAffine(f"Tensor.{name} is not linear and shift-invariant, or not known to be")
         return lambda *args, **kwargs: rule(self, *args, **kwargs)
 
     def dim(self) -> int:
         """Dimensions of the tensor that this stands for, with the batch."""
-        return self.geometry.rank + 2
+        return self.geometry.spatial_dims + 2
 
     @property
     def ndim(self) -> int:
@@ -55,7 +55,7 @@ class AffineTensor(Affine):
         """Only the number of channels is known."""
         if axis != 1:
             raise NotAffine("the forward looks at the size of the input")
-        return self.geometry.out
+        return self.geometry.out_channels
 
     def __add__(self, other: Any) -> AffineTensor:
         return _add(self, other)
@@ -83,10 +83,10 @@ class AffineTensor(Affine):
         return _crop(self, index)
 
 
-def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            RULES.add(name, function)
+            OPERATORS.add(name, function)
         return function
 
     return enter
@@ -97,38 +97,38 @@ def _constant(value: Any, like: AffineTensor) -> Tensor:
     tensor = torch.as_tensor(value).double()
     if tensor.numel() == 1:
         return tensor.reshape(1)
-    rank, channels = like.geometry.rank, like.geometry.out
-    aligned = (1,) * (rank + 2 - tensor.dim()) + tuple(tensor.shape)
-    if aligned != (1, channels, *(1,) * rank):
+    spatial_dims, channels = like.geometry.spatial_dims, like.geometry.out_channels
+    aligned = (1,) * (spatial_dims + 2 - tensor.dim()) + tuple(tensor.shape)
+    if aligned != (1, channels, *(1,) * spatial_dims):
         raise NotAffine(f"a constant of shape {tuple(tensor.shape)} is not one value per channel")
     return tensor.reshape(-1)
 
 
-@_rule("add", "add_", "__add__", "__radd__", "__iadd__")
+@_operator("add", "add_", "__add__", "__radd__", "__iadd__")
 def _add(a: Any, b: Any, *, alpha: float = 1.0) -> AffineTensor:
     if isinstance(b, AffineTensor) and alpha != 1:
         b = _mul(b, alpha)
     elif alpha != 1:
         b = b * alpha
     if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
-        return a.added(b)
+        return a.add(b)
     value, constant = (a, b) if isinstance(a, AffineTensor) else (b, a)
     if isinstance(constant, (int, float)) and constant == 0:  # sum([...]) starts at 0
         return value
     return value.scaled(None, _constant(constant, value))
 
 
-@_rule("sub", "sub_", "__sub__", "__isub__")
+@_operator("sub", "sub_", "__sub__", "__isub__")
 def _sub(a: Any, b: Any, *, alpha: float = 1.0) -> AffineTensor:
     return _add(a, _mul(b, -alpha) if isinstance(b, AffineTensor) else -alpha * b)
 
 
-@_rule("rsub", "__rsub__")
+@_operator("rsub", "__rsub__")
 def _rsub(a: Any, b: Any) -> AffineTensor:
     return _sub(b, a)
 
 
-@_rule("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
+@_operator("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
 def _mul(a: Any, b: Any) -> AffineTensor:
     if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
         raise NotAffine("a product of two maps")
@@ -136,24 +136,26 @@ def _mul(a: Any, b: Any) -> AffineTensor:
     return value.scaled(_constant(constant, value), None)
 
 
-@_rule("div", "div_", "__truediv__", "__itruediv__", "true_divide")
+@_operator("div", "div_", "__truediv__", "__itruediv__", "true_divide")
 def _div(a: Any, b: Any) -> AffineTensor:
     if isinstance(b, AffineTensor):
         raise NotAffine("a division by a map")
     return a.scaled(1.0 / _constant(b, a), None)
 
 
-@_rule("neg", "__neg__", "negative")
+@_operator("neg", "__neg__", "negative")
 def _neg(a: AffineTensor) -> AffineTensor:
     return _mul(a, -1.0)
 
 
-@_rule("contiguous", "clone", "detach", "requires_grad_")
+@_operator("contiguous", "clone", "detach", "requires_grad_")
 def _same(a: AffineTensor, *args: Any, **kwargs: Any) -> AffineTensor:
     return a
 
 
-@_rule("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+@_operator(
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
+)
 def _dropout(
     a: AffineTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> AffineTensor:
@@ -162,7 +164,7 @@ def _dropout(
     return a
 
 
-@_rule("leaky_relu", "leaky_relu_")
+@_operator("leaky_relu", "leaky_relu_")
 def _leaky_relu(
     a: AffineTensor, negative_slope: float = 0.01, inplace: bool = False
 ) -> AffineTensor:
@@ -171,7 +173,7 @@ def _leaky_relu(
     return a
 
 
-@_rule("batch_norm")
+@_operator("batch_norm")
 def _batch_norm(
     a: AffineTensor,
     running_mean: Any,
@@ -184,16 +186,18 @@ def _batch_norm(
 ) -> AffineTensor:
     if training or running_mean is None or running_var is None:
         raise NotAffine("BatchNorm uses the statistics of the batch")
-    if running_mean.numel() != a.geometry.out:
-        raise NotAffine(f"BatchNorm of {running_mean.numel()} channels on {a.geometry.out}")
+    if running_mean.numel() != a.geometry.out_channels:
+        raise NotAffine(
+            f"BatchNorm of {running_mean.numel()} channels on {a.geometry.out_channels}"
+        )
     return a.scaled(
         *kernel_algebra.batch_norm_affine(running_mean, running_var, weight, bias, eps), layers=1
     )
 
 
-def _ints(value: Any, rank: int) -> Ints:
+def _ints(value: Any, spatial_dims: int) -> Ints:
     given = (value,) if isinstance(value, int) else tuple(value)
-    return given * rank if len(given) == 1 else given
+    return given * spatial_dims if len(given) == 1 else given
 
 
 def _conv(
@@ -207,8 +211,8 @@ def _conv(
 ) -> AffineTensor:
     if not isinstance(a, AffineTensor) or isinstance(weight, Affine):
         raise NotAffine("a convolution whose weight depends on the input")
-    rank = weight.dim() - 2
-    rate = _ints(dilation, rank)
+    spatial_dims = weight.dim() - 2
+    rate = _ints(dilation, spatial_dims)
     window = tuple(r * (k - 1) + 1 for r, k in zip(rate, weight.shape[2:], strict=True))
     if isinstance(padding, str):
         before = tuple((w - 1) // 2 if padding == "same" else 0 for w in window)
@@ -216,7 +220,7 @@ def _conv(
             w - 1 - b if padding == "same" else 0 for w, b in zip(window, before, strict=True)
         )
     else:
-        before = after = _ints(padding, rank)
+        before = after = _ints(padding, spatial_dims)
     geometry = Geometry(
         weight.shape[1] * groups,
         weight.shape[0],
@@ -224,17 +228,17 @@ def _conv(
         window,
         before,
         after,
-        _ints(stride, rank),
+        _ints(stride, spatial_dims),
     )
     return a.convolved(weight, bias, geometry, rate)
 
 
-_rule("conv1d", "conv2d", "conv3d")(_conv)
+_operator("conv1d", "conv2d", "conv3d")(_conv)
 
 
-@_rule("linear")
+@_operator("linear")
 def _linear(a: AffineTensor, weight: Tensor, bias: Tensor | None = None) -> AffineTensor:
-    if a.geometry.rank:
+    if a.geometry.spatial_dims:
         raise NotAffine("a linear layer on feature maps")
     return a.convolved(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
 
@@ -248,11 +252,11 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> AffineTensor:
-    rank, channels = a.geometry.rank, a.geometry.out
-    window, pads = _ints(kernel_size, rank), _ints(padding, rank)
+    spatial_dims, channels = a.geometry.spatial_dims, a.geometry.out_channels
+    window, pads = _ints(kernel_size, spatial_dims), _ints(padding, spatial_dims)
     if ceil_mode or (any(pads) and not count_include_pad):
         raise NotAffine("an average pool whose divisor varies with the position")
-    step = window if stride is None or stride == [] else _ints(stride, rank)
+    step = window if stride is None or stride == [] else _ints(stride, spatial_dims)
     kernel = kernel_algebra.avg_pool_kernel(
         channels, channels, window, divisor_override, device=a.device
     )
@@ -261,29 +265,29 @@ def _avg_pool(
     )
 
 
-_rule("avg_pool1d", "avg_pool2d", "avg_pool3d")(_avg_pool)
+_operator("avg_pool1d", "avg_pool2d", "avg_pool3d")(_avg_pool)
 
 
-@_rule("pad")
+@_operator("pad")
 def _pad(
     a: AffineTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> AffineTensor:
-    rank = a.geometry.rank
-    if mode != "constant" or value or len(pad) > 2 * rank:
+    spatial_dims = a.geometry.spatial_dims
+    if mode != "constant" or value or len(pad) > 2 * spatial_dims:
         raise NotAffine(f"padding by {mode} {value or ''}".rstrip())
-    full = list(pad) + [0] * (2 * rank - len(pad))
+    full = list(pad) + [0] * (2 * spatial_dims - len(pad))
     return a.padded(tuple(reversed(full[0::2])), tuple(reversed(full[1::2])))
 
 
-@_rule("__getitem__", "getitem")
+@_operator("__getitem__", "getitem")
 def _crop(a: AffineTensor, index: Any) -> AffineTensor:
-    rank = a.geometry.rank
+    spatial_dims = a.geometry.spatial_dims
     slices = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if (
         any(not isinstance(s, slice) or s.step not in (None, 1) for s in slices)
         or slices[:2] != (whole, whole)
-        or len(slices) != rank + 2
+        or len(slices) != spatial_dims + 2
     ):
         raise NotAffine("an index that is not a crop")
     before, after = [], []

@@ -1,4 +1,4 @@
-"""Families whose linear parts are not just the forward with something bypassed."""
+"""Families whose linear parts are more than the forward with something bypassed."""
 
 from __future__ import annotations
 
@@ -9,45 +9,49 @@ from torch import Tensor, nn
 
 from torchq.fusion.reparam.rule import BlockRule, Merge, main_layer, remove
 
-__all__ = ["GhostV3Rule", "ImplicitHeadRule", "RepGhostRule", "VanillaActivationRule"]
+__all__ = [
+    "GhostV3Rule",
+    "ImplicitHeadRule",
+    "RepGhostRule",
+    "TrainedBranchesRule",
+    "VanillaActivationRule",
+]
 
 
 class GhostV3Rule(BlockRule):
-    """Two linear parts, each followed by its own activation, that become Sequentials."""
+    """Two linear parts, each with its own activation behind it, that become Sequentials."""
 
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        """See the class."""
-        for part, target in (("primary", "primary_conv"), ("cheap", "cheap_operation")):
+        """Merge ``primary_rpr_*`` and ``cheap_rpr_*`` of ``block``, in place."""
+        for part, result in (("primary", "primary_conv"), ("cheap", "cheap_operation")):
             names = [f"{part}_rpr_{kind}" for kind in ("conv", "scale", "skip")]
-            branches = [b for name in names if (b := getattr(block, name, None)) is not None]
-            flat = [
-                b
-                for branch in branches
-                for b in (branch if isinstance(branch, nn.ModuleList) else [branch])
-            ]
+            branches: list[nn.Module] = []
+            for name in names:
+                branch = getattr(block, name, None)
+                if isinstance(branch, nn.ModuleList):
+                    branches.extend(branch)
+                elif branch is not None:
+                    branches.append(branch)
             layer = merge(
-                lambda x, flat=flat: sum(b(x) for b in flat), main_layer(block, tuple(names))
+                lambda x, branches=branches: sum(branch(x) for branch in branches),
+                main_layer(block, tuple(names)),
             )
-            setattr(
-                block,
-                target,
-                nn.Sequential(layer.make(), getattr(block, f"{part}_activation", nn.Identity())),
-            )
+            activation = getattr(block, f"{part}_activation", nn.Identity())
+            setattr(block, result, nn.Sequential(layer.make(), activation))
             remove(block, names)
         block.infer_mode = True
         return None
 
 
 class RepGhostRule(BlockRule):
-    """Extra conv-BN branches around a cheap operation."""
+    """Extra branches of convolution and BatchNorm around a cheap operation."""
 
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        """See the class."""
+        """Merge ``fusion_conv`` and ``fusion_bn`` into ``cheap_operation``, in place."""
 
         def linear(x: Tensor) -> Tensor:
-            extra = [
-                norm(conv(x)) for conv, norm in zip(block.fusion_conv, block.fusion_bn, strict=True)
-            ]
+            pairs = zip(block.fusion_conv, block.fusion_bn, strict=True)
+            extra = [norm(conv(x)) for conv, norm in pairs]
             return sum(extra, start=block.cheap_operation(x))
 
         layer = merge(linear, main_layer(block, ("cheap_operation",)))
@@ -57,15 +61,19 @@ class RepGhostRule(BlockRule):
 
 
 class VanillaActivationRule(BlockRule):
-    """relu, depthwise convolution by a parameter of the activation itself, BatchNorm."""
+    """A relu, a depthwise convolution by a parameter of the activation itself, a BatchNorm."""
 
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        """See the class."""
+        """Merge ``bn`` into ``weight`` and ``bias`` of ``block``, in place."""
         channels, pad = block.weight.shape[0], (block.weight.shape[-1] - 1) // 2
-        layer = merge(
-            lambda x: block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)),
-            channels=channels,
-        ).make()
+
+        def linear(x: Tensor) -> Tensor:
+            out = F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)
+            normalised = block.bn(out)
+            assert isinstance(normalised, Tensor)
+            return normalised
+
+        layer = merge(linear, in_channels=channels).make()
         remove(block, ["bn", "bias"])
         block.weight, block.bias = layer.weight, layer.bias
         block.deploy = True
@@ -76,10 +84,26 @@ class ImplicitHeadRule(BlockRule):
     """YOLOv7 detection heads: ``im[i] * (m[i](x + ia[i]))`` with learned vectors."""
 
     def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        """See the class."""
+        """Merge ``ia`` and ``im`` into ``m``, in place."""
         for index, layer in enumerate(block.m):
             before, after = block.ia[index], block.im[index]
             merged = merge(lambda x, b=before, a=after, m=layer: a(m(b(x))), layer)
             merged.put_into(layer)
             block.ia[index], block.im[index] = nn.Identity(), nn.Identity()
         return None
+
+
+class TrainedBranchesRule(BlockRule):
+    """Branches that were trained as one :class:`~torchq.fusion.Branches`.
+
+    The module computes its own kernel, as it did in training, so that no code of a quantized
+    kernel changes.
+    """
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Return the layer that replaces ``block``."""
+        dims = block.spatial_dims
+        merged = merge(block.branches.forward, in_channels=block.in_channels, spatial_dims=dims)
+        new = block.merge_into(merged.make())
+        assert isinstance(new, nn.Module)
+        return new

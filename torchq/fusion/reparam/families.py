@@ -1,4 +1,7 @@
-"""The families of blocks that fuse_ knows by name. Attribute names and deployed names are those of the original repositories."""
+"""The families of blocks that fuse_ knows by name.
+
+Attribute names and deployed names are those of the original repositories.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.fusion.modules import is_layer
+from torchq.fusion.reparam.branches import Branches
 from torchq.fusion.reparam.custom_rules import (
     GhostV3Rule,
     ImplicitHeadRule,
     RepGhostRule,
+    TrainedBranchesRule,
     VanillaActivationRule,
 )
 from torchq.fusion.reparam.rule import BLOCKS, BlockRule
@@ -20,19 +25,19 @@ __all__ = ["FAMILIES"]
 
 
 def _needs_more_than_one(block: Any) -> bool:
+    """Return True if the forward of ``block`` has more than one required argument."""
     parameters = inspect.signature(block.forward).parameters.values()
-    return (
-        sum(
-            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            for p in parameters
-        )
-        > 1
-    )
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) > 1
 
 
-def _sum_of_rbr(block: Any, x: Tensor) -> Tensor:
+def _add_rbr(block: Any, x: Tensor) -> Tensor:
+    """Return the sum of a RepVGG block's branches on ``x``."""
     total = block.rbr_dense(x) + block.rbr_1x1(x)
-    return total if block.rbr_identity is None else total + block.rbr_identity(x)
+    if block.rbr_identity is not None:
+        total = total + block.rbr_identity(x)
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _use_forward_fuse(block: Any) -> None:
@@ -59,7 +64,7 @@ def _fully_fused(block: Any) -> bool:
 
 
 def _two_heads(name: str, *heads: str) -> BlockRule:
-    """Classifiers for two teachers, whose results are averaged."""
+    """Return the rule of classifiers for two teachers, whose results are averaged."""
     return BlockRule(
         name=name, has=heads, branches=heads, when=lambda b: _is_module(b, *heads), loose=True
     )
@@ -68,7 +73,7 @@ def _two_heads(name: str, *heads: str) -> BlockRule:
 _RBR = ("rbr_dense", "rbr_1x1", "rbr_identity", "rbr_avg", "id_tensor")
 _RBR_AFTER = ("nonlinearity", "se", "post_se", "act", "activation")
 
-#: All of them, the general ones first: later entries are tried first.
+#: All built-in families, the general ones first: later entries are tried first.
 FAMILIES: tuple[BlockRule, ...] = (
     # PaddleDetection PP-YOLOE, RT-DETR
     BlockRule(
@@ -118,9 +123,9 @@ FAMILIES: tuple[BlockRule, ...] = (
         writes="rbr_reparam",
         flags={"deploy": True},
         when=lambda b: _is_module(b, "rbr_dense") and _needs_more_than_one(b),
-        linear=_sum_of_rbr,
+        linear=_add_rbr,
     ),
-    # YOLOv6 QARepVGG: a BatchNorm after the sum, folded afterwards like any other
+    # YOLOv6 QARepVGG: the BatchNorm behind the addition is folded afterwards like any other
     BlockRule(
         name="qarepvgg",
         has=("rbr_dense", "rbr_1x1", "bn"),
@@ -290,6 +295,13 @@ FAMILIES: tuple[BlockRule, ...] = (
         branches=("ia", "im"),
         writes="m",
         when=_implicit,
+    ),
+    # quantization-aware training of branches, torchq.qat.quantize_branches_
+    TrainedBranchesRule(
+        name="trained-branches",
+        branches=("branches",),
+        when=lambda b: isinstance(b, Branches),
+        allow_quantizers=True,
     ),
 )
 

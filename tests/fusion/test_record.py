@@ -1,0 +1,343 @@
+"""What fuse_ did is kept with the model as data, and brings an unfused model into its structure."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fusion import zoo
+from tests.fusion.common import error, outputs, randomized
+from tests.fusion.test_families import CASES, build
+from torchq.errors import ConfigError, FuseError
+from torchq.fusion import (
+    ConstantPad,
+    apply_fusion_record_,
+    fuse_,
+    fusion_record,
+    register_block,
+)
+from torchq.fusion.batchnorm.fold import FoldEdit
+from torchq.fusion.reparam.rule import BLOCKS
+from torchq.nn import QuantBranches, QuantConv2d
+from torchq.qat import quantize_branches_
+from torchq.swap import quantize_, restore_
+from torchq.workflow import calibrate
+
+
+def structure(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Every module's path, class and arguments."""
+    found = [(path, type(m).__name__, m.extra_repr()) for path, m in model.named_modules()]
+    return [row for row in found if not row[1].startswith("Dropout")]
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    body = nn.Sequential(zoo.conv_bn(3, 8, 3, bias=False), nn.ReLU(), zoo.RepVGGBlock(8, 8))
+    model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    assert isinstance(randomized(model), nn.Sequential)
+    return model
+
+
+IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(case: str) -> None:
+    fused, channels, *_ = build(case)
+    fresh = build(case)[0]
+    for parameter in fresh.parameters():
+        nn.init.normal_(parameter)
+    report = fuse_(fused)
+    record = json.loads(json.dumps(report.record))
+    assert record == fusion_record(fused)
+    apply_fusion_record_(fresh, record)
+    assert structure(fresh) == structure(fused)
+    fresh.load_state_dict(fused.state_dict())
+    x = torch.randn(2, channels, 12, 14, dtype=torch.float64)
+    assert torch.equal(outputs(fresh, x), outputs(fused, x))
+    assert fusion_record(fresh) == record
+
+
+def test_a_record_replays_in_any_mode_and_needs_no_example() -> None:
+    """The fused model needed an example to be followed, and eval mode; a new one needs neither."""
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.body(x) if float(x.detach().sum()) < 1e9 else x
+            assert isinstance(out, Tensor)
+            return out
+
+    fused, fresh = randomized(Looped()), Looped().train()
+    fuse_(fused, IMAGE)
+    apply_fusion_record_(fresh, fusion_record(fused))
+    fresh.load_state_dict(fused.state_dict())
+    assert torch.equal(outputs(fresh.eval(), IMAGE), outputs(fused, IMAGE))
+
+
+def test_explicit_padding_is_replayed() -> None:
+    def build_padded() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1))
+        return randomized(model)
+
+    fused, fresh = build_padded(), build_padded()
+    assert fuse_(fused, IMAGE, constant_pad=True).applied
+    apply_fusion_record_(fresh, fusion_record(fused))
+    assert type(fresh[0]) is ConstantPad
+    fresh.load_state_dict(fused.state_dict())
+    assert torch.equal(outputs(fresh, IMAGE), outputs(fused, IMAGE))
+
+
+def test_the_record_survives_copies_pickling_quantizing_and_a_second_fuse() -> None:
+    model = small()
+    first = fuse_(model, IMAGE).record
+    assert len(first) == 3
+    assert fuse_(model, IMAGE).record == ()
+    quantize_(model)
+    calibrate(model, [IMAGE], progress=False)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert fusion_record(twin) == list(first)
+    restore_(model)
+    assert fusion_record(model) == list(first)
+
+
+def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
+    model, fresh = small(), small()
+    fuse_(model, IMAGE)
+    part = model[0]
+    assert isinstance(part, nn.Sequential)
+    assert [entry["kind"] for entry in fusion_record(part)] == ["block", "batchnorm"]
+    apply_fusion_record_(fresh[0], fusion_record(part))
+    fresh[0].load_state_dict(part.state_dict())
+    assert torch.equal(outputs(fresh[0], IMAGE), outputs(part, IMAGE))
+    wrapped, fresh = nn.Sequential(nn.Identity(), model), nn.Sequential(nn.Identity(), small())
+    apply_fusion_record_(fresh, fusion_record(wrapped))
+    assert structure(fresh) == structure(wrapped)
+
+
+def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
+    """A BatchNorm folded inside a block, whose branches are merged afterwards."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.big, self.small = zoo.conv_bn(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.big(x) + self.small(x))
+
+    def build_net() -> nn.Sequential:
+        torch.manual_seed(0)
+        net = nn.Sequential(Branch())
+        randomized(net)
+        return net
+
+    fused, fresh = build_net(), build_net()
+    fuse_(fused, reparameterize=False)
+    fuse_(fused)
+    record = fusion_record(fused)
+    assert [entry["kind"] for entry in record] == ["batchnorm", "addition"]
+    apply_fusion_record_(fresh, record)
+    assert structure(fresh) == structure(fused)
+
+
+def test_a_model_fused_already_is_left_alone() -> None:
+    fused, other = small(), small()
+    fuse_(fused, IMAGE)
+    fuse_(other)
+    state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    apply_fusion_record_(other, fusion_record(fused))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["in training", "fused"])
+def test_trained_branches_replay_as_the_float_form_of_what_was_saved(finished: bool) -> None:
+    model, fresh = small(), small()
+    quantize_branches_(model)
+    calibrate(model, [IMAGE], progress=False)
+    if finished:
+        fuse_(model.eval(), IMAGE)
+    apply_fusion_record_(fresh, fusion_record(model))
+    if finished:
+        assert isinstance(model[0][2].rbr_reparam, QuantConv2d)
+        restore_(model)
+    else:
+        assert isinstance(model[0][2].rbr_reparam, QuantBranches)
+        restore_(model)
+    assert [row[:2] for row in structure(fresh)] == [row[:2] for row in structure(model)]
+    fresh.load_state_dict(model.state_dict())
+    assert error(outputs(fresh, IMAGE), outputs(model, IMAGE)) == 0
+
+
+def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.one(x) if hasattr(self, "one") else self.wide(x) + self.narrow(x)
+            assert isinstance(out, Tensor)
+            return out
+
+    register_block("two", branches=("wide", "narrow"), writes="one")(Two)
+    try:
+        fused, fresh = nn.Sequential(Two()).eval(), nn.Sequential(Two())
+        fuse_(fused)
+        apply_fusion_record_(copy.deepcopy(fresh), fusion_record(fused))
+    finally:
+        BLOCKS.remove("two")
+    with pytest.raises(ConfigError, match="unknown block family 'two'; expected one of"):
+        apply_fusion_record_(fresh, fusion_record(fused))
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    base = {"kind": "batchnorm", "norms": ["2"], "layers": ["1"], "constant_pad": False}
+    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    layer = {
+        "class": "Conv2d",
+        "in_channels": 8,
+        "out_channels": 8,
+        "kernel_size": [3, 3],
+        "stride": [1, 1],
+        "padding": [1, 1],
+        "groups": 1,
+    }
+    layer |= changes
+    return {"kind": "block", "path": "0.2", "family": "repvgg", "layers": [layer]}
+
+
+def test_the_undamaged_entries_of_the_next_test_do_replay() -> None:
+    model = small()
+    apply_fusion_record_(model, [entry(), block()])
+    assert [e["kind"] for e in fusion_record(model)] == ["batchnorm", "block"]
+
+
+DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no list": ({"kind": "batchnorm"}, ConfigError, "expected a list of entries"),
+    "no entry": (["batchnorm"], ConfigError, "expected an entry with 'kind'"),
+    "unknown kind": ([entry(kind="exec")], ConfigError, "got 'exec' for 'kind'; expected one of"),
+    "kind of another type": ([entry(kind=[])], ConfigError, "expected a string"),
+    "missing key": ([entry(layers=...)], ConfigError, "expected an entry with the keys kind, norm"),
+    "further key": ([entry(code="x")], ConfigError, "expected an entry with the keys kind, norm"),
+    "path of another type": ([entry(norms=[2])], ConfigError, "expected a list of strings"),
+    "no path": ([entry(norms=[])], ConfigError, "expected a list of strings"),
+    "flag of another type": ([entry(constant_pad=1)], ConfigError, "expected true or false"),
+    "no such norm": (
+        [entry(norms=["9"])],
+        FuseError,
+        "9: got no such module; expected a BatchNorm",
+    ),
+    "norm is the root": ([entry(norms=[""])], FuseError, r"\(root\): got a Sequential; expected a"),
+    "attribute, not module": (
+        [entry(norms=["1.__class__"])],
+        FuseError,
+        "got no such module; expected a BatchNorm",
+    ),
+    "no layer": ([entry(layers=["0"])], FuseError, "0: got a Sequential; expected a layer"),
+    "unknown family": ([block() | {"family": "x"}], ConfigError, "unknown block family 'x'"),
+    "another block": (
+        [block() | {"path": "1"}],
+        FuseError,
+        "1: got a Conv2d; expected a repvgg block with its branches",
+    ),
+    "no layers": ([block() | {"layers": []}], ConfigError, "expected None layers|1 layers"),
+    "too many layers": (
+        [block() | {"layers": block()["layers"] * 2}],
+        ConfigError,
+        "expected 1 layers for a repvgg block",
+    ),
+    "layers of another type": ([block() | {"layers": 1}], ConfigError, "expected a list of layers"),
+    "unknown class": ([block(**{"class": "Sequential"})], ConfigError, "expected Linear, Conv1d"),
+    "negative channels": ([block(in_channels=-8)], ConfigError, "expected a positive whole number"),
+    "true channels": ([block(in_channels=True)], ConfigError, "expected a positive whole number"),
+    "kernel of three": ([block(kernel_size=[3])], ConfigError, "expected 2 whole numbers of at"),
+    "groups": ([block(groups=3)], ConfigError, "expected a divisor of the channels"),
+    "huge kernel": (
+        [block(kernel_size=[2**20, 2**20])],
+        FuseError,
+        "got a layer of 70368744177664 weights for a RepVGGBlock of",
+    ),
+    "huge number": ([block(in_channels=10**30)], ConfigError, "expected a positive whole number"),
+    "no JSON": ([entry(norms={1})], ConfigError, "expected JSON data"),
+    "no addition": (
+        [{"kind": "addition", "path": "0", "whole": False, "layer": block()["layers"][0]}],
+        FuseError,
+        "0: got a Sequential without such an addition; expected a module that adds up",
+    ),
+    "branches that are several": (
+        [{"kind": "branches", "path": "0.2", "family": "ghostnetv3"}],
+        FuseError,
+        "expected a ghostnetv3 block",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_refused_and_changes_nothing(name: str) -> None:
+    damaged, kind, message = DAMAGED[name]
+    model = small()
+    before, state = structure(model), copy.deepcopy(model.state_dict())
+    record = (
+        [block(), *damaged] if isinstance(damaged, list) and "0.2" not in str(damaged) else damaged
+    )
+    with pytest.raises(kind, match=message):
+        apply_fusion_record_(model, record)
+    assert structure(model) == before
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert fusion_record(model) == []
+
+
+def interrupted(times: int) -> Callable[..., None]:
+    """FoldEdit.apply, interrupted at its n-th call."""
+    original, calls = FoldEdit.apply, [0]
+
+    def apply(self: FoldEdit, model: nn.Module) -> None:
+        original(self, model)
+        calls[0] += 1
+        if calls[0] == times:
+            raise KeyboardInterrupt
+
+    return apply
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_interrupted_fuse_leaves_the_model_as_it_was(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    if quantized:
+        restored = nn.Sequential(model[1], model[2])
+        quantize_(restored)
+        calibrate(restored, [torch.randn(2, 8, 5, 5)], progress=False)
+    modules = list(model.named_modules())
+    parameters = list(model.named_parameters())
+    state = copy.deepcopy(model.state_dict())
+    # twice on the copy, once on the model: the second of its edits is interrupted half way
+    monkeypatch.setattr(FoldEdit, "apply", interrupted(4))
+    with pytest.raises(KeyboardInterrupt):
+        fuse_(model, IMAGE)
+    monkeypatch.undo()
+    assert list(model.named_modules()) == modules
+    assert all(a is b for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True))
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert fusion_record(model) == []
+    assert len(fuse_(model, IMAGE).fused) == 3

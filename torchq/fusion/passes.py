@@ -1,0 +1,192 @@
+"""The passes of ``fuse_``, and the order in which they run.
+
+A pass is a function that finds merges in a trial copy of the model, carries them out on the copy,
+notes them as edits, and returns how many there were. Its docstring states what it expects
+(Before) and what it leaves (After). The real model is changed once, by the edits, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from torchq.fusion.batchnorm.fold import plan_fold
+from torchq.fusion.batchnorm.pairs import find_flow, find_pairs
+from torchq.fusion.modules import is_norm
+from torchq.fusion.reparam.blocks import plan_blocks
+from torchq.fusion.reparam.traced_sums import plan_unknown_blocks
+from torchq.fusion.report import Fusion, Refusal
+from torchq.utils import progress_bar
+
+__all__ = [
+    "FIRST",
+    "REPEATED",
+    "Edit",
+    "Pass",
+    "Trial",
+    "fold_batchnorms",
+    "merge_known_blocks",
+    "merge_unknown_blocks",
+    "run_passes",
+]
+
+_MOST_ROUNDS = 4  # a layer between two BatchNorms absorbs one in each round
+
+
+class Edit(Protocol):
+    """A planned change, applicable to the model and to copies of it."""
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """The change's row in the report."""
+        ...
+
+    def apply(self, model: nn.Module) -> None:
+        """Carry the change out on ``model``."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """Return the structure of the change, as JSON data."""
+        ...
+
+
+@dataclass
+class Trial:
+    """A copy of the model on which the passes work, and what they found.
+
+    Attributes:
+        model: the copy; passes change it.
+        example: one input of the model, or None.
+        verify: compare each merge with what it replaces.
+        constant_pad: fold a BatchNorm in front of a padded convolution, by explicit padding.
+        progress: show a bar where a pass takes longer than a second.
+        edits: what was changed, in order.
+        refused: what was not merged, by path.
+        notes: remarks for the report.
+    """
+
+    model: nn.Module
+    example: Any = None
+    verify: bool = True
+    constant_pad: bool = False
+    progress: bool = False
+    edits: list[Edit] = field(default_factory=list)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def carry_out(self, results: Sequence[Edit | Refusal]) -> int:
+        """Apply the edits among ``results`` to the copy; return how many there were."""
+        count = 0
+        for result in results:
+            if isinstance(result, Refusal):
+                self.refused.setdefault(result.name, result)
+            else:
+                result.apply(self.model)
+                self.edits.append(result)
+                count += 1
+        return count
+
+    def forget_refusals(self) -> None:
+        """Forget refusals of blocks that were merged otherwise, and of BatchNorms.
+
+        BatchNorms are about to be looked at again.
+        """
+        merged = {edit.fusion.name for edit in self.edits if edit.fusion is not None}
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for name in list(self.refused):
+            if name in merged or is_norm(modules.get(name)):
+                del self.refused[name]
+
+    def bar(self, items: Sequence[Any], description: str) -> Any:
+        """Iterate over ``items`` behind a progress bar that appears after a second."""
+        return progress_bar(
+            items, description=description, enabled=self.progress, unit="module", delay=1.0
+        )
+
+
+#: Changes ``trial.model`` and returns how many merges it made.
+Pass = Callable[[Trial], int]
+
+
+def merge_known_blocks(trial: Trial) -> int:
+    """Merge the branches of blocks whose family is registered.
+
+    Before: ``act(bn(conv3x3(x)) + bn(conv1x1(x)) + bn(x))`` in a block that a rule matches.
+    After: ``act(conv3x3(x))``, at the attribute that the family's deployed form has.
+    """
+    modules = list(trial.model.named_modules())
+    return trial.carry_out(plan_blocks(trial.model, trial.bar(modules, "merge blocks")))
+
+
+def merge_unknown_blocks(trial: Trial) -> int:
+    """Merge additions of linear branches that the trace of any other module shows.
+
+    Before: ``act(bn(wide(x)) - gate * slim(x))`` in a module of any class.
+    After: ``act(merged(x))`` in a traced module of the same class name.
+    """
+    modules = list(trial.model.named_modules())
+    return trial.carry_out(plan_unknown_blocks(trial.model, trial.bar(modules, "trace branches")))
+
+
+def fold_batchnorms(trial: Trial) -> int:
+    """Fold each BatchNorm into the layer before it, or into all layers behind it.
+
+    Before: ``bn(layer(x))`` or ``layer(bn(x))``, where nothing else reads the value in between.
+    After: ``layer(x)`` with other parameters, and an Identity (or the activation of the
+    BatchNorm) in the place of the BatchNorm.
+    """
+    try:
+        flow, notes = find_flow(trial.model, trial.example)
+    except Exception:
+        if trial.edits and trial.verify:  # the comparison of the whole model will report it
+            return 0
+        raise
+    pairs, refusals = find_pairs(trial.model, flow, constant_pad=trial.constant_pad)
+    trial.forget_refusals()
+    trial.notes = list(notes)
+    planned = [
+        plan_fold(trial.model, pair, verify=trial.verify)
+        for pair in trial.bar(pairs, "fold BatchNorm")
+    ]
+    count = trial.carry_out(planned)
+    trial.carry_out(refusals)
+    return count
+
+
+#: Passes that run once at the start, each until it finds nothing.
+FIRST: tuple[Pass, ...] = (merge_known_blocks, merge_unknown_blocks)
+
+#: Passes that then take turns until one of them finds nothing: a branch that could not be
+#: followed because of its BatchNorm may be one convolution once the BatchNorm is folded.
+REPEATED: tuple[Pass, ...] = (fold_batchnorms, merge_unknown_blocks)
+
+
+def run_passes(
+    trial: Trial, first: Sequence[Pass] = FIRST, repeated: Sequence[Pass] = REPEATED
+) -> None:
+    """Run the passes on a trial.
+
+    Args:
+        trial: its model is changed, its edits, refusals and notes are filled.
+        first: run one after the other.
+        repeated: run in turns, until one of them changes nothing.
+    """
+    for step in first:
+        _run_to_end(trial, step)
+    while all(_run_to_end(trial, step) for step in repeated):
+        if len(repeated) == 1:
+            return
+
+
+def _run_to_end(trial: Trial, step: Pass) -> int:
+    """Run one pass until it finds nothing; return how many merges it made."""
+    total = 0
+    for _ in range(_MOST_ROUNDS):
+        count = step(trial)
+        total += count
+        if not count:
+            break
+    return total
