@@ -1,8 +1,6 @@
 """Layers and blocks whose numbers cannot be changed are refused; a failed check leaves everything as it was."""
 
 import copy
-import math
-import threading
 
 import pytest
 import torch
@@ -315,56 +313,6 @@ def test_what_is_no_module_is_an_error():
         match=r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report is returned",
     ):
         fuse_(report)
-
-
-class Refuses(nn.Module):
-    def __deepcopy__(self, memo):
-        raise TypeError("one of a kind")
-
-
-def test_models_that_cannot_be_copied_are_an_error():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses()).eval()
-    with pytest.raises(
-        FuseError,
-        match=r"got a Sequential that cannot be copied \(one of a kind\); expected one whose modules",
-    ):
-        fuse_(model)
-
-
-def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy():
-    """A Python module, a lock, a method bound to the module that holds them."""
-
-    class Holds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-            self.library, self.locks = math, {"lock": [threading.Lock()]}
-            self.forward = self.run
-
-        def run(self, x):
-            return self.bn(self.conv(x)).relu() * self.library.pi
-
-    torch.manual_seed(0)
-    model = randomized(nn.Sequential(Holds(), RepVGGBlock(4, 4)))
-    model[1].rbr_dense.conv.backend = math
-    x = torch.randn(2, 4, 6, 6)
-    want = outputs(model, x)
-    report = fuse_(model, x).require_all()
-    assert report.applied
-    assert len(report.fused) == 2
-    assert model[0].library is math
-    assert error(outputs(model, x), want) <= 1e-5
-
-
-def test_a_pruned_layer_is_refused_and_keeps_its_mask():
-    """Its weight is the result of a computation with a history, which Python does not copy."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    state = copy.deepcopy(model.state_dict())
-    report = fuse_(model)
-    assert "computes its weight (weight_norm, spectral_norm or pruning)" in report.reason("1")
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
 
 def quantizer_in(block):

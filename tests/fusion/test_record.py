@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from torchq.fusion import (
     fusion_record,
     register_block,
 )
-from torchq.fusion.batchnorm.fold import FoldEdit
 from torchq.fusion.reparam.rule import BLOCKS
 from torchq.nn import QuantBranches, QuantConv2d
 from torchq.qat import quantize_branches_
@@ -304,40 +302,3 @@ def test_a_damaged_record_is_refused_and_changes_nothing(name: str) -> None:
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
     assert fusion_record(model) == []
-
-
-def interrupted(times: int) -> Callable[..., None]:
-    """FoldEdit.apply, interrupted at its n-th call."""
-    original, calls = FoldEdit.apply, [0]
-
-    def apply(self: FoldEdit, model: nn.Module) -> None:
-        original(self, model)
-        calls[0] += 1
-        if calls[0] == times:
-            raise KeyboardInterrupt
-
-    return apply
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_an_interrupted_fuse_leaves_the_model_as_it_was(
-    quantized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small()
-    if quantized:
-        restored = nn.Sequential(model[1], model[2])
-        quantize_(restored)
-        calibrate(restored, [torch.randn(2, 8, 5, 5)], progress=False)
-    modules = list(model.named_modules())
-    parameters = list(model.named_parameters())
-    state = copy.deepcopy(model.state_dict())
-    # twice on the copy, once on the model: the second of its edits is interrupted half way
-    monkeypatch.setattr(FoldEdit, "apply", interrupted(4))
-    with pytest.raises(KeyboardInterrupt):
-        fuse_(model, IMAGE)
-    monkeypatch.undo()
-    assert list(model.named_modules()) == modules
-    assert all(a is b for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True))
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
-    assert fusion_record(model) == []
-    assert len(fuse_(model, IMAGE).fused) == 3

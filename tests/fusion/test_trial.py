@@ -1,0 +1,123 @@
+"""fuse_ works on a copy first, and a call that does not end leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from tests.fusion import zoo
+from tests.fusion.common import error, outputs, randomized
+from torchq.errors import FuseError
+from torchq.fusion import fuse_, fusion_record
+from torchq.fusion.batchnorm.fold import FoldEdit
+from torchq.swap import quantize_
+from torchq.workflow import calibrate
+
+IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    body = nn.Sequential(zoo.conv_bn(3, 8, 3, bias=False), nn.ReLU(), zoo.RepVGGBlock(8, 8))
+    model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    randomized(model)
+    return model
+
+
+class Refuses(nn.Module):
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("one of a kind")
+
+
+def test_models_that_cannot_be_copied_are_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses()).eval()
+    with pytest.raises(
+        FuseError,
+        match=r"got a Sequential that cannot be copied \(one of a kind\); expected one whose modules",
+    ):
+        fuse_(model)
+
+
+def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> None:
+    """A Python module, a lock, a method bound to the module that holds them."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+            self.library, self.locks = math, {"lock": [threading.Lock()]}
+            self.forward = self.run
+
+        def run(self, x: Tensor) -> Tensor:
+            out = self.bn(self.conv(x)).relu() * self.library.pi
+            assert isinstance(out, Tensor)
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Holds(), zoo.RepVGGBlock(4, 4))
+    randomized(model)
+    model[1].rbr_dense.conv.backend = math
+    x = torch.randn(2, 4, 6, 6)
+    want = outputs(model, x)
+    report = fuse_(model, x).require_all()
+    assert report.applied
+    assert len(report.fused) == 2
+    assert model[0].library is math
+    assert error(outputs(model, x), want) <= 1e-5
+
+
+def test_a_pruned_layer_is_refused_and_keeps_its_mask() -> None:
+    """Its weight is the result of a computation with a history, which Python does not copy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    prune.l1_unstructured(model[0], "weight", 0.5)  # type: ignore[no-untyped-call]
+    state = copy.deepcopy(model.state_dict())
+    reason = fuse_(model).reason("1")
+    assert reason is not None
+    assert "computes its weight (weight_norm, spectral_norm or pruning)" in reason
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def interrupted(times: int) -> Callable[..., None]:
+    """FoldEdit.apply, interrupted at its n-th call."""
+    original, calls = FoldEdit.apply, [0]
+
+    def apply(self: FoldEdit, model: nn.Module) -> None:
+        original(self, model)
+        calls[0] += 1
+        if calls[0] == times:
+            raise KeyboardInterrupt
+
+    return apply
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_interrupted_fuse_leaves_the_model_as_it_was(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    if quantized:
+        restored = nn.Sequential(model[1], model[2])
+        quantize_(restored)
+        calibrate(restored, [torch.randn(2, 8, 5, 5)], progress=False)
+    modules = list(model.named_modules())
+    parameters = list(model.named_parameters())
+    state = copy.deepcopy(model.state_dict())
+    # twice on the copy, once on the model: the second of its edits is interrupted half way
+    monkeypatch.setattr(FoldEdit, "apply", interrupted(4))
+    with pytest.raises(KeyboardInterrupt):
+        fuse_(model, IMAGE)
+    monkeypatch.undo()
+    assert list(model.named_modules()) == modules
+    assert all(a is b for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True))
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert fusion_record(model) == []
+    assert len(fuse_(model, IMAGE).fused) == 3
