@@ -1,0 +1,196 @@
+"""Each pass alone: what it does to the modules that it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests.lowering.pass_graphs import (
+    CLAMPED,
+    OTHER,
+    POSITIVE,
+    Q,
+    after,
+    apply,
+    conv,
+    dequantize,
+    edit,
+    linear,
+    norm,
+    only,
+    quantize,
+)
+from torchq.lowering import Int8Conv, QParams
+from torchq.lowering.graph.editor import GraphEditor
+from torchq.lowering.graph.tracer import trace
+from torchq.lowering.modules.float_pointwise_conv import FloatPointwiseConv
+from torchq.lowering.modules.lookup_table import LookupTable
+from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
+from torchq.lowering.modules.qdq import Dequantize, Quantize
+
+
+def test_the_check_of_an_argument_survives() -> None:
+    class Optional(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x if mask is None else x * mask
+
+    found = trace(Optional(), lambda m: False)
+    assert isinstance(found, fx.GraphModule)
+    editor = GraphEditor(found, torch.float32)
+    assert apply(editor, "check_none_by_module")
+    editor.prune()
+    editor.root.recompile()
+    x = torch.ones(2)
+    assert torch.equal(editor.root(x), x)
+    with pytest.raises(AssertionError, match="mask has been specialized to have value None"):
+        editor.root(x, x)
+
+
+def test_equal_quantizations_of_one_tensor_are_merged() -> None:
+    modules = {"a": quantize(), "b": quantize(), "c": quantize(OTHER)}
+    editor = edit(modules, lambda m, x, y: (m.a(x), m.b(x), m.c(x)))
+    assert apply(editor, "merge_quantize")
+    assert [str(node.target) for node in editor.graph.nodes if node.op == "call_module"] == [
+        "a",
+        "c",
+    ]
+
+
+@pytest.mark.parametrize("with_neighbour", [False, True])
+def test_a_clamp_becomes_bounds_of_codes(with_neighbour: bool) -> None:
+    """Codes that are concatenated with others keep their zero point."""
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        codes = m.a(F.relu6(x))
+        return torch.cat([codes, y], 1) if with_neighbour else codes
+
+    quantizer = only(after({"a": quantize()}, forward, "absorb_clamp"), Quantize)
+    assert quantizer.qparams == (QParams(0.5, 128, 128, 140) if with_neighbour else CLAMPED)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (lambda m, x, y: torch.mean(F.relu(x), 1), POSITIVE),
+        (lambda m, x, y: m.layer(x), POSITIVE),
+        (lambda m, x, y: m.values(x) + F.relu(y), POSITIVE),
+        (lambda m, x, y: F.relu(x) - 1, None),
+        (lambda m, x, y: F.relu(x) * -1, None),
+    ],
+)
+def test_codes_of_values_that_are_never_negative_start_at_zero(
+    source: Callable[..., Any], expected: QParams | None
+) -> None:
+    modules = {"layer": conv(activation="relu"), "values": dequantize(POSITIVE), "a": quantize()}
+    editor = edit(modules, lambda m, x, y: m.a(source(m, x, y)))
+    assert apply(editor, "use_unsigned_codes") == (expected is not None)
+    assert only(editor, Quantize).qparams == (expected or Q)
+
+
+def test_batchnorm_is_folded_into_scales_and_bias() -> None:
+    layer, x = conv(), torch.randn(1, 2, 3, 3)
+    expected = norm().eval()(layer(x))
+    folded = only(
+        after({"a": layer, "b": norm()}, lambda m, x, y: m.b(m.a(x)), "fold_batchnorm"), Int8Conv
+    )
+    assert torch.equal(folded.weight_codes, layer.weight_codes)
+    # Values of the order 100 are rounded once more by a BatchNorm of its own.
+    torch.testing.assert_close(folded(x), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_layer_that_another_node_calls_is_not_changed() -> None:
+    """The second call of a layer keeps the layer without the epilogue."""
+    shared = conv()
+    editor = edit({"a": shared}, lambda m, x, y: (F.relu(m.a(x)), m.a(y)))
+    assert apply(editor, "fuse_activation")
+    layers = [editor.modules[str(n.target)] for n in editor.graph.nodes if n.op == "call_module"]
+    assert sorted(layer.activation for layer in layers) == ["none", "relu"]  # type: ignore[type-var]
+    assert shared.activation == "none" and layers[0] is not layers[1]
+
+
+def test_the_epilogue_of_a_layer_holds_what_followed_it() -> None:
+    modules = {"a": conv(), "b": nn.ReLU6(), "c": quantize()}
+    layer = only(
+        after(modules, lambda m, x, y: m.c(m.b(m.a(x))), "absorb_clamp", "fuse_requantize"),
+        Int8Conv,
+    )
+    assert layer.output_qparams == CLAMPED
+    assert (layer.activation, layer.arguments) == ("clamp", [0.0, 6.0])
+    modules = {"a": conv(), "b": dequantize(OTHER), "c": quantize()}
+    layer = only(after(modules, lambda m, x, y: m.c(m.a(x, m.b(y))), "fuse_requantize"), Int8Conv)
+    assert (layer.output_qparams, layer.residual_qparams) == (Q, OTHER)
+
+
+def test_a_moved_zero_point_reaches_every_reader() -> None:
+    modules: dict[str, nn.Module] = {
+        "start": quantize(POSITIVE),
+        "pool": CodesMaxPool2d(2),
+        "layer": conv(output_qparams=Q),
+        "table": LookupTable(torch.neg, Q, OTHER, torch.float32),
+        "average": CodesAvgPool2d(nn.AvgPool2d(2), Q, OTHER),
+        "end": dequantize(),
+    }
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Any:
+        codes = m.pool(m.start(x).transpose(2, 3))
+        return (
+            m.layer(codes, codes),
+            m.end(torch.cat([codes, codes], 1)),
+            m.table(codes),
+            m.average(codes),
+        )
+
+    editor = after(modules, forward, "propagate_qparams")
+    layer = only(editor, Int8Conv)
+    assert layer.input_qparams == layer.residual_qparams == POSITIVE
+    assert only(editor, Dequantize).qparams == POSITIVE
+    assert only(editor, LookupTable).table[2] == OTHER.quantize(torch.tensor(-1.0))
+    assert only(editor, CodesAvgPool2d).input_qparams == POSITIVE
+    known = {node.name: qparams for node, qparams in editor.qparams.items()}
+    assert known == {
+        **dict.fromkeys(["start", "transpose", "pool", "cat"], POSITIVE),
+        **dict.fromkeys(["table", "average"], OTHER),
+        "layer": Q,
+    }
+
+
+def test_images_are_quantized_channels_last_for_convolutions_alone() -> None:
+    modules = {"a": quantize(), "b": quantize(), "c": conv(), "d": linear()}
+    editor = after(modules, lambda m, x, y: (m.c(m.a(x)), m.d(m.b(y))), "quantize_channels_last")
+    assert [editor.modules[name].channels_last for name in "ab"] == [True, False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda m, x, y: m.c(x, m.a(y)), True),
+        (lambda m, x, y: m.c(x, m.a(y).flatten(0)), False),  # a view of another tensor
+        (lambda m, x, y: m.c(x, y), False),  # the caller's
+        (lambda m, x, y: m.c(z := m.a(y), z), False),  # also what is convolved
+        (lambda m, x, y: (m.c(x, z := m.a(y)), m.b(z)), False),  # read later
+        (lambda m, x, y: (m.b(z := m.a(y)), m.c(x, z)), True),  # read before
+        (
+            lambda m, x, y: (z := m.a(y), w := z.flatten(1), m.c(x, z), w)[1:],
+            False,
+        ),  # seen by a view
+    ],
+)
+def test_a_residual_that_nobody_else_sees_is_overwritten(
+    forward: Callable[..., Any], expected: bool
+) -> None:
+    editor = edit({"a": quantize(), "b": dequantize(), "c": conv()}, forward)
+    assert apply(editor, "reuse_residual_buffer") == expected
+    assert only(editor, Int8Conv).overwrites_residual == expected
+
+
+def test_a_pointwise_convolution_of_pixels_does_not_change_the_original() -> None:
+    layer = conv()
+    editor = after(
+        {"a": layer}, lambda m, x, y: m.a(x.mean((2, 3), keepdim=True)), "use_float_pointwise_conv"
+    )
+    assert type(layer) is Int8Conv and only(editor, FloatPointwiseConv) is not layer
