@@ -13,7 +13,7 @@ import torchq
 # Other work adds to these packages; what is here must stay.
 PROMISED: dict[str, str] = {
     "torchq": """CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport TensorQuantizer __version__ calib calibrate
-        deploy disabled errors export_onnx formats freeze_ functional fuse_ fusion inspect_onnx is_quantized load nn onnx patch plan qat
+        deploy disabled errors export_onnx formats freeze_ functional fuse_ fusion inspect_onnx is_quantized load load_model nn onnx patch plan qat
         quantize_ recipes register restore_ save summary targets verify_onnx workflow""",
     "torchq.errors": "TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError MissingExtraError",
     "torchq.formats": """CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format Granularity IntFormat PerAxis
@@ -27,7 +27,7 @@ PROMISED: dict[str, str] = {
         QuantIdentity QuantInstanceNorm1d QuantInstanceNorm2d QuantInstanceNorm3d QuantLinear QuantMaxPool1d QuantMaxPool2d QuantMaxPool3d
         QuantModule QuantTransformerEncoderLayer TensorQuantizer convert_ is_weight_quantizer register revert_""",
     "torchq.swap": "Decision Patch SwapReport decide patch plan quantize_ restore_ targets",
-    "torchq.workflow": """CalibrationReport LayerRow Summary SummaryRow apply_record calibrate calibrate_weights disabled freeze_ is_quantized load quantizers save
+    "torchq.workflow": """CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate calibrate_weights disabled freeze_ is_quantized load load_model quantizers save
         select_quantizers summary swap_record weight_quantizers""",
 }
 

@@ -34,6 +34,7 @@ from torchq.workflow import (
     freeze_,
     is_quantized,
     load,
+    load_model,
     save,
     summary,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "inspect_onnx",
     "is_quantized",
     "load",
+    "load_model",
     "nn",
     "onnx",
     "patch",

@@ -12,7 +12,8 @@ from torchq.workflow.modes import (
     select_quantizers,
     weight_quantizers,
 )
-from torchq.workflow.state import apply_record, load, save, swap_record
+from torchq.workflow.record import apply_record_, swap_record
+from torchq.workflow.state import load, load_model, save
 from torchq.workflow.summary import LayerRow, Summary, SummaryRow, summary
 
 __all__ = [
@@ -20,13 +21,14 @@ __all__ = [
     "LayerRow",
     "Summary",
     "SummaryRow",
-    "apply_record",
+    "apply_record_",
     "calibrate",
     "calibrate_weights",
     "disabled",
     "freeze_",
     "is_quantized",
     "load",
+    "load_model",
     "quantizers",
     "save",
     "select_quantizers",

@@ -1,142 +1,212 @@
-"""Saving a quantized model as data: what was swapped, how, and the tensors."""
+"""Saving a quantized model to a file, and loading it: all of it or nothing."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
-from torchq.nn import (
-    QuantModule,
-    RewrittenForward,
-    convert_,
-    replace_recorded_operators_,
-    share_quantizers_,
-    shared_groups,
-)
-from torchq.swap.apply import name_quantizers
-from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
+from torchq.formats import PerTensor
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.transaction import unchanged_on_error
+from torchq.utils import qualified_name, replacing
 from torchq.workflow.modes import quantizers
+from torchq.workflow.record import apply_record_, swap_record
 
-__all__ = ["save", "load", "swap_record", "apply_record"]
-
-_VERSION = 1
-
-
-def swap_record(model: nn.Module) -> dict[str, Any]:
-    """What was swapped in ``model`` and how, as JSON data."""
-    modules, wirings = {}, {}
-    for names, module in modules_with_names(model):
-        if isinstance(module, RewrittenForward):
-            wirings[names[0]] = module.replacement_record()
-        elif isinstance(module, QuantModule):
-            descriptors = {
-                name: descriptor.to_dict() for name, descriptor in module.rule_descriptors().items()
-            }
-            modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
-    modes = {name: q.mode for name, q in quantizers(model).items()}
-    return {
-        "version": _VERSION,
-        "wirings": wirings,
-        "modules": modules,
-        "shared": shared_groups(model),
-        "modes": modes,
-    }
-
-
-def apply_record(model: nn.Module, record: dict[str, Any]) -> None:
-    """Swap the modules of a float ``model`` as ``record`` says; modules that are quantized already are left.
-
-    Raises:
-        ConfigError: an unknown version.
-        QuantizationError: the model has no module of that name and class.
-    """
-    if record.get("version") != _VERSION:
-        raise ConfigError(
-            f"load: got a record of version {record.get('version')!r}; expected {_VERSION}"
-        )
-    _rewire(model, record.get("wirings", {}))
-    found = dict(model.named_modules(remove_duplicate=False))
-    listed = [id(found[name]) for name in record["modules"] if name in found]
-    todo, places = [], []
-    for name, entry in record["modules"].items():
-        module = found.get(name)
-        cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-        if module is None or qualified_name(cls) != entry["class"]:
-            got = "no such module" if module is None else qualified_name(cls)
-            raise QuantizationError(
-                f"{name or '(root)'}: got {got}; expected {entry['class']}. Load into the architecture that was saved"
-            )
-        if not isinstance(module, QuantModule):
-            if (
-                listed.count(id(module)) > 1
-            ):  # one object without parameters that got a copy in each of its places
-                module = twin_of(module)
-                places.append((name, module))
-            todo.append(
-                (
-                    module,
-                    {
-                        slot: QuantDescriptor.from_dict(entry[slot])
-                        for slot in ("input", "weight")
-                        if slot in entry
-                    },
-                )
-            )
-    for module, descriptors in todo:
-        convert_(module, **descriptors)
-    for name, module in places:
-        set_submodule(model, name, module)
-    for paths in record.get("shared", []):
-        share_quantizers_(model, paths)
-    known = quantizers(model)
-    for name, mode in record["modes"].items():
-        if name in known:
-            known[name].mode = mode
-    name_quantizers(model)
-
-
-def _rewire(model: nn.Module, wirings: dict[str, Any]) -> None:
-    """Put the recorded operators of modules back in place."""
-    found = dict(model.named_modules())
-    for name, entry in wirings.items():
-        if name not in found:
-            raise QuantizationError(
-                f"{name}: got no such module; expected {entry['class']}. Load into the architecture that was saved"
-            )
-        if not isinstance(found[name], RewrittenForward):
-            replace_recorded_operators_(found[name], entry)
+__all__ = ["load", "load_model", "save"]
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the swaps, descriptors and tensors of ``model`` to one file that loads with ``weights_only=True``.
+    """Write what was quantized in ``model`` and how, and all its tensors, to one file.
 
-    Unlike ``torch.save(model)`` no class is pickled: :func:`load` needs a freshly built float model.
+    Unlike ``torch.save(model)`` the file holds no class: :func:`load` needs the float model, built
+    by its own code. A file that exists is replaced as a whole, or not at all.
+
+    Args:
+        model: any module; left unchanged.
+        path: the file.
     """
-    torch.save({"torchq": swap_record(model), "state_dict": model.state_dict()}, path)
+    data = {"torchq": swap_record(model), "state_dict": model.state_dict()}
+    with replacing(path) as (temporary,):
+        torch.save(data, temporary)
+
+
+def load_model(
+    factory: Callable[[], nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+) -> nn.Module:
+    """Build a model and make it what was saved.
+
+    Args:
+        factory: called without arguments; returns the float model that was quantized.
+        path: what :func:`save` wrote.
+        map_location: as for :func:`load`.
+
+    Returns:
+        The model, in the training or eval mode that ``factory`` left it in.
+
+    Raises:
+        QuantizationError: See :func:`load`.
+        ConfigError: See :func:`load`, or ``factory`` returns no module.
+    """
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"load_model: factory returned a {type(model).__name__}; expected a torch.nn.Module"
+        )
+    return load(model, path, map_location=map_location)
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = "cpu") -> nn.Module:
-    """Make ``model`` what was saved: swap its layers, in place, and load all tensors strictly.
+    """Make ``model`` what was saved: quantize its layers in place, and load all tensors.
+
+    A model that is quantized in another way is converted. The file is checked as a whole before
+    the model is touched, nothing in it is executed, and a call that fails changes nothing.
 
     Args:
         model: the architecture that was saved, float or quantized.
         path: what :func:`save` wrote.
         map_location: as for :func:`torch.load`; tensors end on the model's own device.
 
+    Returns:
+        ``model``.
+
     Raises:
-        QuantizationError: the architecture differs.
-        ConfigError: the file was not written by :func:`save`.
+        QuantizationError: The model is not the one that was saved.
+        ConfigError: The file was not written by :func:`save`, or is damaged.
+        OSError: The file cannot be read.
     """
-    data = torch.load(path, map_location=map_location, weights_only=True)
+    data = _read(path, map_location)
     if not isinstance(data, dict) or "torchq" not in data:
         raise ConfigError(
-            f"load: {os.fspath(path)} was not written by torchq.save; expected its 'torchq' entry. Use load_state_dict for a state dict"
+            f"load: {os.fspath(path)} was not written by torchq.save; expected its 'torchq' entry. "
+            "Use load_state_dict for a state dict"
         )
-    apply_record(model, data["torchq"])
-    model.load_state_dict(data["state_dict"], strict=True)
+    state = data.get("state_dict")
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ConfigError(
+            f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file is "
+            "damaged"
+        )
+    with unchanged_on_error(model):
+        apply_record_(model, data["torchq"])
+        _check_tensors(model, state)
+        _check_ranges(model, state)
+        _load_tensors(model, state)
     return model
+
+
+def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
+    with open(path, "rb") as file:
+        try:
+            return torch.load(file, map_location=map_location, weights_only=True)
+        except Exception as error:  # a damaged archive or pickle fails in many ways
+            reason = next(iter(str(error).splitlines()), "")[:200]
+            raise ConfigError(
+                f"load: {os.fspath(path)}: cannot be read ({type(error).__name__}: {reason}); "
+                "expected a file that torchq.save wrote"
+            ) from None
+
+
+def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Compare names, shapes and kinds of tensors with those of ``model``.
+
+    Raises:
+        QuantizationError: They differ.
+    """
+    own = model.state_dict()
+    problems = [f"{key} is missing" for key in own if key not in state]
+    problems += [f"{key} is not expected" for key in state if key not in own]
+    for key in own.keys() & state.keys():
+        problem = _difference(own[key], state[key])
+        is_range = key.endswith((".amax", ".pre_quant_scale")) or key in ("amax",)
+        if problem and not (is_range and problem.startswith("has shape")):
+            problems.append(f"{key} {problem}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise QuantizationError(
+            f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
+            "expected the tensors of the model. Load into the architecture that was saved"
+        )
+
+
+def _difference(own: Any, given: Any) -> str:
+    """Return what makes ``given`` unfit to be copied into ``own``; empty if nothing does."""
+    if not isinstance(own, Tensor):  # the extra state of a module, whatever that is
+        return ""
+    if not isinstance(given, Tensor):
+        return f"is a {type(given).__name__}, not a tensor"
+    if given.layout is not torch.strided or given.is_quantized:
+        return "is not a dense tensor"
+    if given.is_complex() != own.is_complex():
+        return f"has the type {given.dtype}, not {own.dtype}"
+    if given.shape != own.shape:
+        return f"has shape {tuple(given.shape)}, not {tuple(own.shape)}"
+    return ""
+
+
+def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Check each range for its quantizer.
+
+    Raises:
+        ConfigError: A range is no floating-point tensor, negative, NaN, infinite or misshapen.
+    """
+    weights = {
+        id(quantizer): weight
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for quantizer, weight in module.quantized_weights()
+    }
+    for path, quantizer in quantizers(model).items():
+        prefix = f"{path}." if path else ""
+        amax = state[f"{prefix}amax"]
+        problem = _range_problem(quantizer, amax, weights.get(id(quantizer)))
+        if problem:
+            raise ConfigError(f"load: {prefix}amax: {problem}. The file is damaged")
+        scale = state.get(f"{prefix}pre_quant_scale")
+        if scale is not None and not bool(torch.isfinite(scale).all()):
+            raise ConfigError(
+                f"load: {prefix}pre_quant_scale: got NaN or infinite values; expected finite ones. "
+                "The file is damaged"
+            )
+
+
+def _range_problem(quantizer: TensorQuantizer, amax: Tensor, weight: Tensor | None) -> str:
+    if not amax.is_floating_point():
+        return f"got {amax.dtype}; expected a floating-point tensor"
+    if amax.numel() == 0:
+        has_range = amax.shape != (0,)
+        return f"got shape {tuple(amax.shape)}; expected a range" if has_range else ""
+    if amax.is_meta:
+        return ""
+    if not bool(((amax >= 0) & (amax <= torch.finfo(torch.float32).max)).all()):
+        return "got negative, NaN or infinite values; expected finite numbers >= 0"
+    granularity = quantizer.descriptor.granularity
+    shape = amax.shape if weight is None else weight.shape
+    try:
+        if weight is not None or isinstance(granularity, PerTensor):
+            granularity.align(amax, shape)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
+    """Copy all tensors; an interruption brings the old numbers back."""
+    before = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in model.state_dict().items()
+    }
+    try:
+        model.load_state_dict(state, strict=True)
+    except BaseException as error:
+        model.load_state_dict(before, strict=False)
+        if isinstance(error, RuntimeError):
+            raise QuantizationError(f"load: {error}") from None
+        raise

@@ -1,0 +1,381 @@
+"""Files that must not be loaded are refused by a named error and leave the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor
+from torchq.errors import ConfigError, QuantizationError, TorchqError
+from torchq.workflow import quantizers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.second(x)
+
+
+X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def quantized(config: torchq.QuantConfig | None = None, target: str | None = "openvino") -> Net:
+    model = Net().eval()
+    torchq.quantize_(model, config, target=target, example=X)
+    torchq.calibrate(model, [X], progress=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    """What torchq.save writes."""
+    model = quantized()
+    return {"torchq": torchq.workflow.swap_record(model), "state_dict": model.state_dict()}
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Classes, attributes and tensors; equal before and after a call that changed nothing."""
+    modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}
+    modes = {name: q.mode for name, q in quantizers(model).items()}
+    tensors = {key: value.tolist() for key, value in model.state_dict().items()}
+    return {"modules": modules, "modes": modes, "tensors": tensors}
+
+
+def refused(data: Any, path: Path, error: type[Exception], text: str) -> None:
+    """Assert that a file with ``data`` is refused by a float and by a quantized model."""
+    torch.save(data, path)
+    for model in (Net().eval(), quantized(torchq.recipes.w4a4(), target=None)):
+        before = snapshot(model)
+        with pytest.raises(error, match=text):
+            torchq.load(model, path)
+        assert snapshot(model) == before
+
+
+def operators(data: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = data["torchq"]["operators"][""]
+    return entry
+
+
+def rename_child(data: dict[str, Any], name: str) -> None:
+    entry = operators(data)
+    entry["nodes"] = dict.fromkeys(entry["nodes"], name)
+    entry["children"] = {name: "Add"}
+
+
+def set_entry(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return change
+
+
+RECORD, STATE = "torchq", "state_dict"
+AMAX, WEIGHT_AMAX = "first.input_quantizer.amax", "first.weight_quantizer.amax"
+BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
+    "no version": (drop(RECORD, "version"), ConfigError, "record: got .*; expected the entries"),
+    "version as text": (set_entry(RECORD, "version", value="2"), ConfigError, "version: got '2'"),
+    "version as bool": (set_entry(RECORD, "version", value=True), ConfigError, "version"),
+    "no modules": (drop(RECORD, "modules"), ConfigError, "expected the entries"),
+    "unknown entry": (set_entry(RECORD, "more", value={}), ConfigError, "expected the entries"),
+    "record is a list": (set_entry(RECORD, value=[1]), ConfigError, "record: got"),
+    "modules is a list": (set_entry(RECORD, "modules", value=[1]), ConfigError, "modules: got"),
+    "number as path": (set_entry(RECORD, "modules", value={3: {}}), ConfigError, "modules: got"),
+    "layer is None": (
+        set_entry(RECORD, "modules", "first", value=None),
+        ConfigError,
+        r"modules\['first'\]: got None",
+    ),
+    "layer has another slot": (
+        set_entry(RECORD, "modules", "first", "output", value={}),
+        ConfigError,
+        "expected the entries class, input, weight",
+    ),
+    "unknown field": (
+        set_entry(RECORD, "modules", "first", "input", value={"bits": 8}),
+        ConfigError,
+        r"modules\['first'\]\.input: .*bits",
+    ),
+    "bits of another planet": (
+        set_entry(RECORD, "modules", "first", "input", value={"num_bits": 10**30}),
+        ConfigError,
+        "first",
+    ),
+    "unknown module": (
+        set_entry(RECORD, "modules", "third", value={"class": "torch.nn.Linear"}),
+        QuantizationError,
+        "third: got no such module",
+    ),
+    "another class": (
+        set_entry(RECORD, "modules", "first", "class", value="os.system"),
+        QuantizationError,
+        "first: got torch.nn.modules.conv.Conv2d; expected os.system",
+    ),
+    "unknown mode": (
+        set_entry(RECORD, "modes", "first.input_quantizer", value="loud"),
+        ConfigError,
+        "modes.*'loud'",
+    ),
+    "mode of nobody": (
+        set_entry(RECORD, "modes", "nobody", value="off"),
+        QuantizationError,
+        "nobody: is a quantizer of the model or of the record",
+    ),
+    "mode missing": (
+        drop(RECORD, "modes", "first.input_quantizer"),
+        QuantizationError,
+        "first.input_quantizer: is a quantizer",
+    ),
+    "shared alone": (set_entry(RECORD, "shared", value=[["a"]]), ConfigError, "shared: got"),
+    "shared nobody": (set_entry(RECORD, "shared", value=[["a", "b"]]), QuantizationError, "share"),
+    "placed quantizer": (
+        set_entry(RECORD, "quantizers", value=[]),
+        ConfigError,
+        "quantizers: got",
+    ),
+    "operator without child": (
+        set_entry(RECORD, "operators", "", "children", value={}),
+        ConfigError,
+        "every child once",
+    ),
+    "unknown operator": (
+        set_entry(RECORD, "operators", "", "children", "quant_add", value="System"),
+        ConfigError,
+        "one of Add",
+    ),
+    "child in the way": (lambda d: rename_child(d, "first"), QuantizationError, "has an attribute"),
+    "child is forward": (lambda d: rename_child(d, "forward"), QuantizationError, "an attribute"),
+    "child is a keyword": (lambda d: rename_child(d, "class"), ConfigError, "identifiers"),
+    "child is code": (
+        lambda d: rename_child(d, 'z", None) or print("owned") or getattr(self, "0'),
+        ConfigError,
+        "expected names that are Python identifiers",
+    ),
+    "no state": (drop(STATE), ConfigError, "got no 'state_dict'"),
+    "state is a list": (set_entry(STATE, value=[]), ConfigError, "got no 'state_dict'"),
+    "tensor missing": (drop(STATE, "first.bias"), QuantizationError, "first.bias is missing"),
+    "tensor too many": (
+        set_entry(STATE, "third.bias", value=torch.ones(1)),
+        QuantizationError,
+        "third.bias is not expected",
+    ),
+    "tensor misshapen": (
+        set_entry(STATE, "second.weight", value=torch.ones(4, 4, 3, 3)),
+        QuantizationError,
+        r"second.weight has shape \(4, 4, 3, 3\), not \(4, 4, 1, 1\)",
+    ),
+    "tensor is text": (
+        set_entry(STATE, "second.weight", value="text"),
+        QuantizationError,
+        "second.weight is a str",
+    ),
+    "complex weight": (
+        set_entry(STATE, "second.bias", value=torch.ones(4, dtype=torch.complex64)),
+        QuantizationError,
+        "second.bias has the type torch.complex64",
+    ),
+    "sparse weight": (
+        set_entry(STATE, "second.bias", value=torch.ones(4).to_sparse()),
+        QuantizationError,
+        "second.bias is not a dense tensor",
+    ),
+    "amax missing": (drop(STATE, AMAX), QuantizationError, f"{AMAX} is missing"),
+    "amax complex": (
+        set_entry(STATE, AMAX, value=torch.tensor(1j)),
+        QuantizationError,
+        f"{AMAX} has the type",
+    ),
+    "amax sparse": (
+        set_entry(STATE, WEIGHT_AMAX, value=torch.ones(4, 1, 1, 1).to_sparse()),
+        QuantizationError,
+        "is not a dense tensor",
+    ),
+    "amax integer": (
+        set_entry(STATE, AMAX, value=torch.tensor(1)),
+        ConfigError,
+        "expected a floating-point tensor",
+    ),
+    "amax misshapen": (
+        set_entry(STATE, AMAX, value=torch.ones(7)),
+        ConfigError,
+        r"amax has shape \(7,\); expected one value",
+    ),
+    "weight amax misshapen": (
+        set_entry(STATE, WEIGHT_AMAX, value=torch.ones(3, 1, 1, 1)),
+        ConfigError,
+        rf"{WEIGHT_AMAX}: amax has shape \(3, 1, 1, 1\)",
+    ),
+    "amax empty and misshapen": (
+        set_entry(STATE, AMAX, value=torch.ones(0, 3)),
+        ConfigError,
+        "expected a range",
+    ),
+}
+for value in (float("nan"), float("inf"), -1.0, 1e39):
+    tensor = torch.tensor(value, dtype=torch.float64)
+    text = f"{AMAX}: got negative, NaN or infinite values"
+    BAD[f"amax {value}"] = (set_entry(STATE, AMAX, value=tensor), ConfigError, text)
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_and_change_nothing(
+    name: str, data: dict[str, Any], tmp_path: Path
+) -> None:
+    change, error, text = BAD[name]
+    bad = copy.deepcopy(data)
+    change(bad)
+    refused(bad, tmp_path / "bad.pt", error, text)
+
+
+def test_names_in_a_file_are_never_run(data: dict[str, Any], tmp_path: Path) -> None:
+    """The name of a child became part of generated code, which ran at the first forward."""
+    mark = tmp_path / "owned"
+    code = list(f"open({str(mark)!r}, 'w')".encode())
+    bad = copy.deepcopy(data)
+    rename_child(bad, f'z", None) or exec(bytes({code})) or getattr(self, "0')
+    torch.save(bad, tmp_path / "bad.pt")
+    model = Net().eval()
+    with pytest.raises(ConfigError):
+        torchq.load(model, tmp_path / "bad.pt")
+    model(X)
+    assert not mark.exists()
+
+
+def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_path: Path) -> None:
+    """A short version of a fuzz run; many of these files are whole archives with other numbers."""
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    good, source = buffer.getvalue(), random.Random(0)
+    model = Net().eval()
+    before = snapshot(model)
+    for number in range(60):
+        bad = bytearray(good)
+        for _ in range(source.randint(1, 20)):
+            bad[source.randrange(len(bad))] = source.randrange(256)
+        (tmp_path / "bad.pt").write_bytes(
+            bytes(bad[: source.randrange(len(bad))] if number % 3 == 0 else bad)
+        )
+        try:
+            torchq.load(model, tmp_path / "bad.pt")
+        except TorchqError:
+            assert snapshot(model) == before
+        else:
+            torchq.restore_(model)
+            model.load_state_dict(Net().state_dict())
+            before = snapshot(model)
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        torchq.load(Net(), tmp_path / "none.pt")
+
+
+def test_an_interruption_while_tensors_are_copied_changes_nothing(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(data, tmp_path / "m.pt")
+    model = Net().eval()
+    before = snapshot(model)
+    original, calls = nn.Conv2d._load_from_state_dict, []
+
+    def load(self: Any, *args: Any) -> None:
+        calls.append(1)
+        original(self, *args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.Conv2d, "_load_from_state_dict", load)
+    with pytest.raises(KeyboardInterrupt):
+        torchq.load(model, tmp_path / "m.pt")
+    monkeypatch.undo()
+    assert snapshot(model) == before
+
+
+CONFIGS: dict[str, Callable[[], Net]] = {
+    "float": lambda: Net().eval(),
+    "int8": lambda: quantized(target=None),
+    "w4a4": lambda: quantized(torchq.recipes.w4a4(), target=None),
+    "tensorrt": lambda: quantized(target="tensorrt"),
+    "openvino": quantized,
+}
+
+
+@pytest.mark.parametrize("into", CONFIGS)
+@pytest.mark.parametrize("saved", [name for name in CONFIGS if name != "float"])
+def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path: Path) -> None:
+    """A W4A4 file makes an INT8 model W4A4; a float layer of the file is float afterwards."""
+    model = CONFIGS[saved]()
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(CONFIGS[into](), tmp_path / "m.pt")
+    assert torchq.workflow.swap_record(loaded) == torchq.workflow.swap_record(model)
+    assert torch.equal(loaded(X), model(X))
+
+
+def test_a_float_layer_of_the_file_is_float_afterwards(tmp_path: Path) -> None:
+    model = Net().eval()
+    torchq.quantize_(model, exclude=["second"])
+    torchq.calibrate(model, [X], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(quantized(target=None), tmp_path / "m.pt")
+    assert type(loaded.second) is nn.Conv2d
+    assert torch.equal(loaded(X), model(X))
+
+
+def test_a_quantizer_of_the_author_must_be_the_same(tmp_path: Path) -> None:
+    def build(bits: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), torchq.TensorQuantizer(QuantDescriptor(bits)))
+
+    model = build(8)
+    torchq.quantize_(model)
+    torchq.save(model, tmp_path / "m.pt")
+    with pytest.raises(QuantizationError, match=r"1: quantizes as int4 .*; expected int8"):
+        torchq.load(build(4), tmp_path / "m.pt")
+
+
+def test_a_failed_save_keeps_the_file_that_was_there(tmp_path: Path) -> None:
+    class Unsaveable(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return lambda: None  # cannot be pickled
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    path = tmp_path / "m.pt"
+    torchq.save(quantized(), path)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="pickle"):
+        torchq.save(nn.Sequential(Unsaveable(2, 2)), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_load_model_builds_and_loads(tmp_path: Path) -> None:
+    model = quantized()
+    torchq.save(model, tmp_path / "m.pt")
+    assert torch.equal(torchq.load_model(Net, tmp_path / "m.pt").eval()(X), model(X))
+    with pytest.raises(ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"):
+        torchq.load_model(lambda: 3, tmp_path / "m.pt")  # type: ignore[arg-type, return-value]

@@ -1,0 +1,296 @@
+"""What was quantized in a model and how, as JSON data with a schema.
+
+A record may come from a file of an unknown author. It is checked as a whole before a model is
+touched, nothing in it is executed, and applying it changes all of a model or nothing.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ConfigError, QuantizationError
+from torchq.nn import (
+    QuantModule,
+    RewrittenForward,
+    convert_,
+    replace_recorded_operators_,
+    revert_,
+    share_quantizers_,
+    shared_groups,
+)
+from torchq.nn.modules.operators import OPERATORS
+from torchq.nn.transaction import unchanged_on_error
+from torchq.swap.apply import name_quantizers
+from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
+from torchq.workflow.modes import quantizers
+
+__all__ = ["apply_record_", "swap_record"]
+
+_VERSION = 2
+_MODES = frozenset(["off", "observe", "quantize", "observe+quantize"])
+_SLOTS = ("input", "weight")
+
+
+def swap_record(model: nn.Module) -> dict[str, Any]:
+    """Return what was quantized in ``model`` and how, as JSON data.
+
+    Args:
+        model: any module; left unchanged.
+
+    Returns:
+        A dictionary with these entries:
+
+        ============  ============================================================================
+        version       The version of this schema, 2.
+        modules       Path -> the float class of a quantized module, and the descriptors of its
+                      ``input`` and ``weight``.
+        operators     Path of a module -> its class, the operators of its forward that children
+                      stand for (``nodes``), and the float classes of these children.
+        quantizers    Path -> the descriptor of a quantizer that the author of the model placed.
+        shared        Lists of the paths of one quantizer.
+        modes         Path of every quantizer -> its mode.
+        ============  ============================================================================
+    """
+    modules, operators = {}, {}
+    owned: set[int] = set()
+    for names, module in modules_with_names(model):
+        if isinstance(module, QuantModule):
+            owned |= {id(child) for child in module.children()}
+        if isinstance(module, RewrittenForward):
+            operators[names[0]] = module.replacement_record()
+        elif isinstance(module, QuantModule):
+            descriptors = {
+                slot: descriptor.to_dict() for slot, descriptor in module.rule_descriptors().items()
+            }
+            modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
+    known = quantizers(model)
+    return {
+        "version": _VERSION,
+        "modules": modules,
+        "operators": operators,
+        "quantizers": {n: q.descriptor.to_dict() for n, q in known.items() if id(q) not in owned},
+        "shared": shared_groups(model),
+        "modes": {name: q.mode for name, q in known.items()},
+    }
+
+
+def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Quantize ``model`` as ``record`` says, in place.
+
+    A model that is quantized in another way is made float first, so that afterwards it is
+    quantized as the record says and in no other way. A call that fails changes nothing.
+
+    Args:
+        model: the architecture that the record was made from, float or quantized.
+        record: what :func:`swap_record` returned.
+
+    Raises:
+        ConfigError: The record is damaged, or of another version.
+        QuantizationError: The model is not the one that the record was made from.
+    """
+    checked = _Record.read(record)
+    with unchanged_on_error(model):
+        if _without_modes(swap_record(model)) != _without_modes(record):
+            _revert_all(model)
+            _replace_operators(model, checked)
+            _convert_modules(model, checked)
+            for paths in checked.shared:
+                share_quantizers_(model, paths)
+        _check_placed_quantizers(model, checked)
+        _set_modes(model, checked)
+        name_quantizers(model)
+
+
+def _without_modes(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("modes", "version")}
+
+
+def _revert_all(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, QuantModule):
+            revert_(module)
+
+
+def _replace_operators(model: nn.Module, record: _Record) -> None:
+    found = dict(model.named_modules())
+    for path, entry in record.operators.items():
+        module = _find(found, path, entry["class"])
+        for child in entry["children"]:
+            if hasattr(module, child):
+                raise QuantizationError(
+                    f"{path or '(root)'}: has an attribute {child} already; expected a module "
+                    "without it. Load into the architecture that was saved"
+                )
+        replace_recorded_operators_(module, entry)
+
+
+def _convert_modules(model: nn.Module, record: _Record) -> None:
+    found = dict(model.named_modules(remove_duplicate=False))
+    modules = {path: _find(found, path, entry.cls) for path, entry in record.modules.items()}
+    times: dict[int, int] = {}
+    for module in modules.values():
+        times[id(module)] = times.get(id(module), 0) + 1
+    for path, module in modules.items():
+        descriptors = record.modules[path].descriptors
+        if times[id(module)] > 1:
+            # One object without parameters stands in several places; each place got a copy.
+            set_submodule(model, path, convert_(twin_of(module), **descriptors))
+        else:
+            convert_(module, **descriptors)
+
+
+def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module:
+    module = found.get(path)
+    got = "no such module" if module is None else qualified_name(type(module))
+    if module is None or got != expected:
+        raise QuantizationError(
+            f"{path or '(root)'}: got {got}; expected {expected}. Load into the architecture that "
+            "was saved"
+        )
+    return module
+
+
+def _check_placed_quantizers(model: nn.Module, record: _Record) -> None:
+    owned = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for child in module.children()
+    }
+    for path, quantizer in quantizers(model).items():
+        expected = record.quantizers.get(path)
+        if id(quantizer) not in owned and quantizer.descriptor != expected:
+            raise QuantizationError(
+                f"{path}: quantizes as {quantizer.descriptor}; expected {expected or 'none here'}. "
+                "Load into the architecture that was saved"
+            )
+
+
+def _set_modes(model: nn.Module, record: _Record) -> None:
+    known = quantizers(model)
+    different = sorted(set(known) ^ set(record.modes))
+    if different:
+        raise QuantizationError(
+            f"{different[0]}: is a quantizer of the model or of the record, not of both; expected "
+            "the same quantizers. Load into the architecture that was saved"
+        )
+    for path, quantizer in known.items():
+        quantizer.mode = record.modes[path]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A quantized module: its float class, and descriptors by slot."""
+
+    cls: str
+    descriptors: Mapping[str, QuantDescriptor]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record whose every part was checked; see :func:`swap_record`."""
+
+    modules: Mapping[str, _Layer]
+    operators: Mapping[str, Mapping[str, Any]]
+    quantizers: Mapping[str, QuantDescriptor]
+    shared: Sequence[Sequence[str]]
+    modes: Mapping[str, str]
+
+    @classmethod
+    def read(cls, data: Any) -> _Record:
+        """Check ``data`` and return what it says.
+
+        Raises:
+            ConfigError: ``data`` is no record, or one of another version.
+        """
+        fields = ("version", "modules", "operators", "quantizers", "shared", "modes")
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if isinstance(version, int) and version != _VERSION:
+            raise ConfigError(f"load: got a record of version {version}; expected {_VERSION}")
+        record = _mapping(data, "record", required=fields)
+        if type(version) is not int:
+            raise _damaged("version", version, str(_VERSION))
+        modules = _mapping(record["modules"], "modules")
+        return cls(
+            {path: _read_layer(entry, f"modules[{path!r}]") for path, entry in modules.items()},
+            {
+                path: _read_operators(entry, f"operators[{path!r}]")
+                for path, entry in _mapping(record["operators"], "operators").items()
+            },
+            {
+                path: _read_descriptor(entry, f"quantizers[{path!r}]")
+                for path, entry in _mapping(record["quantizers"], "quantizers").items()
+            },
+            _read_groups(record["shared"]),
+            _texts(record["modes"], "modes", allowed=_MODES),
+        )
+
+
+def _damaged(where: str, got: Any, expected: str) -> ConfigError:
+    text = repr(got)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return ConfigError(f"load: {where}: got {shown}; expected {expected}. The file is damaged")
+
+
+def _mapping(value: Any, where: str, required: Sequence[str] | None = None) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _damaged(where, value, "a dictionary with names as keys")
+    if required is not None and set(value) != set(required):
+        raise _damaged(where, sorted(value), f"the entries {', '.join(required)}")
+    return value
+
+
+def _texts(value: Any, where: str, allowed: frozenset[str] | None = None) -> dict[str, str]:
+    for key, text in _mapping(value, where).items():
+        if not isinstance(text, str) or (allowed is not None and text not in allowed):
+            expected = "a string" if allowed is None else f"one of {', '.join(sorted(allowed))}"
+            raise _damaged(f"{where}[{key!r}]", text, expected)
+    return dict(value)
+
+
+def _read_layer(value: Any, where: str) -> _Layer:
+    entry = _mapping(value, where)
+    if not isinstance(entry.get("class"), str) or not set(entry) <= {"class", *_SLOTS}:
+        raise _damaged(where, entry, "the entries class, input, weight")
+    descriptors = {
+        slot: _read_descriptor(entry[slot], f"{where}.{slot}") for slot in _SLOTS if slot in entry
+    }
+    return _Layer(entry["class"], descriptors)
+
+
+def _read_descriptor(value: Any, where: str) -> QuantDescriptor:
+    try:
+        return QuantDescriptor.from_dict(_mapping(value, where))
+    except ConfigError as error:
+        raise ConfigError(f"load: {where}: {error}") from None
+
+
+def _read_operators(value: Any, where: str) -> dict[str, Any]:
+    entry = _mapping(value, where, required=("class", "nodes", "children"))
+    if not isinstance(entry["class"], str):
+        raise _damaged(f"{where}.class", entry["class"], "the name of a class")
+    nodes = _texts(entry["nodes"], f"{where}.nodes")
+    children = _texts(entry["children"], f"{where}.children", frozenset(OPERATORS))
+    for child in children:
+        # The names become attributes in generated code.
+        if not (child.isidentifier() and child.isascii()) or keyword.iskeyword(child):
+            raise _damaged(f"{where}.children", child, "names that are Python identifiers")
+    if set(nodes.values()) != set(children):
+        raise _damaged(f"{where}.nodes", sorted(nodes.values()), "every child once")
+    return {"class": entry["class"], "nodes": nodes, "children": children}
+
+
+def _read_groups(value: Any) -> list[list[str]]:
+    is_valid = isinstance(value, list) and all(
+        isinstance(group, list) and len(group) > 1 and all(isinstance(p, str) for p in group)
+        for group in value
+    )
+    if not is_valid:
+        raise _damaged("shared", value, "lists of two or more paths")
+    return value
