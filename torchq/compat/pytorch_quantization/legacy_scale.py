@@ -1,7 +1,8 @@
-"""The classic ``tensor_quant`` functions: a multiplier *scale* = qmax / amax, codes = round(x * scale).
+"""The arithmetic of pytorch-quantization, which divides by the reciprocal of torchq's scale.
 
-Kept in the arithmetic of NVIDIA's pytorch-quantization, where they come from: ``x * scale`` and ``q / scale`` differ from
-``x / step`` and ``q * step`` (:func:`torchq.functional.fake_quantize`) by at most one rounding.
+Its scale is ``qmax / amax``; codes are ``round(x * scale)`` and values ``code / scale``. torchq's own
+functions compute ``round(x / scale)`` and ``code * scale`` with ``scale = amax / qmax``
+(:func:`torchq.functional.fake_quantize`). The two differ by at most one rounding.
 """
 
 from __future__ import annotations
@@ -11,37 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq.compat.errors import LegacyTypeError
 from torchq.formats import Format, by_bits
 from torchq.functional.kernels import gradient_mask, mask_gradient
 from torchq.functional.scale import TINY, compute_dtype
 
-__all__ = ["TensorQuantFunction", "FakeTensorQuantFunction", "tensor_quant", "fake_tensor_quant"]
+__all__ = ["FakeTensorQuantFunction", "TensorQuantFunction", "fake_tensor_quant", "tensor_quant"]
 
 
-def _codes(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Codes in the compute dtype and the scale to divide them by (1 for dead ranges)."""
-    dead = amax <= TINY
-    qmax = torch.full_like(
-        amax, format.qmax
-    )  # number / tensor would be reciprocal times number: two roundings
-    scale = torch.where(dead, 0.0, qmax / amax)
+def _encode(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Return codes in the compute dtype, and the legacy scale (1 for dead ranges)."""
+    is_dead = amax <= TINY
+    # A number divided by a tensor would be computed as a reciprocal times the number, which
+    # rounds twice.
+    qmax = torch.full_like(amax, format.qmax)
+    scale = torch.where(is_dead, 0.0, qmax / amax)
     codes = format.snap_(x.to(scale.dtype) * scale)
-    return codes, torch.where(dead, 1.0, scale)
+    return codes, torch.where(is_dead, 1.0, scale)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Shared backward: gradient 1 where ``|x| <= amax`` (inclusive), 0 elsewhere; none to amax or through the scale."""
+    """Base with the gradient 1 where ``|x| <= amax`` and 0 elsewhere; amax has no gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the mask of elements within the range."""
         x, amax = inputs[:2]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_mask(x, amax))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the first input."""
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (mask,) = ctx.saved_tensors
@@ -53,11 +57,13 @@ class TensorQuantFunction(_StraightThrough):
 
     @staticmethod
     def forward(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-        codes, scale = _codes(x, amax, format)
+        """Return codes in the dtype of ``x``, and the legacy scale."""
+        codes, scale = _encode(x, amax, format)
         return codes.to(x.dtype), scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Mark the scale as constant."""
         ctx.mark_non_differentiable(output[1])
         _StraightThrough.setup_context(ctx, inputs, output)
 
@@ -67,16 +73,19 @@ class FakeTensorQuantFunction(_StraightThrough):
 
     @staticmethod
     def forward(x: Tensor, amax: Tensor, format: Format) -> Tensor:
-        codes, scale = _codes(x, amax, format)
+        """Return dequantized values in the dtype of ``x``."""
+        codes, scale = _encode(x, amax, format)
         return codes.div_(scale).to(x.dtype)
 
 
 def _arguments(
     x: Tensor, amax: Tensor | float, num_bits: int, unsigned: bool, narrow_range: bool
 ) -> tuple[Tensor, Tensor, Format]:
+    """Return the checked arguments of the functions above."""
     if not x.is_floating_point():
-        raise TypeError(
-            f"tensor_quant: got a tensor of {x.dtype}; expected a floating-point tensor. Convert it with x.float()"
+        raise LegacyTypeError(
+            f"tensor_quant: got a tensor of {x.dtype}; expected a floating-point tensor. "
+            "Convert it with x.float()"
         )
     amax = torch.as_tensor(amax, device=x.device).to(compute_dtype(x.dtype))
     return x, amax, by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
@@ -89,17 +98,21 @@ def tensor_quant(
     unsigned: bool = False,
     narrow_range: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Integer codes of ``x`` and the scale they were made with.
+    """Return integer codes of ``x`` and their legacy scale.
 
     Args:
-        x: floating point, any shape. Computed in fp32 (fp64 for fp64).
+        x: floating point, any shape; computed in fp32 (fp64 for fp64).
         amax: >= 0, broadcastable to x; at most 2**-24 gives codes 0 and scale 1.
         num_bits: 2 to 16 (1 to 16 unsigned).
         unsigned: codes ``0 .. 2**num_bits - 1``; negative values become 0.
-        narrow_range: codes ``-qmax .. qmax`` instead of ``-qmax-1 .. qmax``; ignored when unsigned.
+        narrow_range: codes ``-qmax .. qmax`` in place of ``-qmax-1 .. qmax``; ignored if unsigned.
 
     Returns:
-        codes in x's dtype and shape; scale = qmax / amax in the compute dtype, amax's shape.
+        codes in the dtype and shape of x; the scale qmax / amax in the compute dtype, with the
+        shape of amax.
+
+    Raises:
+        LegacyTypeError: ``x`` is not floating point.
 
     Example:
         >>> _ = torch.manual_seed(12345)
@@ -123,7 +136,7 @@ def fake_tensor_quant(
     unsigned: bool = False,
     narrow_range: bool = False,
 ) -> Tensor:
-    """``codes / scale`` of :func:`tensor_quant`, in x's dtype.
+    """Return ``codes / scale`` of :func:`tensor_quant`, in the dtype of ``x``.
 
     Example:
         >>> _ = torch.manual_seed(12345)

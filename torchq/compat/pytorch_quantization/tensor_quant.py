@@ -1,8 +1,11 @@
 """Quantization functions of pytorch-quantization, and its ready-made descriptors.
 
-The arithmetic is the multiplier form of :mod:`torchq.compat.pytorch_quantization.legacy_scale` (``scale = qmax / amax``, ``q = round(x * scale)``,
-``q / scale``), in fp32 for fp16, bf16 and fp32 tensors, rounded to their dtype once: what the original's CUDA kernels did.
-``narrow_range`` is True by default here, and False in descriptors, as it was.
+The arithmetic is that of :mod:`torchq.compat.pytorch_quantization.legacy_scale`, in fp32 for fp16,
+bf16 and fp32 tensors, rounded to their dtype once: what the original's CUDA kernels did. As in the
+original, ``narrow_range`` is True by default in these functions, and False in descriptors.
+
+Under ``torch.onnx.export`` the fake quantization functions become QuantizeLinear and
+DequantizeLinear.
 """
 
 from __future__ import annotations
@@ -16,8 +19,14 @@ from torchq import functional
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
 from torchq.compat.pytorch_quantization import legacy_scale
 from torchq.compat.pytorch_quantization.descriptor import NumBits, ScaledQuantDescriptor
-from torchq.errors import ConfigError
+from torchq.compat.pytorch_quantization.onnx_form import (
+    export_quantize_dequantize,
+    write_float8,
+    write_int8,
+)
+from torchq.errors import ConfigError, ExportError
 from torchq.formats import E4M3, by_bits
+from torchq.functional.scale import scale_from_amax
 
 __all__ = [
     "QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL",
@@ -52,24 +61,27 @@ QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=0)
 QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=0)
 QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=0)
 QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW = QuantDescriptor(num_bits=8, axis=0)
+# The weight of a transposed convolution is (in, out / groups, ...): its output channels are on
+# axis 1. TensorRT takes only axis 0.
 QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=1)
 QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=1)
 QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=1)
 
 _MAX_FP16 = 65504.0
 
+#: The name by which the ``symbolic`` methods of scripts call :func:`write_int8`.
+_onnx_int8_helper = write_int8
+
 
 def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
-    """``amax`` on the device of ``inputs``, in the dtype that is computed in."""
-    return (
-        torch.as_tensor(amax, device=inputs.device)
-        .detach()
-        .to(functional.compute_dtype(inputs.dtype))
-    )
+    """Return ``amax`` on the device of ``inputs``, in the dtype that is computed in."""
+    amax = torch.as_tensor(amax, device=inputs.device).detach()
+    return amax.to(functional.compute_dtype(inputs.dtype))
 
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
-    """Through the saved mask. A function, since torch 2.6 does not trace the ``backward`` of another Function."""
+    """Return the gradient through the saved mask."""
+    # This is a function because torch 2.6 does not trace the ``backward`` of another Function.
     return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
 
 
@@ -84,6 +96,7 @@ class FakeTensorQuantFunction(legacy_scale.FakeTensorQuantFunction):
         unsigned: bool = False,
         narrow_range: bool = True,
     ) -> Tensor:
+        """Return dequantized values in the dtype of ``inputs``."""
         if num_bits == 0:
             return torch.zeros_like(inputs)
         format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
@@ -91,12 +104,14 @@ class FakeTensorQuantFunction(legacy_scale.FakeTensorQuantFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the mask of elements within the range."""
         legacy_scale.FakeTensorQuantFunction.setup_context(
             ctx, (inputs[0], _range(*inputs[:2])), output
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of ``inputs``."""
         return _input_gradient(ctx, grads[0]), None, None, None, None
 
 
@@ -115,52 +130,79 @@ class TensorQuantFunction(legacy_scale.TensorQuantFunction):
         unsigned: bool = False,
         narrow_range: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        amax = _range(inputs, amax)
-        if unsigned and bool((inputs < 0).any()):
-            raise LegacyTypeError(
-                "tensor_quant: Negative values encountered in unsigned quantization; expected values >= 0. Clamp them, or quantize signed"
-            )
-        if bool((amax < 0).any()):
-            raise ConfigError(
-                "tensor_quant: Negative values in amax; expected values >= 0. Take the absolute maximum"
-            )
-        if num_bits == 0:
-            return torch.zeros_like(inputs), torch.ones_like(amax, dtype=inputs.dtype)
-        format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
-        codes, scale = legacy_scale.TensorQuantFunction.forward(inputs, amax, format)
+        """Return codes and scale in the dtype of ``inputs``."""
+        codes, scale = _tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
         if inputs.dtype is torch.float16 and bool((scale > _MAX_FP16).any()):
+            amax = torch.as_tensor(amax)
             raise ConfigError(
-                f"tensor_quant: scale is too large for FP16 with amax={amax.tolist()}; expected at most {_MAX_FP16}. Use fp32"
+                f"tensor_quant: scale is too large for FP16 with amax={amax.tolist()}; "
+                f"expected at most {_MAX_FP16}. Use fp32"
             )
         return codes, scale.to(inputs.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the mask of elements within the range."""
         legacy_scale.TensorQuantFunction.setup_context(
             ctx, (inputs[0], _range(*inputs[:2])), output
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of ``inputs``."""
         return _input_gradient(ctx, grads[0]), None, None, None, None
+
+
+def _tensor_quant(
+    inputs: Tensor,
+    amax: Tensor | float,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    narrow_range: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return codes in the dtype of ``inputs`` and their scale in the dtype of the computation.
+
+    Scripts call this function of the original by its private name.
+
+    Raises:
+        LegacyTypeError: negative values with ``unsigned``.
+        ConfigError: a negative amax.
+    """
+    amax = _range(inputs, amax)
+    if unsigned and bool((inputs < 0).any()):
+        raise LegacyTypeError(
+            "tensor_quant: Negative values encountered in unsigned quantization; "
+            "expected values >= 0. Clamp them, or quantize signed"
+        )
+    if bool((amax < 0).any()):
+        raise ConfigError(
+            "tensor_quant: Negative values in amax; expected values >= 0. Take the absolute maximum"
+        )
+    if num_bits == 0:
+        return torch.zeros_like(inputs), torch.ones_like(amax)
+    format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
+    return legacy_scale.TensorQuantFunction.forward(inputs, amax, format)
 
 
 class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
     """``apply(inputs, amax, E, M)``; see :func:`scaled_e4m3`."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
+        """Return dequantized values in the dtype of ``inputs``."""
         if (E, M) != (4, 3):
             raise UnsupportedError(f"scaled_e4m3: got E={E}, M={M}; expected E=4, M=3")
-        outputs = legacy_scale.FakeTensorQuantFunction.forward(
-            inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3
-        )
+        if torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():
+            return inputs.clone()  # The TorchScript exporter calls ``symbolic`` for this node.
+        amax = _range(inputs, E4M3.qmax if amax is None else amax)
+        outputs = legacy_scale.FakeTensorQuantFunction.forward(inputs, amax, E4M3)
         return outputs.masked_fill_(inputs.abs() < functional.TINY, 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the mask of elements within the range."""
         amax = inputs[1] if len(inputs) > 1 and inputs[1] is not None else E4M3.qmax
         legacy_scale.FakeTensorQuantFunction.setup_context(
             ctx, (inputs[0], _range(inputs[0], amax)), output
@@ -168,7 +210,21 @@ class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of ``inputs``."""
         return _input_gradient(ctx, grads[0]), None, None, None
+
+    @staticmethod
+    def symbolic(g: Any, inputs: Any, amax: Any = None, E: int = 4, M: int = 3) -> Any:
+        """Write FP8 operators for the TorchScript exporter; the range must be a constant."""
+        if amax is None:
+            return write_float8(g, inputs, 1.0)
+        if amax.node().kind() != "onnx::Constant":
+            raise ExportError(
+                "ScaledE4M3Function: got a range that is no constant of the graph; "
+                "expected a number. Call scaled_e4m3(), which writes one"
+            )
+        constant = amax.node().t("value").float()
+        return write_float8(g, inputs, float(scale_from_amax(constant, E4M3)))
 
 
 class FakeAffineTensorQuantFunction(torch.autograd.Function):
@@ -178,21 +234,24 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
     def forward(
         inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
     ) -> Tensor:
-        low, high = _range(inputs, min_range), _range(inputs, max_range)
-        step = (high - low) / (2.0**num_bits - 1)
-        step = torch.where(step == 0, 1.0, step)
-        least, most = -(2.0 ** (num_bits - 1)), 2.0 ** (num_bits - 1) - 1
-        zero = torch.round(low / step) - least
-        codes = (torch.round(inputs.to(step.dtype) / step) - zero).clamp(least, most)
-        return ((codes + zero) * step).to(inputs.dtype)
+        """Return dequantized values in the dtype of ``inputs``."""
+        minimum, maximum = _range(inputs, min_range), _range(inputs, max_range)
+        scale = (maximum - minimum) / (2.0**num_bits - 1)
+        scale = torch.where(scale == 0, 1.0, scale)
+        quant_min, quant_max = -(2.0 ** (num_bits - 1)), 2.0 ** (num_bits - 1) - 1
+        offset = torch.round(minimum / scale) - quant_min
+        codes = torch.round(inputs.to(scale.dtype) / scale) - offset
+        return ((codes.clamp(quant_min, quant_max) + offset) * scale).to(inputs.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, low, high = inputs[:3]
-        ctx.save_for_backward((x <= high) & (x >= low))
+        """Save the mask of elements between the bounds."""
+        x, minimum, maximum = inputs[:3]
+        ctx.save_for_backward((x <= maximum) & (x >= minimum))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of ``inputs``."""
         (mask,) = ctx.saved_tensors
         return grads[0] * mask, None, None, None
 
@@ -204,14 +263,16 @@ def tensor_quant(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Integer codes and their scale, both in the dtype of ``inputs``. Reads the data on the host, to check it.
+    """Return integer codes and their scale, both in the dtype of ``inputs``.
+
+    The data is read on the host to check it.
 
     Args:
         inputs: floating point, any shape.
         amax: >= 0, broadcastable to ``inputs``; at most 2**-24 gives codes 0 and scale 1.
         num_bits: 0 (all codes 0), or 2 to 16 (1 to 16 unsigned).
         unsigned: codes ``0 .. 2**num_bits - 1``.
-        narrow_range: codes ``-qmax .. qmax`` instead of ``-qmax-1 .. qmax``.
+        narrow_range: codes ``-qmax .. qmax`` in place of ``-qmax-1 .. qmax``.
 
     Raises:
         LegacyTypeError: negative values with ``unsigned``.
@@ -227,15 +288,18 @@ def fake_tensor_quant(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> Tensor:
-    """``codes / scale`` of :func:`tensor_quant` with the gradient 1 where ``|x| <= amax``; negative values become 0 when unsigned.
+    """Return ``codes / scale`` of :func:`tensor_quant`, in the dtype of ``inputs``.
+
+    The gradient is 1 where ``|x| <= amax``. Negative values become 0 if unsigned.
 
     Example:
         >>> fake_tensor_quant(torch.tensor([-1.01, -0.5, 0.3]), torch.tensor(1.0), 4)
         tensor([-1.0000, -0.5714,  0.2857])
     """
-    return FakeTensorQuantFunction.apply(
-        inputs, _range(inputs, amax), num_bits, unsigned, narrow_range
-    )
+    amax = _range(inputs, amax)
+    if torch.onnx.is_in_onnx_export():
+        return export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
+    return FakeTensorQuantFunction.apply(inputs, amax, num_bits, unsigned, narrow_range)
 
 
 legacy_fake_tensor_quant = fake_tensor_quant
@@ -244,20 +308,27 @@ legacy_fake_tensor_quant = fake_tensor_quant
 def scaled_e4m3(
     inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3
 ) -> Tensor:
-    """Rounded to FP8 E4M3 after scaling ``amax`` to 448, or as it is where ``amax`` is None; saturating.
+    """Return ``inputs`` rounded to FP8 E4M3, saturating.
 
-    Magnitudes below 2**-24 become 0. Gradient 1 where ``|x| <= amax`` (448 without amax).
+    Values are scaled so that ``amax`` becomes 448, or not at all if ``amax`` is None. Magnitudes
+    below 2**-24 become 0. The gradient is 1 where ``|x| <= amax`` (448 without amax).
 
     Raises:
         UnsupportedError: other than E=4, M=3.
     """
+    if torch.onnx.is_in_onnx_export() and (E, M) == (4, 3):
+        amax = _range(inputs, E4M3.qmax if amax is None else amax)
+        return export_quantize_dequantize(inputs, amax, (4, 3))
     return ScaledE4M3Function.apply(inputs, None if amax is None else _range(inputs, amax), E, M)
 
 
 def fake_affine_tensor_quant(
     inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Quantized between two bounds with a zero point and back, per tensor; gradient 1 between the bounds, inclusive."""
+    """Quantize between two bounds with a zero point, per tensor, and dequantize.
+
+    The gradient is 1 between the bounds, inclusive.
+    """
     return FakeAffineTensorQuantFunction.apply(
         inputs, _range(inputs, min_range), _range(inputs, max_range), num_bits
     )

@@ -1,4 +1,7 @@
-"""Histograms with the bins of pytorch-quantization: equal ones up to the maximum of the first batch, more of them when it grows."""
+"""Histograms with the bins of pytorch-quantization.
+
+Equal bins reach up to the maximum of the first batch; a wider range adds bins of equal width.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,24 @@ from torchq.functional import TINY
 
 __all__ = ["HistogramCalibrator", "calibrate_weights"]
 
-# float32 counts, which histc makes, are exact up to here.
+# histc counts in float32, which is exact up to this number.
 _PIECE = 1 << 24
 
 
 class HistogramCalibrator(_Calibrator):
-    """One histogram of magnitudes, read by entropy, mse or percentile. Per tensor.
+    """One histogram of magnitudes, read by entropy, mse or percentile; per tensor.
+
+    A range that grows beyond 8 times the first one doubles the width of the bins in place of
+    adding ever more.
 
     Args:
-        num_bits, unsigned: the format to calibrate for.
+        num_bits: the width of the format to calibrate for.
         axis: None.
+        unsigned: calibrate for an unsigned format.
         num_bins: bins up to the largest magnitude of the first batch.
         grow_method: has no effect, as in the original.
         skip_zeros: leave exact zeros out.
-        torch_hist: has no effect: counting is done by torch on the tensor's device.
-
-    A range that grows beyond 8 times the first one doubles the width of the bins instead of adding ever more.
+        torch_hist: has no effect: torch counts on the tensor's device.
 
     Raises:
         UnsupportedError: an axis. :class:`torchq.calib.HistogramCalibrator` has one.
@@ -56,7 +61,8 @@ class HistogramCalibrator(_Calibrator):
         super().__init__(num_bits, axis, unsigned)
         if axis is not None:
             raise UnsupportedError(
-                f"HistogramCalibrator: got axis={axis}; expected None, per tensor. Use calib_method='max'"
+                f"HistogramCalibrator: got axis={axis}; expected None, per tensor. "
+                "Use calib_method='max'"
             )
         self._first_bins = num_bins
         self._skip_zeros = skip_zeros
@@ -64,13 +70,14 @@ class HistogramCalibrator(_Calibrator):
         self.reset()
 
     def reset(self) -> None:
+        """Forget everything collected."""
         self._num_bins = self._first_bins
         self._calib_hist: Tensor | None = None
         self._calib_bin_edges: Tensor | None = None
         self._zeros = 0
 
     def collect(self, x: Tensor) -> None:
-        """Count one tensor of any dtype, by magnitude. Waits for the device.
+        """Count one tensor of any dtype by magnitude; waits for the device.
 
         Raises:
             CalibrationError: NaN or infinite values.
@@ -83,12 +90,12 @@ class HistogramCalibrator(_Calibrator):
         largest = x.max().item()
         if not math.isfinite(largest):
             raise CalibrationError(
-                "HistogramCalibrator: got NaN or infinite values; expected finite data. Check the layers before"
+                "HistogramCalibrator: got NaN or infinite values; expected finite data. "
+                "Check the layers before"
             )
         if self._calib_hist is None and largest <= TINY:
-            self._zeros += (
-                x.numel()
-            )  # no bin width follows from these; they join the first bin later
+            # No bin width follows from zeros; they are added to the first bin later.
+            self._zeros += x.numel()
             return
         self._widen(largest, x.device)
         assert self._calib_hist is not None and self._calib_bin_edges is not None
@@ -98,7 +105,7 @@ class HistogramCalibrator(_Calibrator):
             self._calib_hist += counted.to(self._calib_hist.device)
 
     def _widen(self, largest: float, device: torch.device) -> None:
-        """Bins up to ``largest``: the first ones, or more of the same width."""
+        """Create bins up to ``largest``, or add bins of the same width."""
         if self._calib_hist is None or self._calib_bin_edges is None:
             self._calib_hist = torch.zeros(self._num_bins, dtype=torch.int64, device=device)
             self._calib_hist[0] = self._zeros
@@ -123,11 +130,12 @@ class HistogramCalibrator(_Calibrator):
         start_bin: int = 128,
         percentile: float = 99.99,
     ) -> Tensor | None:
-        """The range for everything collected, 0-d float32; None where nothing was.
+        """Return the range for everything collected, 0-d float32, or None if nothing was.
 
         Args:
             method: "entropy", "mse" or "percentile".
-            stride, start_bin: of the candidates of entropy and mse, in bins.
+            stride: the distance of the candidates of entropy and mse, in bins.
+            start_bin: the first candidate of entropy and mse.
             percentile: 0 to 100.
 
         Raises:
@@ -164,6 +172,43 @@ class HistogramCalibrator(_Calibrator):
         return f"{super().__repr__()[:-1]} collected {seen})"
 
 
+def _tensors(*values: Any) -> tuple[Tensor, ...]:
+    """Return arrays as tensors."""
+    return tuple(torch.as_tensor(value) for value in values)
+
+
+def _compute_amax_entropy(
+    calib_hist: Any,
+    calib_bin_edges: Any,
+    num_bits: NumBits,
+    unsigned: bool,
+    stride: int = 1,
+    start_bin: int = 128,
+) -> Tensor:
+    """Return the edge of least divergence for counts and edges given as tensors or arrays."""
+    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    return search.entropy(counts, edges, num_bits, unsigned, stride, start_bin)
+
+
+def _compute_amax_mse(
+    calib_hist: Any,
+    calib_bin_edges: Any,
+    num_bits: NumBits,
+    unsigned: bool,
+    stride: int = 1,
+    start_bin: int = 128,
+) -> Tensor:
+    """Return the center of least squared error for counts and edges given as tensors or arrays."""
+    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    return search.mse(counts, edges, num_bits, unsigned, stride, start_bin)
+
+
+def _compute_amax_percentile(calib_hist: Any, calib_bin_edges: Any, percentile: float) -> Tensor:
+    """Return the edge at a percentile for counts and edges given as tensors or arrays."""
+    counts, edges = _tensors(calib_hist, calib_bin_edges)
+    return search.percentile(counts, edges, percentile)
+
+
 def calibrate_weights(
     model: nn.Module,
     method: str = "percentile",
@@ -176,8 +221,10 @@ def calibrate_weights(
     Args:
         model: a model.
         method: "max", "mse" or "percentile".
-        perchannel: one range for each output channel (axis 1 of transposed convolutions), or one for the tensor.
-        percentile, num_bins: of the histograms.
+        perchannel: True for one range for each output channel (axis 1 of transposed
+            convolutions), False for one range per tensor.
+        percentile: the percentile, for ``method="percentile"``.
+        num_bins: bins of the histograms.
 
     Raises:
         LegacyTypeError: another method.

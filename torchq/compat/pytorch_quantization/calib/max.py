@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchq.calib import MaxCalibrator as CoreMaxCalibrator
@@ -18,7 +19,9 @@ class MaxCalibrator(_Calibrator):
     """:class:`torchq.calib.MaxCalibrator` with the names of the original; collects integers too.
 
     Args:
-        num_bits, axis, unsigned: as in a descriptor; the magnitude counts also where ``unsigned``.
+        num_bits: see :class:`_Calibrator`, as are axis and unsigned.
+        axis: the axes that keep their own range.
+        unsigned: has no effect: magnitudes are collected for unsigned formats too.
         track_amax: keep the range of every batch in :attr:`amaxs`.
     """
 
@@ -36,15 +39,23 @@ class MaxCalibrator(_Calibrator):
 
     @property
     def amaxs(self) -> list[Any]:
-        """The range of each collected tensor, as float32 ndarrays of their own; empty without ``track_amax``."""
+        """A float32 ndarray for each collected tensor; empty without ``track_amax``."""
         return self._amaxs
 
     @property
     def _calib_amax(self) -> Tensor | None:
+        """The range so far, which scripts read and assign."""
         return self.compute_amax()
 
+    @_calib_amax.setter
+    def _calib_amax(self, value: Tensor | None) -> None:
+        self._core.reset()
+        if value is not None:
+            amax = torch.as_tensor(value).detach().abs().float()
+            self._core.observer.observe(amax)
+
     def collect(self, x: Tensor) -> None:
-        """Take in one tensor. Does not wait for the device, unless ``track_amax``.
+        """Add one tensor to the statistics; waits for the device only with ``track_amax``.
 
         Raises:
             CalibrationError: the shape of the range is not that of the tensors before.
@@ -58,15 +69,15 @@ class MaxCalibrator(_Calibrator):
             )
         self._core.collect(x)
         if self._track_amax:
-            self._amaxs.append(
-                reduce_amax(x, self._core.granularity).float().cpu().numpy()
-            )  # a tensor of its own
+            # float() and cpu() may return their argument, but reduce_amax returned a new tensor.
+            self._amaxs.append(reduce_amax(x, self._core.granularity).float().cpu().numpy())
 
     def reset(self) -> None:
+        """Forget everything collected."""
         self._core.reset()
 
     def compute_amax(self) -> Tensor | None:
-        """The largest magnitude of each group; None where nothing was collected.
+        """Return the largest magnitude of each group, or None if nothing was collected.
 
         Raises:
             CalibrationError: NaN or infinite values were collected.
@@ -75,9 +86,8 @@ class MaxCalibrator(_Calibrator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if (
-            "_core" not in state
-        ):  # pickled by the original: its settings are taken over, its statistics are not
+        if "_core" not in state:
+            # An object that the original pickled keeps its settings and loses its statistics.
             self.__dict__.pop("_calib_amax", None)
             self._amaxs = list(state.get("_amaxs", ()))
             self._core = CoreMaxCalibrator(axis=self._axis)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
 from torchq import nn as core
 from torchq.compat.pytorch_quantization import tensor_quant
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantMixin
+from torchq.compat.pytorch_quantization.nn.modules import _utils
 from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
+from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 __all__ = [
     "Conv1d",
@@ -23,47 +28,81 @@ __all__ = [
 ]
 
 
-class _QuantConvNd(QuantMixin, LegacyLayer):
-    """What the convolutions share."""
+class _ConstructorOfConvNd(_utils.QuantMixin):
+    """The constructor of the original's base classes, and :meth:`_quant`.
+
+    Args:
+        *args: the eleven arguments of torch's ``_ConvNd``, from ``in_channels`` to
+            ``padding_mode``, then ``quant_desc_input`` and ``quant_desc_weight``.
+        quant_desc_input: the descriptor of the input; default: that of the class.
+        quant_desc_weight: the descriptor of the weight; default: that of the class.
+        **kwargs: arguments of ``_ConvNd`` by name.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        quant_desc_input: QuantDescriptor | None = None,
+        quant_desc_weight: QuantDescriptor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args[:11], **kwargs)
+        given = [*args[11:13], None, None]
+        self.init_quantizer(
+            quant_desc_input or given[0] or self.default_quant_desc_input,
+            quant_desc_weight or given[1] or self.default_quant_desc_weight,
+        )
+
+    _quant = LegacyLayer._quant
 
 
-class _QuantConvTransposeNd(QuantMixin, LegacyLayer):
-    """What the transposed convolutions share."""
+class _QuantConvNd(_ConstructorOfConvNd, _ConvNd):
+    """Base that scripts derive their own convolutions from; they define ``forward``."""
 
 
-class QuantConv1d(_QuantConvNd, core.QuantConv1d):
+class _QuantConvTransposeNd(_ConstructorOfConvNd, _ConvTransposeNd):
+    """Base that scripts derive their own transposed convolutions from."""
+
+
+class QuantConv1d(_QuantConvNd, LegacyLayer, core.QuantConv1d):
     """Quantized :class:`torch.nn.Conv1d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL
 
 
-class QuantConv2d(_QuantConvNd, core.QuantConv2d):
+class QuantConv2d(_QuantConvNd, LegacyLayer, core.QuantConv2d):
     """Quantized :class:`torch.nn.Conv2d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL
 
 
-class QuantConv3d(_QuantConvNd, core.QuantConv3d):
+class QuantConv3d(_QuantConvNd, LegacyLayer, core.QuantConv3d):
     """Quantized :class:`torch.nn.Conv3d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL
 
 
-class QuantConvTranspose1d(_QuantConvTransposeNd, core.QuantConvTranspose1d):
+class QuantConvTranspose1d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose1d):
     """Quantized :class:`torch.nn.ConvTranspose1d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL
 
 
-class QuantConvTranspose2d(_QuantConvTransposeNd, core.QuantConvTranspose2d):
+class QuantConvTranspose2d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose2d):
     """Quantized :class:`torch.nn.ConvTranspose2d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL
 
 
-class QuantConvTranspose3d(_QuantConvTransposeNd, core.QuantConvTranspose3d):
+class QuantConvTranspose3d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose3d):
     """Quantized :class:`torch.nn.ConvTranspose3d`."""
 
+    __init__ = LegacyLayer.__init__
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchq import nn as core
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantInputMixin
+from torchq.compat.pytorch_quantization.nn.modules import _utils
 from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
 
 __all__ = [
@@ -16,15 +16,15 @@ __all__ = [
 ]
 
 
-class QuantInstanceNorm1d(QuantInputMixin, LegacyLayer, core.QuantInstanceNorm1d):
+class QuantInstanceNorm1d(_utils.QuantInputMixin, LegacyLayer, core.QuantInstanceNorm1d):
     """Quantized-input :class:`torch.nn.InstanceNorm1d`."""
 
 
-class QuantInstanceNorm2d(QuantInputMixin, LegacyLayer, core.QuantInstanceNorm2d):
+class QuantInstanceNorm2d(_utils.QuantInputMixin, LegacyLayer, core.QuantInstanceNorm2d):
     """Quantized-input :class:`torch.nn.InstanceNorm2d`."""
 
 
-class QuantInstanceNorm3d(QuantInputMixin, LegacyLayer, core.QuantInstanceNorm3d):
+class QuantInstanceNorm3d(_utils.QuantInputMixin, LegacyLayer, core.QuantInstanceNorm3d):
     """Quantized-input :class:`torch.nn.InstanceNorm3d`."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torchq import nn as core
 from torchq.compat.pytorch_quantization import tensor_quant
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantMixin
+from torchq.compat.pytorch_quantization.nn.modules import _utils
 from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
 
 __all__ = ["Linear", "QuantLinear"]
 
 
-class QuantLinear(QuantMixin, LegacyLayer, core.QuantLinear):
+class QuantLinear(_utils.QuantMixin, LegacyLayer, core.QuantLinear):
     """Quantized :class:`torch.nn.Linear`."""
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW

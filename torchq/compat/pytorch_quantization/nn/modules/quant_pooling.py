@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchq import nn as core
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantInputMixin
+from torchq.compat.pytorch_quantization.nn.modules import _utils
 from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
 
 __all__ = [
@@ -28,39 +28,39 @@ __all__ = [
 ]
 
 
-class QuantMaxPool1d(QuantInputMixin, LegacyLayer, core.QuantMaxPool1d):
+class QuantMaxPool1d(_utils.QuantInputMixin, LegacyLayer, core.QuantMaxPool1d):
     """Quantized-input :class:`torch.nn.MaxPool1d`."""
 
 
-class QuantMaxPool2d(QuantInputMixin, LegacyLayer, core.QuantMaxPool2d):
+class QuantMaxPool2d(_utils.QuantInputMixin, LegacyLayer, core.QuantMaxPool2d):
     """Quantized-input :class:`torch.nn.MaxPool2d`."""
 
 
-class QuantMaxPool3d(QuantInputMixin, LegacyLayer, core.QuantMaxPool3d):
+class QuantMaxPool3d(_utils.QuantInputMixin, LegacyLayer, core.QuantMaxPool3d):
     """Quantized-input :class:`torch.nn.MaxPool3d`."""
 
 
-class QuantAvgPool1d(QuantInputMixin, LegacyLayer, core.QuantAvgPool1d):
+class QuantAvgPool1d(_utils.QuantInputMixin, LegacyLayer, core.QuantAvgPool1d):
     """Quantized-input :class:`torch.nn.AvgPool1d`."""
 
 
-class QuantAvgPool2d(QuantInputMixin, LegacyLayer, core.QuantAvgPool2d):
+class QuantAvgPool2d(_utils.QuantInputMixin, LegacyLayer, core.QuantAvgPool2d):
     """Quantized-input :class:`torch.nn.AvgPool2d`."""
 
 
-class QuantAvgPool3d(QuantInputMixin, LegacyLayer, core.QuantAvgPool3d):
+class QuantAvgPool3d(_utils.QuantInputMixin, LegacyLayer, core.QuantAvgPool3d):
     """Quantized-input :class:`torch.nn.AvgPool3d`."""
 
 
-class QuantAdaptiveAvgPool1d(QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool1d):
+class QuantAdaptiveAvgPool1d(_utils.QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool1d):
     """Quantized-input :class:`torch.nn.AdaptiveAvgPool1d`."""
 
 
-class QuantAdaptiveAvgPool2d(QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool2d):
+class QuantAdaptiveAvgPool2d(_utils.QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool2d):
     """Quantized-input :class:`torch.nn.AdaptiveAvgPool2d`."""
 
 
-class QuantAdaptiveAvgPool3d(QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool3d):
+class QuantAdaptiveAvgPool3d(_utils.QuantInputMixin, LegacyLayer, core.QuantAdaptiveAvgPool3d):
     """Quantized-input :class:`torch.nn.AdaptiveAvgPool3d`."""
 
 

@@ -1,4 +1,4 @@
-"""The quantizer of pytorch-quantization."""
+"""The quantizer module of pytorch-quantization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ _SAVED = {"amax": "_amax", "pre_quant_scale": "_pre_quant_scale"}
 
 
 class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[override]
-    """A :class:`torchq.nn.TensorQuantizer` with the interface, state dict keys and arithmetic of pytorch-quantization.
+    """A :class:`torchq.nn.TensorQuantizer` with the interface of pytorch-quantization.
+
+    State dict keys and arithmetic are also those of the original. All functions of torchq that
+    take its own quantizers take this one.
+
+    The range is the buffer ``_amax``. It does not exist until it is known: given by the
+    descriptor, loaded from the calibrator or a state dict, or set. Until then each call uses the
+    range of its own data. It stays float32 for every dtype of the model, and may be on another
+    device than the input.
 
     Args:
         quant_desc: how to quantize.
@@ -39,16 +47,16 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         if_clip: clip to the learned range; needs ``learn_amax``.
         if_calib: feed the calibrator.
 
-    The range is the buffer ``_amax``, which does not exist until it is known: given by the descriptor, loaded from the
-    calibrator or a state dict, or set. Until then each call takes the range of its own data. It stays float32 whatever the
-    model's dtype, and may live on another device than the input. Everything that takes torchq's own quantizers takes this one.
+    Raises:
+        ConfigError: a ``calib_method`` other than "max" and "histogram", or ``if_clip`` without
+            ``learn_amax``.
     """
 
-    #: Accepted; whichever exporter runs gets QuantizeLinear and DequantizeLinear without it.
+    #: Accepted without effect: both exporters write QuantizeLinear and DequantizeLinear anyway.
     use_fb_fake_quant = False
-    #: Set by enable_onnx_export(); exporting works without it.
+    #: Set by enable_onnx_export(), which makes an unknown range an error. Exporting works without.
     _enable_onnx_export = False
-    # On the class, for objects that the original pickled.
+    # Defaults of the class serve objects that the original pickled.
     name = ""
     calibrator: Calibrator | None = None
 
@@ -69,12 +77,10 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         self._unsigned = quant_desc.unsigned
         self._narrow_range = quant_desc.narrow_range
         self._scale: Any = 1.0 if quant_desc.fake_quant else None
-        self._disabled, self._if_quant, self._if_clip, self._if_calib = (
-            disabled,
-            if_quant,
-            False,
-            if_calib,
-        )
+        self._disabled = disabled
+        self._if_quant = if_quant
+        self._if_clip = False
+        self._if_calib = if_calib
         if quant_desc.amax is not None:
             self.amax = quant_desc.amax
         if self._learn_amax:
@@ -85,6 +91,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         self._calibrator = self._legacy_calibrator(quant_desc.calib_method)
 
     def _legacy_calibrator(self, method: str) -> Any:
+        """Return a new calibrator of the original."""
         makers = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
         if method not in makers:
             raise ConfigError(f"calib_method: got {method!r}; expected 'max' or 'histogram'")
@@ -92,7 +99,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
 
     @property  # type: ignore[override]
     def amax(self) -> Tensor | None:
-        """The range, or None; assignable from a number, list, array or tensor of the shape it has."""
+        """The range, or None; assignable from a number, list, array or tensor of its shape."""
         return getattr(self, "_amax", None)
 
     @amax.setter
@@ -101,7 +108,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
 
     @property
     def pre_quant_scale(self) -> Tensor | None:
-        """What the input is multiplied by first, also when disabled; or None."""
+        """The factor on the input, used also when disabled; or None."""
         return getattr(self, "_pre_quant_scale", None)
 
     @pre_quant_scale.setter
@@ -109,9 +116,11 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         self._set("_pre_quant_scale", value)
 
     def _set(self, name: str, value: Any) -> None:
+        """Copy ``value`` into the buffer ``name``, or create the buffer."""
         if value is None:
             raise ConfigError(
-                f"{name[1:]}: got None; expected a number or an array. To forget it: del quantizer.{name}"
+                f"{name[1:]}: got None; expected a number or an array. "
+                f"Use del quantizer.{name} to forget it"
             )
         with torch.inference_mode(False), torch.no_grad():
             known = getattr(self, name, None)
@@ -124,14 +133,16 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
                 self.register_buffer(name, new)
             elif known.shape != new.shape:
                 raise CalibrationError(
-                    f"{name[1:]}: Changing shape when setting it is not allowed: got {tuple(new.shape)}; expected {tuple(known.shape)}. "
-                    f"To start anew: del quantizer.{name}"
+                    f"{name[1:]}: Changing shape when setting it is not allowed: "
+                    f"got {tuple(new.shape)}; expected {tuple(known.shape)}. "
+                    f"Use del quantizer.{name} first"
                 )
             else:
                 known.copy_(new)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Scripts assign the private range of a quantizer that has none yet; it must be saved and moved all the same.
+        # Scripts assign the private range of a quantizer that has none yet. It must become a
+        # buffer, so that it is saved and moved with the module.
         if name in _SAVED.values() and type(value) is Tensor and name not in self._buffers:
             self.register_buffer(name, value)
         else:
@@ -148,11 +159,15 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         """
         if self._calibrator is None:
             raise CalibrationError(
-                f"{self._where()}: Calibrator not created; expected one. Assign quantizer._calibrator"
+                f"{self._where()}: Calibrator not created; expected one. "
+                "Assign quantizer._calibrator"
             )
         amax = self._calibrator.compute_amax(*args, **kwargs)
         if amax is None:
-            text = f"{self._where()}: Calibrator returned None: it has not seen any tensor; expected a batch with calibration enabled."
+            text = (
+                f"{self._where()}: Calibrator returned None: it has not seen any tensor; "
+                "expected a batch with calibration enabled."
+            )
             if strict:
                 raise CalibrationError(f"{text} Pass strict=False to set NaN")
             warnings.warn(f"{text} The range is NaN now", stacklevel=2)
@@ -168,7 +183,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
             self.register_buffer("_amax", new if known is None else new.to(known.device))
 
     def forget_amax(self) -> None:
-        """Back to the range of each call."""
+        """Remove the range; from now on each call uses the range of its own data."""
         self._buffers.pop("_amax", None)
 
     def init_learn_amax(self) -> None:
@@ -180,29 +195,56 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         if not self._learn_amax or self.amax is None:
             lacks = "learn_amax=True" if not self._learn_amax else "a range"
             raise CalibrationError(
-                f"{self._where()}: Called init_learn_amax without {lacks}; expected a calibrated quantizer that learns"
+                f"{self._where()}: Called init_learn_amax without {lacks}; "
+                "expected a calibrated quantizer that learns"
             )
         bound = self.amax.max()
         self.clip.clip_value_min.data.copy_(-bound)
         self.clip.clip_value_max.data.copy_(bound)
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
-        """The known range, or that of ``inputs``; times ``scale_amax``; float32 without gradient."""
+        """Return the known range, or that of ``inputs``, times ``scale_amax``, as float32."""
+        if self._enable_onnx_export:
+            self._check_onnx_readiness(inputs)
         amax = self.amax
         if amax is None:
-            if torch.onnx.is_in_onnx_export():
-                raise ExportError(
-                    f"{self._where()}: Quantizer has not been calibrated; expected a fixed range to export. Run load_calib_amax() first"
-                )
             amax = reduce_amax(inputs, self.granularity)
         elif amax.dtype in (torch.float16, torch.bfloat16):  # assigned by a script
             amax = amax.float()
         return amax.detach() if self._scale_amax is None else amax.detach() * self._scale_amax
 
+    def _check_onnx_readiness(self, inputs: Tensor) -> None:
+        """Raise an error unless the range is known, under ``enable_onnx_export()``.
+
+        Outside of it an uncalibrated quantizer is exported with the range of the example, which
+        scripts do to read the graph before they calibrate.
+
+        Raises:
+            ExportError: the range is not known, or FP8 has more than one range.
+        """
+        if self.amax is None:
+            raise ExportError(
+                f"{self._where()}: Quantizer has not been calibrated; "
+                "expected a fixed range to export. Run load_calib_amax() first"
+            )
+        if self._if_calib:
+            warnings.warn(
+                f"{self._where()}: got calibration enabled during an export; "
+                "expected disable_calib() before it",
+                stacklevel=2,
+            )
+        if isinstance(self._num_bits, tuple) and self.amax.numel() != 1:
+            raise ExportError(
+                f"{self._where()}: got amax of shape {tuple(self.amax.shape)} for FP8; "
+                "expected a scalar. Quantize per tensor"
+            )
+
     def _learned_amax(self) -> Tensor:
+        """Return the learned range as float32 without gradient."""
         return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach().float()
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
+        """Quantize ``inputs``."""
         if self._learn_amax:
             inputs, amax = self.clip(inputs), self._learned_amax()
         else:
@@ -217,6 +259,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         return codes
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return ``inputs``, calibrated on, clipped or quantized according to the switches."""
         if self.pre_quant_scale is not None:
             inputs = inputs * self.pre_quant_scale.to(inputs)
         if self._disabled:
@@ -232,7 +275,8 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         calibrator = self._calibrator if self.calibrator is None else self.calibrator
         if calibrator is None:
             raise CalibrationError(
-                f"{self._where()}: Calibrator was not created; expected one. Assign quantizer._calibrator"
+                f"{self._where()}: Calibrator was not created; expected one. "
+                "Assign quantizer._calibrator"
             )
         calibrator.collect(x.detach())
 
@@ -266,18 +310,28 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
             missing.remove(key)  # a float checkpoint leaves the range as it is
 
     def _where(self) -> str:
+        """Return the start of error texts."""
         return self.name or "TensorQuantizer"
 
-    def extra_repr(self) -> str:
-        if self._disabled:
-            return "disabled"
+    def _short_amax(self, fmt: str = ".4f") -> str:
+        """Return the range as text: "dynamic", one number, or the extremes and the number.
+
+        Args:
+            fmt: the format of a number.
+        """
         amax = self.amax
         if amax is None:
-            known = "dynamic"
-        elif amax.numel() == 1:
-            known = f"{amax.item():.4f}"
-        else:
-            known = f"[{amax.min():.4f}, {amax.max():.4f}]({amax.numel()})"
+            return "dynamic"
+        if amax.numel() == 1:
+            return format(amax.item(), fmt)
+        extremes = f"{amax.min().item():{fmt}}, {amax.max().item():{fmt}}"
+        return f"[{extremes}]({amax.numel()})"
+
+    def extra_repr(self) -> str:
+        """Return the settings and the range for ``print``."""
+        if self._disabled:
+            return "disabled"
+        known = self._short_amax()
         parts = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit"]
         parts += [
             flag for flag, on in (("narrow", self._narrow_range), ("fake", self._fake_quant)) if on

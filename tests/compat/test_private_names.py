@@ -1,0 +1,166 @@
+"""Private names of the original that published scripts import, call or derive from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq.compat.pytorch_quantization import calib, tensor_quant
+from torchq.compat.pytorch_quantization import nn as quant_nn
+from torchq.compat.pytorch_quantization.calib import histogram
+from torchq.compat.pytorch_quantization.nn.modules import (
+    _utils,
+    quant_conv,
+    quant_instancenorm,
+    quant_linear,
+    quant_pooling,
+)
+from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+
+
+class OwnConv(quant_conv._QuantConvNd):
+    """A convolution of a script: the constructor of the original, a forward of its own."""
+
+    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, **kwargs: Any) -> None:
+        descriptors = _utils.pop_quant_desc_in_kwargs(type(self), **kwargs)
+        sizes = (kernel, kernel), (1, 1), (0, 0), (1, 1)
+        super().__init__(
+            in_channels,
+            out_channels,
+            *sizes,
+            False,
+            (0, 0),
+            1,
+            True,
+            "zeros",
+            quant_desc_input=descriptors[0],
+            quant_desc_weight=descriptors[1],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self._quant(x)
+        return F.conv2d(x, weight, self.bias)
+
+
+class OwnConvTranspose(quant_conv._QuantConvTransposeNd):
+    """The same for a transposed convolution, with descriptors by position."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int) -> None:
+        sizes = (kernel, kernel), (1, 1), (0, 0), (1, 1)
+        weight = QuantDescriptor(num_bits=8, axis=1)
+        super().__init__(
+            in_channels,
+            out_channels,
+            *sizes,
+            True,
+            (0, 0),
+            1,
+            True,
+            "zeros",
+            QuantDescriptor(num_bits=8),
+            weight,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self._quant(x)
+        return F.conv_transpose2d(x, weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("own", "builtin", "base"),
+    [
+        (OwnConv, quant_nn.QuantConv2d, quant_conv._QuantConvNd),
+        (OwnConvTranspose, quant_nn.QuantConvTranspose2d, quant_conv._QuantConvTransposeNd),
+    ],
+)
+def test_convolution_bases_can_be_derived_from(own: Any, builtin: Any, base: type) -> None:
+    torch.manual_seed(0)
+    mine, theirs = own(3, 4, 3), builtin(3, 4, 3)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 6, 6)
+    assert torch.equal(mine(x), theirs(x))
+    assert isinstance(theirs, base) and isinstance(mine, base)
+    assert isinstance(mine, torch.nn.modules.conv._ConvNd)
+    assert not (isinstance(theirs, quant_conv._QuantConvNd) and theirs.transposed)
+
+
+def test_private_modules_are_reachable_where_they_were() -> None:
+    for module in (quant_conv, quant_linear, quant_pooling, quant_instancenorm):
+        assert module._utils is _utils
+
+
+def test_the_range_of_a_max_calibrator_is_assignable() -> None:
+    calibrator = calib.MaxCalibrator(8, None, False)
+    calibrator.collect(torch.tensor([5.0]))
+    calibrator._calib_amax = torch.tensor(2.0)
+    assert calibrator.compute_amax() == torch.tensor(2.0)
+    calibrator.collect(torch.tensor([1.0, -3.0]))
+    assert calibrator._calib_amax == torch.tensor(3.0)
+    calibrator._calib_amax = None
+    assert calibrator.compute_amax() is None
+    channels = calib.MaxCalibrator(8, 0, False)
+    channels._calib_amax = torch.tensor([[1.0], [2.0]])
+    channels.collect(torch.tensor([[3.0, 0.0], [0.5, -1.0]]))
+    assert torch.equal(channels.compute_amax(), torch.tensor([[3.0], [2.0]]))
+
+
+def test_functions_behind_histogram_calibrators() -> None:
+    calibrator = calib.HistogramCalibrator(8, None, False, num_bins=512)
+    calibrator.collect(torch.randn(5000, generator=torch.Generator().manual_seed(1)))
+    counts, edges = calibrator._calib_hist, calibrator._calib_bin_edges
+    assert counts is not None and edges is not None
+    found = {
+        "entropy": histogram._compute_amax_entropy(counts.numpy(), edges.numpy(), 8, False),
+        "mse": histogram._compute_amax_mse(counts, edges, 8, False, 1, 128),
+        "percentile": histogram._compute_amax_percentile(counts.numpy(), edges.numpy(), 99.0),
+    }
+    for method, amax in found.items():
+        options = {"percentile": 99.0} if method == "percentile" else {}
+        assert isinstance(amax, Tensor)
+        assert torch.equal(amax, calibrator.compute_amax(method, **options))
+    assert np.asarray(found["mse"]).shape == ()
+
+
+def test_codes_and_scale_without_rounding_the_scale() -> None:
+    x = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float16)
+    codes, scale = tensor_quant._tensor_quant(x, torch.tensor(1.0))
+    assert codes.dtype is torch.float16 and codes.tolist() == [127.0, -64.0, 32.0]
+    assert scale.dtype is torch.float32 and scale.item() == 127.0
+    assert tensor_quant._tensor_quant(x, torch.tensor(1e-6))[1].item() > 65504.0
+    assert tensor_quant._onnx_int8_helper.__name__ == "write_int8"
+
+
+def test_the_short_text_of_a_range() -> None:
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(axis=0))
+    assert quantizer._short_amax() == "dynamic"
+    quantizer.amax = torch.tensor([[1.0], [2.5]])
+    assert quantizer._short_amax() == "[1.0000, 2.5000](2)"
+    scalar = quant_nn.TensorQuantizer(QuantDescriptor(amax=0.125))
+    assert scalar._short_amax(".2f") == "0.12" and "amax=0.1250" in repr(scalar)
+
+
+def test_readiness_for_export() -> None:
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor())
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match="Quantizer has not been calibrated"):
+        quantizer._check_onnx_readiness(x)
+    quantizer.amax = 1.0
+    quantizer._check_onnx_readiness(x)
+    quantizer.enable_calib()
+    with pytest.warns(UserWarning, match="got calibration enabled during an export"):
+        quantizer._check_onnx_readiness(x)
+    channels = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), axis=0, amax=[[1.0], [2.0]]))
+    with pytest.raises(RuntimeError, match="expected a scalar"):
+        channels._check_onnx_readiness(x)
+
+
+def test_an_unknown_calib_method_is_an_error_at_construction() -> None:
+    with pytest.raises(ValueError, match="calib_method: got 'histgram'; expected 'max' or 'histo"):
+        quant_nn.TensorQuantizer(QuantDescriptor(calib_method="histgram"))
