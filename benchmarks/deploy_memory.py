@@ -1,8 +1,9 @@
-"""Memory of a network that has run: float32, ``torchq.deploy``, and the same read from its file with ``torch.load(mmap=True)``.
+"""Measure the memory of a network that has run: FP32, deployed, and deployed from a mapped file.
 
-Each candidate is loaded and run in a process of its own, on one image size and then on more. Reported is by how much the process has
-grown once freed memory is given back: ``anonymous`` memory is its own; ``file`` memory holds pages of mapped files, which processes share
-and the system takes back when it needs them. Linux with the GNU C library only.
+Each candidate is loaded and run in a process of its own, on one image size and then on more. The
+report says by how much the process has grown once freed memory is given back. ``anonymous`` memory
+belongs to the process. ``file`` memory holds pages of mapped files, which processes share and the
+system takes back when it needs them. Linux with the GNU C library only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MIB = 2**20
 
 
 def resident() -> dict[str, int]:
-    """Bytes of anonymous and of file memory of this process."""
+    """Return the bytes of anonymous and of file memory of this process."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -44,7 +45,13 @@ def resident() -> dict[str, int]:
 
 
 def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
-    """In MiB, after loading, after running the first input, and after running all of them. ``warm`` is what loads the libraries."""
+    """Return the growth in MiB after loading, after the first input, and after all inputs.
+
+    Args:
+        path: the file of a candidate and its inputs.
+        mapped: map the file instead of reading it.
+        warm: the file of small networks that load the libraries before the first measurement.
+    """
     with suppress(ImportError):  # a float network's classes are there
         import_module("torchvision")
     for small, x in torch.load(warm, weights_only=False):
@@ -63,7 +70,7 @@ def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
 
 
 def save(name: str, folder: Path) -> None:
-    """The files of the candidates, and one of small networks that load the libraries."""
+    """Write the files of the candidates, and one of small networks that load the libraries."""
     model, x = build(name, 1)
     inputs = (
         [x]
@@ -80,7 +87,7 @@ def save(name: str, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and report."""
+    """Measure every candidate in a process of its own and report."""
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     arguments.add_argument(

@@ -1,8 +1,9 @@
-"""Whole networks: ``torchq.deploy`` against FP32 (eager and compiled), BF16, and INT8 of ONNX Runtime and OpenVINO.
+"""Time ``torchq.deploy`` on whole networks, beside FP32, BF16, and INT8 of other runtimes.
 
-All run the same calibrated network (random weights; BatchNorm is folded first for every candidate but the FP32 baseline). The
-baseline is FP32 eager as a user would run it: the model as built, in eval mode, without gradients. Peers that are not installed are
-left out. Every network is also compared with its simulation, and its memory is counted.
+All candidates run the same calibrated network with random weights. BatchNorm is folded first for
+every candidate but the baseline, which is FP32 eager as a user would run it: the model as built,
+in eval mode, without gradients. ONNX Runtime and OpenVINO are left out where they are not
+installed. Every network is also compared with its simulation, and its memory is counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP."""
+    """A transformer block: attention and MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,7 +64,10 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Four levels of two convolutions each, widths 32 to 256; transposed convolutions with a kernel of 4 and stride 2 lead up again."""
+    """A U-Net with four levels of two convolutions each.
+
+    Transposed convolutions with a kernel of 4 and stride 2 lead up again.
+    """
 
     def __init__(self, widths: Sequence[int] = (32, 64, 128, 256)) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ def _level(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
-    """The network with plausible BatchNorm statistics, and an input."""
+    """Return the network with plausible BatchNorm statistics, and an input."""
     torch.manual_seed(0)
     if name == "encoder":
         return Encoder().eval(), torch.randn(batch, 196, 384)
@@ -114,7 +118,7 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
 
 
 def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Module:
-    """Folded, quantized and calibrated on the timed input."""
+    """Return a copy of ``model``, folded, quantized and calibrated on the timed input."""
     result = copy.deepcopy(model)
     torchq.fuse_(result, x[:1], verify=False)
     torchq.quantize_(result, target=target)
@@ -123,7 +127,7 @@ def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Modu
 
 
 def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
-    """ONNX Runtime on the CPU."""
+    """Return a call of ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -134,7 +138,7 @@ def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], object
 
 
 def openvino_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
-    """OpenVINO on the CPU, for latency."""
+    """Return a call of OpenVINO on the CPU, set up for latency."""
     import openvino
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
@@ -147,7 +151,7 @@ def openvino_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
 def torch_candidates(
     model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace
 ) -> Candidates:
-    """What runs in torch: the float model several ways, and the deployed one."""
+    """Return the candidates that run in torch: the float model and the deployed one."""
     folded = copy.deepcopy(simulated)
     torchq.restore_(folded)
     half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
@@ -165,7 +169,7 @@ def torch_candidates(
         "int8": lambda: int8(x),
     }
     best = int8
-    if x.dim() == 4:  # with quantized shortcuts, which is where TensorRT wants them and oneDNN too
+    if x.dim() == 4:  # with quantized shortcuts, which suit oneDNN as they suit TensorRT
         best = residual = torchq.deploy(quantized(model, x, "tensorrt"))
         found["int8 residual"] = lambda: residual(x)
     if options.compiled:
@@ -177,7 +181,7 @@ def torch_candidates(
 def peer_candidates(
     model: nn.Module, x: Tensor, options: argparse.Namespace, folder: Path
 ) -> Candidates:
-    """INT8 in other runtimes, with the quantizers where each wants them."""
+    """Return the candidates of other runtimes, with the quantizers where each wants them."""
     found: Candidates = {}
     for peer, call in (("onnxruntime", onnxruntime_call), ("openvino", openvino_call)):
         with suppress(ImportError):
@@ -188,9 +192,10 @@ def peer_candidates(
 
 
 def agreement(simulated: nn.Module, x: Tensor) -> dict[str, float]:
-    """Signal to error in dB: deployed against simulation, and both against the simulation in float64.
+    """Return the agreement of the deployed model with its simulation in dB.
 
-    The last two belong together: rounding the other way at a tie is amplified by deep networks with random weights, whoever does it.
+    Both are compared with the simulation in float64 too: a deep network with random weights
+    amplifies every tie that is rounded the other way, whoever does it.
     """
     exact = copy.deepcopy(simulated).double()(x.double())
     plain, int8 = simulated(x), torchq.deploy(simulated)(x)
@@ -202,7 +207,7 @@ def agreement(simulated: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def db(got: Tensor, expected: Tensor) -> float:
-    """Signal to error ratio."""
+    """Return the ratio of signal to error in dB."""
     error = (got.double() - expected.double()).square().sum()
     return (
         float(10 * torch.log10(expected.double().square().sum() / error)) if error else float("inf")
@@ -210,7 +215,10 @@ def db(got: Tensor, expected: Tensor) -> float:
 
 
 def memory(simulated: nn.Module) -> dict[str, int]:
-    """Bytes of the float parameters and of the deployed model's tensors; kernels keep a copy of the integer weights in their own layout."""
+    """Return the bytes of the float parameters and of the tensors of the deployed model.
+
+    Kernels keep a copy of the integer weights in their own layout, which does not count here.
+    """
     int8 = torchq.deploy(simulated)
     tensors = {
         t.data_ptr(): t.numel() * t.element_size() for t in (*int8.parameters(), *int8.buffers())
@@ -222,7 +230,7 @@ def memory(simulated: nn.Module) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and report."""
+    """Run all candidates and report their times."""
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])

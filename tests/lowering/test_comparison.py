@@ -29,8 +29,8 @@ def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
     model = calibrated(Evasive(), images)
     with pytest.raises(
         torchq.errors.ExportError,
-        match=r"deploy: result 0 has relative error 4 against the simulation; expected at most 0.1, "
-        r"the larger one of 0.1 and .*. Pass fuse=False",
+        match=r"deploy: result 0 has relative error 4 against the simulation; expected at most 0.1"
+        r", the larger one of 0.1 and .*. Pass fuse=False",
     ):
         torchq.deploy(model, images)
     assert sqnr(torchq.deploy(model, images, fuse=False)(images), model(images)) > 40

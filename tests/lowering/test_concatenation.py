@@ -1,4 +1,4 @@
-"""Codes that are concatenated must have one zero, however they come to meet."""
+"""Codes that are concatenated have one zero point, whatever passes moved."""
 
 from __future__ import annotations
 
@@ -35,5 +35,6 @@ def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool
     model, x = Dense(pool).eval(), torch.randn(2, 3, 12, 12)
     torchq.quantize_(model, target=target)
     torchq.calibrate(model, [x], progress=False)
-    # Without an example, as a comparison would refuse a wrong result; 40 dB is one code in hundreds off by a scale.
+    # Without an example: a comparison would refuse a wrong result. 40 dB is one code in hundreds
+    # off by one.
     assert sqnr(torchq.deploy(model)(x), model(x)) > 40

@@ -40,7 +40,7 @@ def test_a_network_agrees_with_its_simulation(
     model = calibrated(Residual(activation), images)
     before = copy.deepcopy(model)
     int8 = torchq.deploy(model, images, fuse=fuse)
-    # Where float32 rounds differently on the two sides of a tie a code moves by one: one scale of one element, 1/127 of a range.
+    # Where float32 rounds differently next to a tie, a code moves by one: 1/127 of a range.
     assert sqnr(int8(images), model(images)) > 40
     assert all(
         torch.equal(a, b)
@@ -56,7 +56,7 @@ def test_chains_pass_codes_and_leave_no_float_layer_between(images: Tensor) -> N
         name: m.output_qparams for name, m in int8.named_modules() if isinstance(m, Int8Conv)
     }
     assert outputs["conv1"] is not None and outputs["conv1"].zero_point == 0
-    # stem feeds the residual addition, conv2 the two branches, and the branches a mean: in floating point.
+    # These feed the residual addition, the two branches, and a mean: in floating point.
     assert [name for name, qparams in outputs.items() if qparams is None] == [
         "stem",
         "conv2",
@@ -88,7 +88,7 @@ def test_pooling_and_concatenation_on_codes(images: Tensor) -> None:
 
 
 class Quantizers(nn.Module):
-    """Quantizers that the author placed: the residual of a block, pooled and flattened on the way."""
+    """A block with a quantizer that the author placed on its residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,11 @@ def test_quantized_inputs_of_pooling(images: Tensor) -> None:
 
 
 class Aliased(nn.Module):
-    """What a rewrite could get wrong: a layer called twice, work in place on a tensor that is read again, view after a convolution."""
+    """What a pass could get wrong.
+
+    A layer is called twice, a tensor that is read again is changed in place, and the result of a
+    convolution is viewed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +198,7 @@ def test_transformer_layers() -> None:
     assert sqnr(int8(x), model(x)) > 40
 
 
-# --- living with the result -------------------------------------------------------------------------------------------------------
+# --- living with the result ----------------------------------------------------------------------
 
 
 def test_copies_and_files(images: Tensor) -> None:
@@ -272,7 +276,7 @@ def test_compiles_as_one_graph_for_any_batch(images: Tensor) -> None:
     assert len(graphs) == 1
 
 
-# --- errors and warnings ----------------------------------------------------------------------------------------------------------
+# --- errors and warnings --------------------------------------------------------------------------
 
 
 def test_nothing_to_deploy() -> None:

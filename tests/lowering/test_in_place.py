@@ -1,4 +1,4 @@
-"""Sums that take the place of their residual, and inputs that are quantized a few images at a time."""
+"""Additions that overwrite their residual, and inputs quantized a few images at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are taken apart and put together again, as channel shuffles and dense blocks do."""
+"""Tensors that are split and concatenated, as channel shuffles and dense blocks do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_parts_and_shuffles_stay_codes(split: str) -> None:
     int8 = torchq.deploy(model, x)
     # Ties that float32 rounds otherwise are one scale of 1/127 of a range, in few places.
     assert sqnr(int8(x), model(x)) > 40
-    # The image, and the stem's result once for each of its readers; nothing goes back to floating point.
+    # Quantized are the image, and the result of the stem once for each reader; nothing else is
+    # floating point.
     assert sum(isinstance(m, Quantize) for m in int8.modules()) <= 3
     assert not any(isinstance(m, Dequantize) for m in int8.modules())
     smaller = x[:1, :, :7]
@@ -63,7 +64,10 @@ def test_parts_and_shuffles_stay_codes(split: str) -> None:
 
 
 class Dense(nn.Module):
-    """Two layers of a DenseNet: the first tensor, never negative, is concatenated alone and with others of both signs."""
+    """Two layers of a DenseNet.
+
+    The first tensor is never negative; it is concatenated alone, and with tensors of both signs.
+    """
 
     def __init__(self, pool: bool) -> None:
         super().__init__()

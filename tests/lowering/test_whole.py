@@ -1,4 +1,4 @@
-"""Models are joined as a whole where that works, and remain what code around them expects."""
+"""Models are fused as a whole where that works, and stay what code around them expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose own operators were given quantizers: deployed whole, whatever they return."""
+"""Models whose own operators have quantizers are deployed whole, whatever they return."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_a_detector_is_deployed_whole(images: Tensor, target: str | None) -> Non
 
 
 def test_layers_alone_keep_the_bits_of_their_bias(images: Tensor) -> None:
-    # With codes shifted by 128 the sums would be of the order 128 * 9 * 16 scales of the weight before the shift is taken off again.
+    # Codes shifted by 128 would give sums of the order of 128 * 9 * 16 before the shift is
+    # subtracted again, which costs the low bits of a float32 bias.
     conv = nn.Conv2d(16, 8, 3)
     torch.nn.init.uniform_(conv.weight, 0.5, 1.0)
     x = torch.rand(2, 16, 8, 8) * 1e-2
