@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq import QuantDescriptor
-from torchq.errors import ConfigError, QuantizationError, TorchqError
+from torchq.errors import ConfigError, FuseError, QuantizationError, TorchqError
 from torchq.workflow import quantizers
 
 
@@ -174,6 +173,27 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
         ConfigError,
         "expected names that are Python identifiers",
     ),
+    "fusions is a mapping": (
+        set_entry(RECORD, "fusions", value={}),
+        ConfigError,
+        "fusions: got {}; expected a list",
+    ),
+    "unknown fusion": (
+        set_entry(RECORD, "fusions", value=[{"kind": "magic"}]),
+        ConfigError,
+        "magic",
+    ),
+    "fusion of nobody": (
+        set_entry(
+            RECORD,
+            "fusions",
+            value=[
+                {"kind": "batchnorm", "norms": ["x"], "layers": ["first"], "constant_pad": False}
+            ],
+        ),
+        FuseError,
+        "x",
+    ),
     "no state": (drop(STATE), ConfigError, "got no 'state_dict'"),
     "state is a list": (set_entry(STATE, value=[]), ConfigError, "got no 'state_dict'"),
     "tensor missing": (drop(STATE, "first.bias"), QuantizationError, "first.bias is missing"),
@@ -313,69 +333,3 @@ def test_an_interruption_while_tensors_are_copied_changes_nothing(
         torchq.load(model, tmp_path / "m.pt")
     monkeypatch.undo()
     assert snapshot(model) == before
-
-
-CONFIGS: dict[str, Callable[[], Net]] = {
-    "float": lambda: Net().eval(),
-    "int8": lambda: quantized(target=None),
-    "w4a4": lambda: quantized(torchq.recipes.w4a4(), target=None),
-    "tensorrt": lambda: quantized(target="tensorrt"),
-    "openvino": quantized,
-}
-
-
-@pytest.mark.parametrize("into", CONFIGS)
-@pytest.mark.parametrize("saved", [name for name in CONFIGS if name != "float"])
-def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path: Path) -> None:
-    """A W4A4 file makes an INT8 model W4A4; a float layer of the file is float afterwards."""
-    model = CONFIGS[saved]()
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(CONFIGS[into](), tmp_path / "m.pt")
-    assert torchq.workflow.swap_record(loaded) == torchq.workflow.swap_record(model)
-    assert torch.equal(loaded(X), model(X))
-
-
-def test_a_float_layer_of_the_file_is_float_afterwards(tmp_path: Path) -> None:
-    model = Net().eval()
-    torchq.quantize_(model, exclude=["second"])
-    torchq.calibrate(model, [X], progress=False)
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(quantized(target=None), tmp_path / "m.pt")
-    assert type(loaded.second) is nn.Conv2d
-    assert torch.equal(loaded(X), model(X))
-
-
-def test_a_quantizer_of_the_author_must_be_the_same(tmp_path: Path) -> None:
-    def build(bits: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), torchq.TensorQuantizer(QuantDescriptor(bits)))
-
-    model = build(8)
-    torchq.quantize_(model)
-    torchq.save(model, tmp_path / "m.pt")
-    with pytest.raises(QuantizationError, match=r"1: quantizes as int4 .*; expected int8"):
-        torchq.load(build(4), tmp_path / "m.pt")
-
-
-def test_a_failed_save_keeps_the_file_that_was_there(tmp_path: Path) -> None:
-    class Unsaveable(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return lambda: None  # cannot be pickled
-
-        def set_extra_state(self, state: Any) -> None:
-            pass
-
-    path = tmp_path / "m.pt"
-    torchq.save(quantized(), path)
-    before = path.read_bytes()
-    with pytest.raises(Exception, match="pickle"):
-        torchq.save(nn.Sequential(Unsaveable(2, 2)), path)
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
-
-
-def test_load_model_builds_and_loads(tmp_path: Path) -> None:
-    model = quantized()
-    torchq.save(model, tmp_path / "m.pt")
-    assert torch.equal(torchq.load_model(Net, tmp_path / "m.pt").eval()(X), model(X))
-    with pytest.raises(ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"):
-        torchq.load_model(lambda: 3, tmp_path / "m.pt")  # type: ignore[arg-type, return-value]

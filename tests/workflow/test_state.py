@@ -152,3 +152,54 @@ def test_foreign_files(tmp_path: Path) -> None:
     torch.save({"torchq": {"version": 99}, "state_dict": {}}, tmp_path / "v.pt")
     with pytest.raises(ConfigError, match="load: got a record of version 99; expected 2"):
         torchq.load(nn.Linear(2, 2), tmp_path / "v.pt")
+
+
+class Normed(nn.Module):
+    """A block with branches and BatchNorm, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bn(self.conv(x)).relu().mean((2, 3)))
+
+
+def fused_and_quantized(x: torch.Tensor) -> Normed:
+    model = Normed().eval()
+    nn.init.normal_(model.bn.running_mean)
+    torchq.fuse_(model, x)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    return model
+
+
+def quantized_unfused() -> Normed:
+    model = Normed().eval()
+    torchq.quantize_(model, torchq.recipes.w4a4())
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: Normed().eval(), quantized_unfused])
+def test_an_unfused_model_becomes_the_fused_one_that_was_saved(make: Any, tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = fused_and_quantized(x)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(make(), tmp_path / "m.pt")
+    assert isinstance(loaded.bn, nn.Identity)
+    assert torch.equal(loaded(x), model(x))
+    again = torchq.load(loaded, tmp_path / "m.pt")
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(torchq.load_model(Normed, tmp_path / "m.pt").eval()(x), model(x))
+
+
+def test_a_fused_model_cannot_become_an_unfused_one(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = quantized_unfused()
+    torchq.save(model, tmp_path / "m.pt")
+    target = fused_and_quantized(x)
+    expected = target(x)
+    with pytest.raises(QuantizationError, match="is fused; expected an unfused model"):
+        torchq.load(target, tmp_path / "m.pt")
+    assert torch.equal(target(x), expected)

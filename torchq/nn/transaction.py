@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from torchq.nn.convert import change_class
+from torchq.utils import undone_on_error
 
 __all__ = ["unchanged_on_error"]
 
@@ -34,32 +34,12 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         ...     print(type(model[0]).__name__)
         Linear
     """
-    before = [(module, type(module), dict(vars(module))) for module in model.modules()]
-    containers = [
-        (value, value.copy())
-        for _, _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, (dict, list, set))
-    ]
-    data = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        yield
-    except BaseException:
-        for module, cls, attributes in before:
-            if type(module) is not cls:
-                change_class(module, cls)
-            vars(module).clear()
-            vars(module).update(attributes)
-        for value, content in containers:
-            _refill(value, content)
-        for parameter, tensor in data:
-            parameter.data = tensor
-        raise
-
-
-def _refill(value: Any, content: Any) -> None:
-    value.clear()
-    if isinstance(value, list):
-        value.extend(content)
-    else:
-        value.update(content)
+    classes = [(module, type(module)) for module in model.modules()]
+    with undone_on_error(model):
+        try:
+            yield
+        except BaseException:
+            for module, cls in classes:
+                if type(module) is not cls:
+                    change_class(module, cls)
+            raise

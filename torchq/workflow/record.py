@@ -15,6 +15,7 @@ from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
+from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
     QuantModule,
     RewrittenForward,
@@ -48,6 +49,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
 
         ============  ============================================================================
         version       The version of this schema, 2.
+        fusions       What :func:`torchq.fuse_` did; see :func:`torchq.fusion.fusion_record`.
         modules       Path -> the float class of a quantized module, and the descriptors of its
                       ``input`` and ``weight``.
         operators     Path of a module -> its class, the operators of its forward that children
@@ -72,6 +74,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
     known = quantizers(model)
     return {
         "version": _VERSION,
+        "fusions": fusion_record(model),
         "modules": modules,
         "operators": operators,
         "quantizers": {n: q.descriptor.to_dict() for n, q in known.items() if id(q) not in owned},
@@ -81,7 +84,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
 
 
 def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Quantize ``model`` as ``record`` says, in place.
+    """Fuse and quantize ``model`` as ``record`` says, in place.
 
     A model that is quantized in another way is made float first, so that afterwards it is
     quantized as the record says and in no other way. A call that fails changes nothing.
@@ -93,11 +96,13 @@ def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The record is damaged, or of another version.
         QuantizationError: The model is not the one that the record was made from.
+        FuseError: The model cannot be fused as the record says.
     """
     checked = _Record.read(record)
     with unchanged_on_error(model):
         if _without_modes(swap_record(model)) != _without_modes(record):
             _revert_all(model)
+            _fuse(model, checked)
             _replace_operators(model, checked)
             _convert_modules(model, checked)
             for paths in checked.shared:
@@ -115,6 +120,15 @@ def _revert_all(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, QuantModule):
             revert_(module)
+
+
+def _fuse(model: nn.Module, record: _Record) -> None:
+    apply_fusion_record_(model, record.fusions)
+    if len(fusion_record(model)) != len(record.fusions):
+        raise QuantizationError(
+            f"load: {qualified_name(type(model))}: is fused; expected an unfused model, as the one "
+            "that was saved is not fused in this way. Build the model again"
+        )
 
 
 def _replace_operators(model: nn.Module, record: _Record) -> None:
@@ -196,6 +210,7 @@ class _Layer:
 class _Record:
     """A record whose every part was checked; see :func:`swap_record`."""
 
+    fusions: Sequence[Mapping[str, Any]]
     modules: Mapping[str, _Layer]
     operators: Mapping[str, Mapping[str, Any]]
     quantizers: Mapping[str, QuantDescriptor]
@@ -209,15 +224,18 @@ class _Record:
         Raises:
             ConfigError: ``data`` is no record, or one of another version.
         """
-        fields = ("version", "modules", "operators", "quantizers", "shared", "modes")
+        fields = ("version", "fusions", "modules", "operators", "quantizers", "shared", "modes")
         version = data.get("version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != _VERSION:
             raise ConfigError(f"load: got a record of version {version}; expected {_VERSION}")
         record = _mapping(data, "record", required=fields)
         if type(version) is not int:
             raise _damaged("version", version, str(_VERSION))
+        if not isinstance(record["fusions"], list):
+            raise _damaged("fusions", record["fusions"], "a list")
         modules = _mapping(record["modules"], "modules")
         return cls(
+            record["fusions"],
             {path: _read_layer(entry, f"modules[{path!r}]") for path, entry in modules.items()},
             {
                 path: _read_operators(entry, f"operators[{path!r}]")

@@ -66,7 +66,8 @@ def load_model(
 def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = "cpu") -> nn.Module:
     """Make ``model`` what was saved: quantize its layers in place, and load all tensors.
 
-    A model that is quantized in another way is converted. The file is checked as a whole before
+    A model that is quantized in another way is converted, and an unfused model is fused if the
+    saved one was. The file is checked as a whole before
     the model is touched, nothing in it is executed, and a call that fails changes nothing.
 
     Args:
@@ -80,6 +81,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
     Raises:
         QuantizationError: The model is not the one that was saved.
         ConfigError: The file was not written by :func:`save`, or is damaged.
+        FuseError: The model cannot be fused as the saved one was.
         OSError: The file cannot be read.
     """
     data = _read(path, map_location)

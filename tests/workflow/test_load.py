@@ -1,0 +1,81 @@
+"""Loading makes a model what was saved, whatever it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from tests.workflow.test_damaged_files import Net, X, quantized
+from torchq import QuantDescriptor
+from torchq.errors import ConfigError, QuantizationError
+
+CONFIGS: dict[str, Callable[[], Net]] = {
+    "float": lambda: Net().eval(),
+    "int8": lambda: quantized(target=None),
+    "w4a4": lambda: quantized(torchq.recipes.w4a4(), target=None),
+    "tensorrt": lambda: quantized(target="tensorrt"),
+    "openvino": quantized,
+}
+
+
+@pytest.mark.parametrize("into", CONFIGS)
+@pytest.mark.parametrize("saved", [name for name in CONFIGS if name != "float"])
+def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path: Path) -> None:
+    """A W4A4 file makes an INT8 model W4A4; a float layer of the file is float afterwards."""
+    model = CONFIGS[saved]()
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(CONFIGS[into](), tmp_path / "m.pt")
+    assert torchq.workflow.swap_record(loaded) == torchq.workflow.swap_record(model)
+    assert torch.equal(loaded(X), model(X))
+
+
+def test_a_float_layer_of_the_file_is_float_afterwards(tmp_path: Path) -> None:
+    model = Net().eval()
+    torchq.quantize_(model, exclude=["second"])
+    torchq.calibrate(model, [X], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(quantized(target=None), tmp_path / "m.pt")
+    assert type(loaded.second) is nn.Conv2d
+    assert torch.equal(loaded(X), model(X))
+
+
+def test_a_quantizer_of_the_author_must_be_the_same(tmp_path: Path) -> None:
+    def build(bits: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), torchq.TensorQuantizer(QuantDescriptor(bits)))
+
+    model = build(8)
+    torchq.quantize_(model)
+    torchq.save(model, tmp_path / "m.pt")
+    with pytest.raises(QuantizationError, match=r"1: quantizes as int4 .*; expected int8"):
+        torchq.load(build(4), tmp_path / "m.pt")
+
+
+def test_a_failed_save_keeps_the_file_that_was_there(tmp_path: Path) -> None:
+    class Unsaveable(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return lambda: None  # cannot be pickled
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    path = tmp_path / "m.pt"
+    torchq.save(quantized(), path)
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="pickle"):
+        torchq.save(nn.Sequential(Unsaveable(2, 2)), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_load_model_builds_and_loads(tmp_path: Path) -> None:
+    model = quantized()
+    torchq.save(model, tmp_path / "m.pt")
+    assert torch.equal(torchq.load_model(Net, tmp_path / "m.pt").eval()(X), model(X))
+    with pytest.raises(ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"):
+        torchq.load_model(lambda: 3, tmp_path / "m.pt")  # type: ignore[arg-type, return-value]
