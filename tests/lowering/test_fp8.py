@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated, sqnr
-from torchq.lowering.modules import fp8_linear
+from torchq.lowering.modules import fp8_linear as modules
 from torchq.lowering.modules.fp8_linear import Fp8Linear
-from torchq.lowering.ops import cuda
+from torchq.lowering.ops import cuda, fp8
+from torchq.lowering.ops.kernel_cache import KERNELS
 
 D = torchq.QuantDescriptor
 E4M3, E5M2 = D((4, 3)), D((5, 2))
@@ -243,7 +244,7 @@ def test_the_summary_names_kernel_bytes_and_obstacle(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert (
-        fp8_linear.obstacle(torch.device("cuda", 7))
+        fp8.obstacle(torch.device("cuda", 7))
         == "torch._scaled_mm needs compute capability 8.9, this GPU has 8.6"
     )
     cuda.missing.cache_clear()
@@ -285,12 +286,12 @@ def test_the_path_of_gpus(
     wide = torch.randn(3, 5, 2 * inner, generator=generator)
     model = calibrated(linear(inner, outer), wide[..., :inner], config(x))
     deployed = torchq.deploy(model)
-    before = len(fp8_linear._PACKED)
+    before = len(KERNELS)
     with monkeypatch.context() as patched:
         if product == "rules of CUDA":
             patched.setattr(torch.ops, "aten", CudaRules())
-        patched.setattr(fp8_linear, "obstacle", lambda device: "")
-        patched.setattr(torch.ops.torchq, "fp8_linear", fp8_linear.linear_cuda)
+        patched.setattr(fp8, "obstacle", lambda device: "")
+        patched.setattr(modules, "fp8_linear", fp8.linear_cuda)
         inputs = (
             wide[..., :inner],
             wide[..., ::2],
@@ -298,21 +299,21 @@ def test_the_path_of_gpus(
             wide[:1, :0, :inner],
         )
         results = [deployed(data) for data in inputs]
-    assert len(fp8_linear._PACKED) == before + 1
+    assert len(KERNELS) == before + 1
     for data, got in zip(inputs, results, strict=True):
         expected, size = in_float64(model, data)
         assert got.shape == expected.shape and bool(
             ((got - expected).abs() <= 2.0**-24 * (inner + 8) * size).all()
         )
     del deployed
-    assert len(fp8_linear._PACKED) == before
+    assert len(KERNELS) == before
 
 
 @pytest.fixture
 def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "aten", CudaRules())
-    monkeypatch.setattr(fp8_linear, "obstacle", lambda device: "")
-    monkeypatch.setattr(torch.ops.torchq, "fp8_linear", fp8_linear.linear_cuda)
+    monkeypatch.setattr(fp8, "obstacle", lambda device: "")
+    monkeypatch.setattr(modules, "fp8_linear", fp8.linear_cuda)
 
 
 def test_a_loaded_weight_is_prepared_anew(gpu_path: None, generator: torch.Generator) -> None:
@@ -336,7 +337,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("x", [E4M3, E5M2, *RANGES], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 100])
 def test_on_a_gpu(x: torchq.QuantDescriptor, rows: int) -> None:
-    if problem := fp8_linear.obstacle(torch.device("cuda", 0)):
+    if problem := fp8.obstacle(torch.device("cuda", 0)):
         pytest.skip(problem)
     data = torch.randn(2, rows, 72, device="cuda")
     model = calibrated(linear(72, 40).cuda(), data, config(x))

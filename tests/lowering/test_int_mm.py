@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering.ops import cuda, cuda_int8, onednn, reference, schemas
-
-POST = (1.0, 0, torch.float32, "none", [])
+from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.params import Epilogue, Int8Weights
 
 
 class CudaRules:
@@ -43,9 +43,10 @@ def test_padded_products_equal_the_definition(
     ):
         x = torch.randint(0, 256, (*shape, inner), generator=generator).to(torch.uint8)
         bias = torch.randn(outer, generator=generator) if with_bias else None
-        got = cuda_int8.linear(x, weight, scale, bias, 0.02, zero, *POST)
+        weights = Int8Weights(weight, scale, bias, 0.02, zero)
+        got = cuda_int8.linear(x, weights, Epilogue())
         # The same integers and the same two float32 operations behind them.
-        assert torch.equal(got, reference.linear(x, weight, scale, bias, 0.02, zero))
+        assert torch.equal(got, reference.linear(x, weights, Epilogue()))
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(64, 48), (5, 3)])
@@ -55,25 +56,26 @@ def test_operands_have_the_form_that_cuda_takes(
 ) -> None:
     weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8)
     wide = torch.randint(0, 256, (rows, 2 * inner), generator=generator).to(torch.uint8)
+    weights = Int8Weights(weight, torch.ones(outer), None, 1.0, 128)
     for x in (
         wide[:, :inner],
         wide[:, ::2],
         wide[:, :inner].t().contiguous().t(),
         wide[:, :inner].unsqueeze(1),
     ):
-        got = cuda_int8.linear(x, weight, torch.ones(outer), None, 1.0, 128, *POST)
-        assert torch.equal(
-            got.reshape(rows, outer),
-            reference.linear(x, weight, torch.ones(outer), None, 1.0, 128).view(rows, outer),
-        )
+        got = cuda_int8.linear(x, weights, Epilogue())
+        expected = reference.linear(x, weights, Epilogue())
+        assert torch.equal(got.reshape(rows, outer), expected.view(rows, outer))
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> None:
     x = torch.randint(0, 256, (4, 16), generator=generator).to(torch.uint8)
     weight = torch.randint(-128, 128, (8, 16), generator=generator).to(torch.int8)
-    args = (x, weight, torch.full((8,), 1e-3), None, 0.02, 128, 0.05, 3, torch.uint8, name, [])
-    assert torch.equal(cuda_int8.linear(*args), schemas.linear_any(*args))
+    weights = Int8Weights(weight, torch.full((8,), 1e-3), None, 0.02, 128)
+    epilogue = Epilogue(0.05, 3, torch.uint8, name)
+    got, expected = (module.linear(x, weights, epilogue) for module in (cuda_int8, reference))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (16, 32)], ids=["padded", "as it is"])
@@ -86,15 +88,16 @@ def test_weights_are_prepared_once_and_not_kept_alive(
         "padded",
         lambda matrix, *args: calls.append(matrix) or cuda.padded(matrix, *args),
     )
-    before = len(cuda_int8._PACKED)
+    before = len(KERNELS)
     x, weight = torch.ones(20, shape[1], dtype=torch.uint8), torch.ones(shape, dtype=torch.int8)
     for _ in range(2):
-        cuda_int8.linear(x, weight, torch.ones(shape[0]), None, 1.0, 0, *POST)
-    assert len(cuda_int8._PACKED) == before + 1
+        weights = Int8Weights(weight, torch.ones(shape[0]), None, 1.0, 0)
+        cuda_int8.linear(x, weights, Epilogue())
+    assert len(KERNELS) == before + 1
     assert sum(matrix is weight for matrix in calls) == 1
     calls.clear()
-    del weight
-    assert len(cuda_int8._PACKED) == before
+    del weight, weights
+    assert len(KERNELS) == before
 
 
 def test_kernels_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,5 +134,6 @@ def test_on_a_gpu(inner: int, outer: int, rows: int, generator: torch.Generator)
         pytest.skip(problem)
     weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8).cuda()
     x = torch.randint(0, 256, (rows, inner), generator=generator).to(torch.uint8).cuda()
-    args = (x, weight, torch.full((outer,), 1e-3, device="cuda"), None, 0.02, 128, *POST)
-    assert torch.equal(torch.ops.torchq.int8_linear(*args), schemas.linear_any(*args))
+    weights = Int8Weights(weight, torch.full((outer,), 1e-3, device="cuda"), None, 0.02, 128)
+    got = schemas.int8_linear(x, weights, Epilogue())
+    assert torch.equal(got, reference.linear(x, weights, Epilogue()))

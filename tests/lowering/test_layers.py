@@ -236,7 +236,7 @@ def test_bound_kernels_follow_changes_of_the_layer() -> None:
     assert isinstance(layer.bias, Tensor)
     layer.bias = layer.bias * 2
     torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-5)
-    layer.stride = [2, 2]
+    layer.params = layer.params._replace(stride=(2, 2))
     assert layer(x).shape == (2, 4, 4, 4)
 
 

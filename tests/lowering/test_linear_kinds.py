@@ -10,7 +10,7 @@ from torch import nn
 import torchq
 from tests.lowering.common import calibrated, sqnr
 from torchq.lowering import DynamicInt8Linear, Fp8Linear, WeightOnlyLinear
-from torchq.lowering.modules.weight_only_linear import MAX_ROWS, pack_nibbles, unpack_nibbles
+from torchq.lowering.ops.weight_only import MAX_ROWS, pack_int4, unpack_int4
 
 D = torchq.QuantDescriptor
 
@@ -71,10 +71,10 @@ def test_weight_only_survives_files_and_compilation(bits: int) -> None:
     assert f"weight-only int{bits}" in str(torchq.summary(first))
 
 
-def test_nibbles() -> None:
+def test_int4_codes_are_stored_two_in_a_byte() -> None:
     codes = torch.arange(-8, 8, dtype=torch.int8).repeat(2, 1)
-    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
-    assert pack_nibbles(codes).shape == (2, 8)
+    assert torch.equal(unpack_int4(pack_int4(codes)), codes)
+    assert pack_int4(codes).shape == (2, 8)
 
 
 DYNAMIC = [

@@ -15,7 +15,7 @@ import torchq
 from tests.lowering.common import Residual, calibrated
 from torchq.lowering import Int8Layer
 from torchq.lowering.ops import onednn
-from torchq.lowering.ops.prepack import PackCache
+from torchq.lowering.ops.kernel_cache import KERNELS, KernelCache
 
 MAPS = Path("/proc/self/maps")
 
@@ -68,24 +68,35 @@ def test_a_mapped_state_dict_can_be_taken_over(tmp_path: Path) -> None:
 @pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
 def test_packed_weights_go_with_the_model() -> None:
     gc.collect()  # traced models hold cycles
-    before = len(onednn.PACKED)
+    before = len(KERNELS)
     x = torch.randn(2, 3, 16, 16)
     int8 = torchq.deploy(calibrated(Residual().eval(), x))
     int8(x)
-    assert len(onednn.PACKED) == before + sum(isinstance(m, Int8Layer) for m in int8.modules())
+    assert len(KERNELS) == before + sum(isinstance(m, Int8Layer) for m in int8.modules())
     del int8
     gc.collect()
-    assert len(onednn.PACKED) == before
+    assert len(KERNELS) == before
 
 
 def test_the_oldest_of_many_sizes_goes() -> None:
-    cache, weight, built = PackCache(most=3), torch.ones(4), list[int]()
+    cache, weight, built = KernelCache(most=3), torch.ones(4), list[int]()
 
     def get(key: int) -> int:
-        return cache.get(weight, key, (), lambda: built.append(key) or key)  # type: ignore[func-returns-value]
+        return cache.get(weight, ("kind", key), (), lambda: built.append(key) or key)  # type: ignore[func-returns-value]
 
     assert [get(key) for key in (1, 2, 3, 1, 4, 2, 3, 4, 1)] == [1, 2, 3, 1, 4, 2, 3, 4, 1]
     assert built == [1, 2, 3, 4, 1]
+
+
+def test_kernels_made_while_another_is_made_are_kept() -> None:
+    cache, weight, built = KernelCache(), torch.ones(4), list[str]()
+
+    def outer() -> str:
+        return cache.get(weight, ("inner", 0), (), lambda: built.append("inner") or "x")  # type: ignore[func-returns-value]
+
+    for _ in range(2):
+        assert cache.get(weight, ("outer", 0), (), outer) == outer() == "x"
+    assert built == ["inner"]
 
 
 class OnGpu(Tensor):
@@ -105,7 +116,7 @@ def test_streams_and_graphs_of_gpus(
         "current_stream",
         lambda device: SimpleNamespace(synchronize=lambda: calls.append("wait")),
     )
-    cache, weight = PackCache(), torch.ones(4).as_subclass(OnGpu)
+    cache, weight = KernelCache(), torch.ones(4).as_subclass(OnGpu)
     for _ in range(2):
-        cache.get(weight, 0, (), lambda: calls.append("build"))
+        cache.get(weight, ("kind", 0), (), lambda: calls.append("build"))
     assert (calls.count("build"), calls.count("wait")) == (built, waits)

@@ -87,7 +87,7 @@ def test_reduced_range() -> None:
 def test_a_kernel_as_wide_as_the_stride_becomes_one_of_size_1() -> None:
     layer = torchq.deploy(calibrated(nn.ConvTranspose2d(4, 6, 2, 2), torch.randn(1, 4, 3, 3)))
     assert layer.weight_codes.shape == (24, 4, 1, 1)
-    assert layer.padding == [0, 0]
+    assert layer.params.padding == (0, 0)
 
 
 @pytest.mark.parametrize("added", [(0, 0), (1, 3), (2, 1)], ids=str)

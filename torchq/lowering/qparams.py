@@ -1,4 +1,4 @@
-"""The uint8 codes that stand for a tensor: real value = (code - zero_point) * scale."""
+"""Quantization parameters: what the uint8 codes of a tensor stand for."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
 from torchq.functional.scale import TINY
+from torchq.lowering.ops.params import Epilogue
 from torchq.nn import TensorQuantizer
 
-__all__ = ["QParams", "SIGNED_ZERO"]
+__all__ = ["SIGNED_ZERO_POINT", "QParams"]
 
-#: Kernels want unsigned input, so a signed code q is stored as q + 128.
-SIGNED_ZERO = 128
+#: Kernels read unsigned codes, so a signed code q is stored as q + 128.
+SIGNED_ZERO_POINT = 128
 
-# Adding 1.5 * 2**23 to a float32 of magnitude below 2**22 rounds it to an integer, ties to even, and leaves that integer in the low
-# mantissa bits: one pass over memory instead of the three of multiply, round and a (slow) conversion to uint8.
+# Adding 1.5 * 2**23 to a float32 of magnitude below 2**22 rounds it to an integer, ties to even,
+# and leaves that integer in the low bits of the mantissa: one pass over memory instead of the three
+# of multiplying, rounding and a (slow) conversion to uint8.
 _ROUND = 1.5 * 2.0**23
-#: How many float32 numbers fit a core's cache well.
+_OFFSETS = {zero: torch.tensor(_ROUND + zero) for zero in (0, SIGNED_ZERO_POINT)}
+#: The number of float32 values that fit a core's cache well.
 _CACHED = 2**17
-_OFFSETS = {zero: torch.tensor(_ROUND + zero) for zero in (0, SIGNED_ZERO)}
 
 
 @dataclass(frozen=True)
 class QParams:
-    """How real values map to uint8 codes.
+    """How real values map to uint8 codes: real value = (code - zero_point) * scale.
 
     Attributes:
-        scale: distance of neighbouring values, > 0.
+        scale: the distance of neighbouring values, > 0.
         zero_point: the code of 0.0: 0 where no value is negative, else 128.
-        quant_min, quant_max: the codes that are used, within 0 .. 255; a dead range has ``quant_min == quant_max == zero_point``.
+        quant_min: the smallest code that is used, 0 to 255.
+        quant_max: the largest code that is used, 0 to 255. A dead range has
+            ``quant_min == quant_max == zero_point``.
 
     Example:
         >>> QParams(0.5, 128, 0, 255).quantize(torch.tensor([-1.0, 0.2, 0.3, 100.0]))
@@ -46,7 +50,10 @@ class QParams:
 
     @classmethod
     def of(cls, quantizer: TensorQuantizer) -> QParams | str:
-        """The qparams of a calibrated quantizer, or why there is none. Its codes are those that the simulation rounds to."""
+        """Return the quantization parameters of a calibrated quantizer, or why there are none.
+
+        The codes are those that the simulation rounds to.
+        """
         d = quantizer.descriptor
         if not isinstance(d.format, IntFormat) or d.format.bits > 8:
             return f"format {d.format} has no 8-bit integer kernel"
@@ -55,94 +62,97 @@ class QParams:
         amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
         if amax <= TINY:
             return cls(1.0, 0, 0, 0)
-        zero = SIGNED_ZERO if d.format.signed else 0
-        return cls(
-            float(quantizer.calculate_qparams()[0]),
-            zero,
-            zero + int(d.format.quant_min),
-            zero + int(d.format.quant_max),
-        )
+        zero = SIGNED_ZERO_POINT if d.format.signed else 0
+        limits = zero + int(d.format.quant_min), zero + int(d.format.quant_max)
+        return cls(float(quantizer.calculate_qparams()[0]), zero, *limits)
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest real value."""
-        return (self.quant_min - self.zero_point) * self.scale, (
-            self.quant_max - self.zero_point
-        ) * self.scale
+        low, high = self.quant_min - self.zero_point, self.quant_max - self.zero_point
+        return low * self.scale, high * self.scale
 
     @property
     def saturates_by_itself(self) -> bool:
-        """Whether the bounds of uint8 are the bounds of the qparams."""
+        """True where all codes of uint8 are used, so that no kernel needs to clamp."""
         return (self.quant_min, self.quant_max) == (0, 255)
 
     def clamped(self, low: float, high: float, *, keep_zero: bool = False) -> QParams:
-        """The qparams of values that were clamped to ``[low, high]`` before. Exact: rounding and clamping keep order.
+        """Return the quantization parameters of values that are clamped before.
 
-        Where nothing negative is left the codes start at 0, the form that kernels like best, unless ``keep_zero``.
+        Exact, because rounding and clamping keep the order of values. Where no negative value is
+        left the codes start at 0, the form that kernels are fastest with.
+
+        Args:
+            low: the smallest value after clamping.
+            high: the largest value after clamping.
+            keep_zero: keep the zero point.
         """
-        limits = [
-            self.zero_point
-            + _round(
-                bound / self.scale,
-                self.quant_min - self.zero_point,
-                self.quant_max - self.zero_point,
-            )
-            for bound in (low, high)
-        ]
-        qparams = replace(self, quant_min=limits[0], quant_max=limits[1])
-        if qparams.quant_min < qparams.zero_point or keep_zero:
-            return qparams
-        return QParams(
-            self.scale,
-            0,
-            qparams.quant_min - qparams.zero_point,
-            qparams.quant_max - qparams.zero_point,
-        )
+        quant_min, quant_max = self._code(low), self._code(high)
+        if quant_min < self.zero_point or keep_zero:
+            return replace(self, quant_min=quant_min, quant_max=quant_max)
+        return QParams(self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point)
+
+    def _code(self, value: float) -> int:
+        """Return the code of a value; infinities saturate."""
+        if math.isnan(value):
+            return self.quant_min
+        low, high = self.quant_min - self.zero_point, self.quant_max - self.zero_point
+        return self.zero_point + round(min(max(value / self.scale, low), high))
+
+    def epilogue(self) -> Epilogue:
+        """Return the epilogue of kernels that round their sums to these codes."""
+        bounds = () if self.saturates_by_itself else self.bounds
+        activation = "clamp" if bounds else "none"
+        return Epilogue(self.scale, self.zero_point, torch.uint8, activation, bounds)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Codes of a floating-point tensor, uint8, x's shape and memory format. NaN becomes an arbitrary code."""
+        """Return the codes of a floating-point tensor.
+
+        Args:
+            x: any shape and floating dtype; NaN becomes an arbitrary code.
+
+        Returns:
+            uint8, the shape and memory format of ``x``.
+        """
         low, high = self.bounds
         x = torch.clamp(x.detach().to(torch.float32), low, high)
-        if (
-            torch.compiler.is_compiling()
-        ):  # fused there, and reinterpreting bits would be in the way
+        if torch.compiler.is_compiling():
+            # Compilers fuse this, and reinterpreting bits would stand in the way.
             return torch.round(x * (1.0 / self.scale)).add(self.zero_point).to(torch.uint8)
         return self._rounded_(x).to(torch.uint8)
 
     def quantize_images(self, x: Tensor) -> Tensor:
-        """:meth:`quantize` of (N, C, H, W), channels last in memory.
+        """Return the codes of images, channels last in memory.
 
-        A few images at a time: what is computed between then stays in the cache, and is not new memory at every call.
+        A few images at a time: the values computed between stay in the cache, and are not new
+        memory at every call.
+
+        Args:
+            x: (N, C, H, W), floating point.
+
+        Returns:
+            uint8, the shape of ``x``.
         """
-        count = (
-            0 if torch.compiler.is_compiling() else max(1, _CACHED // max(1, x.shape[1:].numel()))
-        )
-        if not count or len(x) <= count:
-            return self.quantize(x.contiguous(memory_format=torch.channels_last))
-        codes = torch.empty(
-            x.shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last
-        )
-        values = torch.empty(
-            (count, *x.shape[1:]), device=x.device, memory_format=torch.channels_last
-        )
+        last = torch.channels_last
+        whole = torch.compiler.is_compiling()
+        count = 1 if whole else max(1, _CACHED // max(1, x.shape[1:].numel()))
+        if whole or len(x) <= count:
+            return self.quantize(x.contiguous(memory_format=last))
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device, memory_format=last)
+        values = torch.empty((count, *x.shape[1:]), device=x.device, memory_format=last)
         for images, result in zip(x.detach().split(count), codes.split(count), strict=True):
             some = values[: len(images)].copy_(images).clamp_(*self.bounds)
             result.copy_(self._rounded_(some))
         return codes
 
     def _rounded_(self, x: Tensor) -> Tensor:
-        """Integers whose low bytes are the codes, in the memory of clamped float32 values."""
-        return torch.add(_OFFSETS[self.zero_point], x, alpha=1.0 / self.scale, out=x).view(
-            torch.int32
-        )
+        """Return integers whose low bytes are the codes, in the memory of clamped float32."""
+        offset = _OFFSETS[self.zero_point]
+        return torch.add(offset, x, alpha=1.0 / self.scale, out=x).view(torch.int32)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """Float32 values of codes."""
+        """Return the values of codes, float32, of the same shape."""
         if self.zero_point == 0:
             return codes * self.scale
         return codes.to(torch.float32).sub_(self.zero_point).mul_(self.scale)
-
-
-def _round(value: float, low: int, high: int) -> int:
-    """To the nearest integer in ``[low, high]``, ties to even; infinities saturate."""
-    return round(min(max(value, low), high)) if not math.isnan(value) else low

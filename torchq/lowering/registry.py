@@ -1,4 +1,8 @@
-"""From a quantized module to the integer layer that computes the same, or the reason why there is none."""
+"""Lowering: from a quantized module to the integer layer that computes the same.
+
+To lower another class, register a function with :data:`LOWERINGS`; it returns the layer, or the
+reason why there is none.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,10 @@ from torchq.formats import (
 from torchq.functional import quantize, scale_from_amax
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.modules.fp8_linear import Fp8Linear, fp8_codes, product_obstacle
+from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
+from torchq.lowering.ops.fp8 import Fp8Weights, fp8_codes, product_obstacle
 from torchq.lowering.qparams import QParams
 from torchq.nn import (
     QuantConv1d,
@@ -34,36 +39,39 @@ from torchq.nn import (
 )
 from torchq.utils import Registry
 
-__all__ = ["LOWERINGS", "integer_weight", "lower", "static_arguments", "uncalibrated"]
+__all__ = ["LOWERINGS", "active", "integer_weight", "lower", "static_arguments", "uncalibrated"]
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
 
-#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. Also for subclasses that compute the same.
+#: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. An
+#: entry also serves subclasses that compute the same.
 LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
-#: Where subclasses of torch's layers compute something else.
-_SEAMS = ("forward", "_conv_forward")
+#: The methods by which subclasses of torch's layers compute something else.
+_FORWARD_METHODS = ("forward", "_conv_forward")
 
 
 def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
-    """The integer layer for ``module``, or why there is none.
+    """Return the integer layer for ``module``, or the reason why there is none.
 
     Args:
         module: calibrated, left unchanged.
-        reduce_range: see :func:`torchq.deploy`.
+        reduce_range: give weights 7 bits; see :func:`torchq.deploy`.
     """
     base = next((cls for cls in type(module).__mro__ if cls in LOWERINGS), None)
     if base is None:
         return f"no integer kernel for {type(module).__name__}"
-    if "forward" in vars(module) or any(
-        getattr(type(module), name, None) is not getattr(base, name, None) for name in _SEAMS
-    ):
+    overridden = any(
+        getattr(type(module), name, None) is not getattr(base, name, None)
+        for name in _FORWARD_METHODS
+    )
+    if overridden or "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     with torch.no_grad():
         return LOWERINGS[base](module, reduce_range)
 
 
 def uncalibrated(model: nn.Module) -> list[str]:
-    """Paths of the quantizers that are on, not dynamic, and have no range."""
+    """Return the paths of the quantizers that are on, not dynamic, and have no range."""
     named = ((name, m) for name, m in model.named_modules() if isinstance(m, TensorQuantizer))
     return [
         name for name, q in named if q.quantizing and not q.descriptor.dynamic and not q.calibrated
@@ -71,16 +79,23 @@ def uncalibrated(model: nn.Module) -> list[str]:
 
 
 def active(quantizer: nn.Module) -> TensorQuantizer | None:
-    """The quantizer, if it quantizes."""
+    """Return the quantizer if it quantizes, else None."""
     return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
 
 
 def integer_weight(
     quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool, axis: int = 0
 ) -> tuple[Tensor, Tensor] | str:
-    """Int8 codes of a weight and the float32 scale of each index on ``axis``, its output channels, as the simulation rounds them.
+    """Return a weight as integers, as the simulation rounds it, or why that cannot be.
 
-    Or why that cannot be. ``reduce_range`` rounds to 7 bits over the same range instead.
+    Args:
+        quantizer: of the weight.
+        weight: floating point.
+        reduce_range: round to 7 bits over the same range instead.
+        axis: of the output channels.
+
+    Returns:
+        int8 codes of the weight's shape, and the float32 scale of each output channel, (out,).
     """
     d = quantizer.descriptor
     format = d.format
@@ -97,7 +112,7 @@ def integer_weight(
 def _rounded(
     quantizer: TensorQuantizer, weight: Tensor, format: Format, axis: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """A weight as numbers of ``format``, still float32, and the scale of each output channel."""
+    """Return a weight as numbers of ``format``, float32, and the scale of each output channel."""
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
     amax = quantizer.range_for(weight).detach().to(torch.float32)
@@ -107,6 +122,7 @@ def _rounded(
 
 
 def _per_output(granularity: Granularity, weight: Tensor, axis: int = 0) -> bool:
+    """Return True if an output channel has one range."""
     if isinstance(granularity, PerAxis):
         return [a % weight.dim() for a in granularity.axes] == [axis]
     return isinstance(granularity, PerTensor)
@@ -115,7 +131,12 @@ def _per_output(granularity: Granularity, weight: Tensor, axis: int = 0) -> bool
 def static_arguments(
     module: QuantModule, reduce_range: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, QParams, torch.dtype, Tensor | None] | str:
-    """The arguments of an :class:`Int8Layer`, or why there is none."""
+    """Return the arguments of an :class:`Int8Layer`, or why there is none.
+
+    Args:
+        module: a layer with ``input_quantizer`` and ``weight_quantizer``.
+        reduce_range: give weights 7 bits.
+    """
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None or w is None:
         return f"its {'input' if x is None else 'weight'} is not quantized"
@@ -126,20 +147,29 @@ def static_arguments(
     qparams = QParams.of(x)
     if isinstance(qparams, str):
         return qparams
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    codes = integer_weight(w, weight.detach(), reduce_range, module.channel_axis)
+    weight = _weight(module)
+    codes = integer_weight(w, weight, reduce_range, module.channel_axis)
     if isinstance(codes, str):
         return codes
     return *codes, _bias(module), qparams, weight.dtype, x.pre_quant_scale
+
+
+def _weight(module: QuantModule) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight.detach()
+
+
+def _bias(module: QuantModule) -> Tensor | None:
+    assert module.bias is None or isinstance(module.bias, Tensor)
+    return module.bias
 
 
 @LOWERINGS.register(QuantConv1d)
 @LOWERINGS.register(QuantConv2d)
 @LOWERINGS.register(QuantConv3d)
 def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
-    parts = static_arguments(module, reduce_range)
-    return parts if isinstance(parts, str) else Int8Conv(module, *parts)
+    arguments = static_arguments(module, reduce_range)
+    return arguments if isinstance(arguments, str) else Int8Conv(module, *arguments)
 
 
 @LOWERINGS.register(QuantLinear)
@@ -147,83 +177,65 @@ def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if x is None and w is not None and w.descriptor.fake_quant:
         return _weight_only(module, w)
-    if (
-        x is not None
-        and w is not None
-        and isinstance(x.descriptor.format, FloatFormat)
-        and isinstance(w.descriptor.format, FloatFormat)
-    ):
-        return _fp8(module, x, w)
-    if x is not None and w is not None and x.descriptor.dynamic:
-        return _dynamic(module, x, w, reduce_range)
-    parts = static_arguments(module, reduce_range)
-    return parts if isinstance(parts, str) else Int8Linear(*parts)
+    if x is not None and w is not None:
+        formats = (x.descriptor.format, w.descriptor.format)
+        if all(isinstance(format, FloatFormat) for format in formats):
+            return _fp8(module, x, w)
+        if x.descriptor.dynamic:
+            return _dynamic(module, x, w, reduce_range)
+    arguments = static_arguments(module, reduce_range)
+    return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
 
 
 def _weight_only(module: QuantModule, quantizer: TensorQuantizer) -> nn.Module | str:
-    d, weight = quantizer.descriptor, module.weight
-    assert isinstance(weight, Tensor)
+    d, weight = quantizer.descriptor, _weight(module)
     if not isinstance(d.format, IntFormat) or not d.format.signed or d.format.bits > 8:
         return f"weight format {d.format} does not fit int8"
     block = d.granularity
-    if isinstance(block, PerBlock) and (
-        block.axis % 2 != 1 or weight.shape[1] % block.size or d.scale_format is not None
-    ):
-        return "weight blocks do not divide the inputs, or have scales of their own format"
-    if not (isinstance(block, PerBlock) or _per_output(block, weight)):
+    if isinstance(block, PerBlock):
+        divides = block.axis % 2 == 1 and not weight.shape[1] % block.size
+        if not divides or d.scale_format is not None:
+            return "weight blocks do not divide the inputs, or have scales of their own format"
+    elif not _per_output(block, weight):
         return "weight ranges are neither per tensor, per output channel nor per block"
     if quantizer.pre_quant_scale is not None:
         return "its weight is scaled before it is quantized"
-    weight = weight.detach()
     amax = quantizer.range_for(weight).detach().to(torch.float32)
     codes = quantize(weight, amax, d.format, block).to(torch.int8).contiguous()
     scale = scale_from_amax(amax, d.format)
-    scale = (
-        scale if isinstance(block, PerBlock) and scale.dim() == 2 else scale.flatten().view(-1, 1)
-    )
-    return WeightOnlyLinear(
-        codes,
-        scale.expand(weight.shape[0], -1).contiguous(),
-        _bias(module),
-        d.format.bits,
-        weight.dtype,
-    )
+    if not isinstance(block, PerBlock) or scale.dim() != 2:
+        scale = scale.flatten().view(-1, 1)
+    scale = scale.expand(weight.shape[0], -1).contiguous()
+    return WeightOnlyLinear(codes, scale, _bias(module), d.format.bits, weight.dtype)
 
 
 def _dynamic(
     module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce_range: bool
 ) -> nn.Module | str:
-    d = x.descriptor
+    d, weight = x.descriptor, _weight(module)
     if not isinstance(d.format, IntFormat) or d.format.bits > 8:
         return f"format {d.format} has no 8-bit integer kernel"
     if x.pre_quant_scale is not None or not (d.fake_quant and w.descriptor.fake_quant):
         return "its dynamic input has a scale in front, or codes as result"
     if problem := _not_per_token(d.granularity):
         return problem
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    codes = integer_weight(w, weight.detach(), reduce_range)
-    return (
-        codes
-        if isinstance(codes, str)
-        else DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
-    )
+    codes = integer_weight(w, weight, reduce_range)
+    if isinstance(codes, str):
+        return codes
+    return DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
 
 
 def _not_per_token(granularity: Granularity) -> str:
-    """Why the ranges of a call are not those of tokens, or of the tensor; empty if they are."""
+    """Return why ranges of a call are not those of tokens or of the tensor; empty if they are."""
     if not isinstance(granularity, PerTensor | PerAxis):
         return "its dynamic input has blocks"
-    return (
-        "its dynamic input has a range per feature"
-        if isinstance(granularity, PerAxis) and -1 in granularity.axes
-        else ""
-    )
+    if isinstance(granularity, PerAxis) and -1 in granularity.axes:
+        return "its dynamic input has a range per feature"
+    return ""
 
 
 def _fp8(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer) -> nn.Module | str:
-    d, format, weight = x.descriptor, w.descriptor.format, module.weight
-    assert isinstance(weight, Tensor)
+    d, format, weight = x.descriptor, w.descriptor.format, _weight(module)
     if problem := product_obstacle(d.format, format):
         return problem
     if not (d.fake_quant and w.descriptor.fake_quant):
@@ -234,22 +246,9 @@ def _fp8(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer) -> nn.Modu
         return problem
     if not d.dynamic and (not isinstance(d.granularity, PerTensor) or x.amax.numel() != 1):
         return "activations have more than one range"
-    amax = (
-        None if d.dynamic else x.amax.detach().to(torch.float32).reshape(()) * (d.scale_amax or 1.0)
-    )
-    codes, scale = _rounded(w, weight.detach(), format)
-    return Fp8Linear(
-        fp8_codes(codes, format.name),
-        scale,
-        format.name,
-        _bias(module),
-        d,
-        amax,
-        weight.dtype,
-        x.pre_quant_scale,
-    )
-
-
-def _bias(module: QuantModule) -> Tensor | None:
-    assert module.bias is None or isinstance(module.bias, Tensor)
-    return module.bias
+    amax = None
+    if not d.dynamic:
+        amax = x.amax.detach().to(torch.float32).reshape(()) * (d.scale_amax or 1.0)
+    values, scale = _rounded(w, weight, format)
+    weights = Fp8Weights(fp8_codes(values, format.name), scale, format.name, _bias(module))
+    return Fp8Linear(weights, d, amax, weight.dtype, x.pre_quant_scale)

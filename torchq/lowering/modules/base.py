@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.ops import onednn
+from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import kernel
 from torchq.lowering.qparams import QParams
 
@@ -179,7 +180,7 @@ class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        onednn.forget(self.weight_codes)  # its values were copied into in place
+        KERNELS.forget(self.weight_codes)  # its values were copied into in place
 
     def _size(self) -> int:
         """Return the bytes of all buffers."""
@@ -271,12 +272,24 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
             x = x * self.pre_quant_scale.to(x.dtype)
         return self.input_qparams.quantize(x)
 
-    def output_arguments(self) -> tuple[float, int, torch.dtype, str, Sequence[float]]:
-        """Return scale, zero point, dtype, activation and its arguments, as the operators do."""
-        qparams = self.output_qparams
-        if qparams is None:
-            return 1.0, 0, torch.float32, self.activation, self.arguments
-        return qparams.scale, qparams.zero_point, torch.uint8, self.activation, self.arguments
+    def int8_weights(self) -> Int8Weights:
+        """Return the weights and what the input's codes stand for, as kernels take them."""
+        qparams = self.input_qparams
+        return Int8Weights(
+            self.weight_codes, self.weight_scale, self.bias, qparams.scale, qparams.zero_point
+        )
+
+    def epilogue(self) -> Epilogue:
+        """Return what kernels do with their sums."""
+        out, residual = self.output_qparams, self.residual_qparams
+        result = Epilogue(activation=self.activation, arguments=tuple(self.arguments))
+        if out is not None:
+            result = result._replace(scale=out.scale, zero_point=out.zero_point, dtype=torch.uint8)
+        if residual is not None:
+            result = result._replace(
+                residual_scale=residual.scale, residual_zero_point=residual.zero_point
+            )
+        return result
 
     @property
     def finished(self) -> bool:

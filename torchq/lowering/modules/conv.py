@@ -11,106 +11,92 @@ from torch import Tensor
 from torchq.lowering.modules.base import Int8Layer, eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
+from torchq.lowering.ops.params import ConvParams
+from torchq.lowering.ops.schemas import int8_conv
 
 __all__ = ["Int8Conv"]
 
 
 class Int8Conv(Int8Layer):
-    """An integer convolution in 1, 2 or 3 dimensions; the arguments beyond :class:`Int8Layer`'s are those of a float one.
+    """An integer convolution in 1, 2 or 3 dimensions.
+
+    Args:
+        conv: a convolution, or an object with the same attributes, that says everything but the
+            weight and the bias.
+        args: the arguments of :class:`Int8Layer`.
 
     Attributes:
-        overwrites_residual: nothing reads the residual afterwards, so that the result may take its place in memory.
+        params: the numbers of the kernel's convolution, whose padding is symmetric zeros.
+        border: the padding that is added before the kernel, in the order of ``F.pad``; None where
+            the kernel does all of it.
+        border_mode: the mode of that padding.
+        overwrites_residual: the result may take the place of the residual in memory, because
+            nothing reads the residual afterwards.
 
     Shape:
-        (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last in memory for 2 and 3 dimensions.
+        (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last
+        in memory for 2 and 3 dimensions.
     """
 
     kind = "conv"
 
     def __init__(self, conv: Any, *args: Any) -> None:
         super().__init__(*args)
-        self.stride, self.dilation = list[int](conv.stride), list[int](conv.dilation)
-        self.groups: int = conv.groups
-        self.padding, self.border = _split_padding(conv)
+        padding, self.border = _split_padding(conv)
+        self.params = ConvParams(tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
         self.border_mode: str = conv.padding_mode
         self.overwrites_residual = False
 
     @property
     def adds(self) -> bool:
-        """Whether the kernel adds a second tensor to its result."""
+        """True where the kernel can add a second tensor to its result."""
         return self.weight_codes.dim() < 5
 
     def per_row(self, channels: Tensor) -> Tensor:
-        """A value for each output channel as one for each row of the weight."""
+        """Return a value for each output channel, (out,), as one for each row of the weight."""
         return channels
 
     def codes(self, x: Tensor) -> Tensor:
-        """``x`` as codes of the input qparams; many images a few at a time."""
-        many = (
-            eager(x)
-            and x.dim() == 4
-            and len(x) > 1
-            and x.dtype is not torch.uint8
-            and self.pre_quant_scale is None
-        )
-        return self.input_qparams.quantize_images(x) if many else super().codes(x)
+        """Return ``x`` as uint8 codes of the input; several images are quantized one by one."""
+        several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None
+        if several and x.dtype is not torch.uint8 and eager(x):
+            return self.input_qparams.quantize_images(x)
+        return super().codes(x)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Convolve. ``residual`` is added before the activation: float, or codes of :attr:`residual_qparams`."""
+        """Return the convolution of ``x``.
+
+        Args:
+            x: floating point, or codes of :attr:`input_qparams`.
+            residual: added before the activation: floating point, or codes of
+                :attr:`residual_qparams`.
+        """
         if x.dtype is not torch.uint8:
             if (twin := self.unsigned_twin(x)) is not None:
                 return twin(x, residual)
             x = self.codes(x)
-        if eager(x):
-            key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
-            run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(x, residual))
-            return run(x) if residual is None else run(x, residual)
-        return self._dispatched(x, residual)
+        if not eager(x):
+            return self._dispatched(x, residual)
+        key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
+        run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(x, residual))
+        return run(x) if residual is None else run(x, residual)
 
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
+        """Return the layer as a function of codes, and residuals, like these."""
         simple = self.border is None and x.dim() == self.weight_codes.dim()
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched
-        arguments: tuple[Any, ...] = (
-            *self._layer(),
-            *self.output_arguments(),
-            *self._residual(),
-            self.overwrites_residual,
-        )
-        run = onednn.bind_conv(x.shape, residual, *arguments)
+        layer = (self.int8_weights(), self.params, self.epilogue())
+        run = onednn.bind_conv(x.shape, *layer, residual, self.overwrites_residual)
         return run if self.finished else lambda *tensors: self.finish(run(*tensors))
-
-    def _layer(self) -> tuple[Any, ...]:
-        qparams, static = (
-            self.input_qparams,
-            (self.stride, self.padding, self.dilation, self.groups),
-        )
-        return (
-            self.weight_codes,
-            self.weight_scale,
-            self.bias,
-            qparams.scale,
-            qparams.zero_point,
-            *static,
-        )
-
-    def _residual(self) -> tuple[float, int]:
-        return (
-            (1.0, 0)
-            if self.residual_qparams is None
-            else (self.residual_qparams.scale, self.residual_qparams.zero_point)
-        )
 
     def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         single = x.dim() == self.weight_codes.dim() - 1
         x = x.unsqueeze(0) if single else x
         if self.border is not None:
             x = self._pad(x, self.border)
-        y = self.finish(
-            torch.ops.torchq.int8_conv(
-                x, *self._layer(), *self.output_arguments(), residual, *self._residual()
-            )
-        )
+        y = int8_conv(x, self.int8_weights(), self.params, self.epilogue(), residual)
+        y = self.finish(y)
         return y.squeeze(0) if single else y
 
     def _pad(self, x: Tensor, border: list[int]) -> Tensor:
@@ -120,16 +106,19 @@ class Int8Conv(Int8Layer):
         return F.pad(x.float(), border, mode=self.border_mode).to(torch.uint8)
 
 
-def _split_padding(conv: Any) -> tuple[list[int], list[int] | None]:
-    """Symmetric zero padding for the kernel, and what has to be padded before it, in the order of ``F.pad``."""
-    spatial = len(conv.kernel_size)
+def _split_padding(conv: Any) -> tuple[tuple[int, ...], list[int] | None]:
+    """Return the symmetric zero padding of the kernel, and what is padded before it.
+
+    The second is None, or in the order of ``F.pad``.
+    """
+    none = (0,) * len(conv.kernel_size)
     if conv.padding == "valid":
-        return [0] * spatial, None
+        return none, None
     if conv.padding == "same":
         total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         before_after = [(t // 2, t - t // 2) for t in total]
     else:
         before_after = [(p, p) for p in conv.padding]
     if conv.padding_mode == "zeros" and all(a == b for a, b in before_after):
-        return [a for a, _ in before_after], None
-    return [0] * spatial, [side for pair in reversed(before_after) for side in pair]
+        return tuple(a for a, _ in before_after), None
+    return none, [side for pair in reversed(before_after) for side in pair]

@@ -125,7 +125,7 @@ class Int8ConvTranspose(Int8Conv):
 
     def per_row(self, channels: Tensor) -> Tensor:
         """A value for each output channel as one for each row of the weight."""
-        return _per_row(channels, self.groups, self.phases)
+        return _per_row(channels, self.params.groups, self.phases)
 
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:  # type: ignore[override]
         """The transposed convolution; ``output_size`` as in :class:`torch.nn.ConvTranspose2d`.
@@ -178,7 +178,7 @@ class Int8ConvTranspose(Int8Conv):
             lengths = [
                 length * stride for length, stride in zip(y.shape[1:-1], strides, strict=True)
             ]
-            apart = y.unflatten(-1, (self.groups, *strides, -1))
+            apart = y.unflatten(-1, (self.params.groups, *strides, -1))
             pairs = [axis for i in range(spatial) for axis in (1 + i, 2 + spatial + i)]
             together = apart.permute(0, *pairs, 1 + spatial, -1)
             y = together.reshape(y.shape[0], *lengths, y.shape[-1] // self.phases).movedim(-1, 1)

@@ -39,9 +39,9 @@ class FloatPointwiseConv(Int8Conv):
             return False
         return (
             layer.weight_codes.shape[2:] == (1, 1)
-            and layer.groups == 1
+            and layer.params.groups == 1
             and layer.border is None
-            and not any(layer.padding)
+            and not any(layer.params.padding)
         )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

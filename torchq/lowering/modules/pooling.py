@@ -16,6 +16,8 @@ from torchq.lowering.modules.base import (
 )
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
+from torchq.lowering.ops.params import ConvParams, Int8Weights
+from torchq.lowering.ops.pooling import max_pool2d
 from torchq.lowering.qparams import QParams
 
 __all__ = ["AveragePooling", "CodesAvgPool2d", "CodesMaxPool2d"]
@@ -36,8 +38,8 @@ class CodesMaxPool2d(IntegerModule, nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the largest code of each window."""
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
-        return torch.ops.torchq.max_pool2d(input, *map(_pair, sizes), self.ceil_mode)
+        window = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return max_pool2d(input, [_pair(size) for size in window], self.ceil_mode)
 
 
 class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
@@ -86,14 +88,12 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
         if window is None:
             return self._float
         size, stride, padding = window
-        channels, before, after = shape[1], self.input_qparams, self.output_qparams
+        before, after, channels = self.input_qparams, self.output_qparams, shape[1]
         ones = torch.ones(channels, 1, *size, dtype=torch.int8)
         scale = torch.full((channels,), 1 / (size[0] * size[1]))
-        bounds = ("none", []) if after.saturates_by_itself else ("clamp", list(after.bounds))
-        return onednn.bind_conv(
-            shape, None, ones, scale, None, before.scale, before.zero_point, stride, padding, [1, 1], channels,
-            after.scale, after.zero_point, torch.uint8, *bounds, 1.0, 0,
-        )  # fmt: skip
+        weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
+        params = ConvParams(tuple(stride), tuple(padding), (1, 1), channels)
+        return onednn.bind_conv(shape, weights, params, after.epilogue())
 
     def extra_repr(self) -> str:
         return f"{self.input_qparams} -> {self.output_qparams}"

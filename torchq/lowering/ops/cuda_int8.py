@@ -1,55 +1,51 @@
 """The integer linear layer on GPUs: ``torch._int_mm``, with shapes padded to what it takes.
 
-The arithmetic is tested on CPUs, which have the same product, and the operands are tested against the rules of CUDA's; no GPU has run
-it yet.
+The arithmetic is tested on CPUs, which have the same product; the operands are tested against the
+rules of CUDA's.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torchq.lowering.ops.cuda import missing, padded
-from torchq.lowering.ops.prepack import PackCache
+from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.reference import finish
 
 __all__ = ["linear", "obstacle"]
 
-#: CUDA's product wants more rows than 16, and inner and outer sizes that are multiples of 8; its fastest kernels read 16 aligned bytes.
-_FEWEST_ROWS, _MULTIPLE = 17, 16
-_PACKED = PackCache()
+#: CUDA's product takes more rows than 16.
+_MIN_ROWS = 17
+#: Its inner and outer sizes are multiples of 8; the fastest kernels read 16 aligned bytes.
+_MULTIPLE = 16
 
 
 def obstacle(device: torch.device) -> str:
-    """Why ``device`` does not multiply integer matrices; empty if it does."""
+    """Return why ``device`` does not multiply integer matrices; empty if it does."""
     return missing(device, "torch._int_mm", (8, 0))
 
 
-def linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_linear`` by an integer product: exact sums in int32, as long as they fit.
+def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
+    """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``.
 
-    The product takes signed numbers, so that codes are shifted by 128; what that changes is the sum of the weights, made once.
+    Sums are exact in int32 as long as they fit. The product takes signed numbers, so codes are
+    shifted by 128, and ``(128 - x_zero_point)`` times the sum of the weights is added again.
     """
+    codes, scale, bias, x_scale, x_zero_point = weights
 
     def build() -> tuple[Tensor | None, Tensor]:
-        full = padded(weight, _MULTIPLE)
+        full = padded(codes, _MULTIPLE)
+        shift = (128 - x_zero_point) * codes.sum(1, dtype=torch.int32)
         # Not the weight itself: what is kept must not keep its key alive.
-        return None if full is weight else full, (128 - x_zero_point) * weight.sum(
-            1, dtype=torch.int32
-        )
+        return None if full is codes else full, shift
 
-    full, shift = _PACKED.get(weight, x_zero_point, (), build)
-    full = weight if full is None else full
+    full, shift = KERNELS.get(codes, ("int_mm", x_zero_point), (), build)
+    full = codes if full is None else full
     rows = x.reshape(-1, x.shape[-1])
-    signed = padded((rows ^ 128).view(torch.int8), _MULTIPLE, _FEWEST_ROWS)
-    sums = torch.ops.aten._int_mm(signed, full.t())[: rows.shape[0], : weight.shape[0]] + shift
-    y = sums.to(torch.float32) * (weight_scale * x_scale)
+    signed = padded((rows ^ 128).view(torch.int8), _MULTIPLE, _MIN_ROWS)
+    sums = torch.ops.aten._int_mm(signed, full.t())[: rows.shape[0], : codes.shape[0]] + shift
+    y = sums.to(torch.float32) * (scale * x_scale)
     y = y if bias is None else y + bias
-    return finish(y, out_scale, out_zero_point, out_dtype, name, arguments, None).view(
-        *x.shape[:-1], weight.shape[0]
-    )
+    return finish(y, epilogue).view(*x.shape[:-1], codes.shape[0])

@@ -1,35 +1,29 @@
-"""The integer operators on oneDNN's kernels, as torch ships them for x86 CPUs."""
+"""The integer operators on the oneDNN kernels that torch ships for x86 CPUs.
+
+A kernel is *bound* once: everything but the codes is looked up, converted and packed, and what
+remains is a function of the codes. In networks of small layers, collecting arguments takes longer
+than computing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.lowering.ops.epilogues import ACTIVATIONS
-from torchq.lowering.ops.prepack import PackCache
+from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 from torchq.lowering.ops.reference import finish
 
-__all__ = [
-    "PACKED",
-    "Run",
-    "available",
-    "bind_conv",
-    "bind_linear",
-    "conv",
-    "forget",
-    "linear",
-    "saturates",
-]
+__all__ = ["Run", "available", "bind_conv", "bind_linear", "conv", "linear", "saturates"]
 
-PACKED = PackCache()
-#: Bound kernels of the operators, which compiled and exported models call; layers keep their own.
-_RUNS = PackCache()
+#: A bound kernel: codes, and a residual where it adds one, to the result.
+Run = Callable[..., Tensor]
 
 _OPERATORS = (
     "qconv_prepack",
@@ -38,324 +32,227 @@ _OPERATORS = (
     "qlinear_prepack",
     "qlinear_pointwise",
 )
-#: What the 3-d kernel applies to its result, and what a kernel that adds does.
-_KNOWN_3D, _KNOWN_ADDING = ("none",), ("none", "relu")
+#: The activations that torch's 3-d convolution applies.
+_ACTIVATIONS_3D = ("none",)
+#: The activations that the convolution applies behind a residual.
+_ACTIVATIONS_AFTER_ADD = ("none", "relu")
 
 
 @lru_cache
 def available() -> bool:
-    """Whether this build of torch has the operators."""
+    """Return True if this build of torch has the operators."""
     return torch.backends.mkldnn.is_available() and all(
         hasattr(torch.ops.onednn, name) for name in _OPERATORS
     )
 
 
-@dataclass(frozen=True)
-class _Packed:
+class _Packed(NamedTuple):
+    """What the operators take between the codes and their post-ops, from the input's scale on."""
+
+    x_scale: float
+    x_zero_point: int
     weight: Tensor
     scale: Tensor
     zero_point: Tensor
     bias: Tensor | None
 
 
-def _pack(
-    packed: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    x_scale: float,
-    x_zero_point: int,
-) -> _Packed:
-    """Fold the zero point of the input into the bias: sum (x - z) w = sum x w - z sum w. Kernels without one are much faster."""
-    scale = scale.expand(weight.shape[0]).contiguous()
-    zero = torch.zeros(weight.shape[0], dtype=torch.int64)
+def _pack(weights: Int8Weights, packed: Tensor) -> _Packed:
+    """Return the arguments for a packed weight, with the zero point of the input in the bias.
+
+    ``sum (x - z) w = sum x w - z sum w``. Kernels without a zero point are much faster.
+    """
+    codes, scale, bias, x_scale, x_zero_point = weights
+    scale = scale.expand(codes.shape[0]).contiguous()
     if x_zero_point:
-        shift = (
-            weight.flatten(1).sum(1, dtype=torch.int64).double()
-            * scale.double()
-            * (x_scale * x_zero_point)
-        )
+        sums = codes.flatten(1).sum(1, dtype=torch.int64).double()
+        shift = sums * scale.double() * (x_scale * x_zero_point)
         bias = (-shift if bias is None else bias.double() - shift).float()
-    return _Packed(packed, scale, zero, None if bias is None else bias.float())
-
-
-def forget(weight: Tensor) -> None:
-    """Drop what was made of ``weight``: its values have changed."""
-    for cache in (PACKED, _RUNS):
-        cache.forget(weight)
-
-
-Run = Callable[..., Tensor]
+    zero_points = torch.zeros(codes.shape[0], dtype=torch.int64)
+    return _Packed(x_scale, 0, packed, scale, zero_points, None if bias is None else bias.float())
 
 
 def conv(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    residual: Tensor | None, residual_scale: float, residual_zero_point: int,
-) -> Tensor:  # fmt: skip
-    """One convolution; see ``torchq::int8_conv``."""
-    settings: tuple[Any, ...] = (
-        x_scale, x_zero_point, tuple(stride), tuple(padding), tuple(dilation), groups,
-        out_scale, out_zero_point, out_dtype, name, tuple(arguments), residual_scale, residual_zero_point,
-    )  # fmt: skip
-    added = (None, None) if residual is None else (residual.shape, residual.dtype)
-    run: Run = _RUNS.get(
-        weight,
-        (x.shape, *added, *settings),
-        (weight_scale, bias),
-        lambda: bind_conv(x.shape, residual, weight, weight_scale, bias, *settings),
+    x: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the convolution of ``x`` (uint8 codes); see ``torchq::int8_conv``."""
+    codes, scale, bias, *input_qparams = weights
+    added = None if residual is None else (residual.shape, residual.dtype)
+    run: Run = KERNELS.get(
+        codes,
+        ("conv", (x.shape, added, *input_qparams, params, epilogue)),
+        (scale, bias),
+        lambda: bind_conv(x.shape, weights, params, epilogue, residual),
     )
     return run(x) if residual is None else run(x, residual)
 
 
 def bind_conv(
-    shape: Sequence[int], residual: Tensor | None, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    residual_scale: float, residual_zero_point: int, overwrite: bool = False,
-) -> Run:  # fmt: skip
-    """The convolution as a function of the codes alone, for inputs of ``shape`` and residuals like ``residual``.
-
-    In networks of small layers, finding arguments takes longer than computing; this is done once. With ``overwrite`` the result may take
-    the place of the residual.
-    """
-    inputs = (
-        shape,
-        weight,
-        weight_scale,
-        bias,
-        x_scale,
-        x_zero_point,
-        stride,
-        padding,
-        dilation,
-        groups,
-    )
-    out = (out_scale, out_zero_point, out_dtype, name, arguments)
-    if residual is None and (weight.dim() < 5 or name in _KNOWN_3D):
-        return _bind(*inputs, *out)
-    # The kernel adds tensors of the same shape, and codes to codes.
-    fits = residual is not None and (residual.dtype is torch.uint8) == (out_dtype is torch.uint8)
-    if (
-        fits
-        and name in _KNOWN_ADDING
-        and weight.dim() < 5
-        and residual.shape == _shape(shape, weight, stride, padding, dilation)
-    ):  # type: ignore[union-attr]
-        return _bind(*inputs, *out, (residual_scale, residual_zero_point, overwrite))
-    plain = _bind(*inputs, 1.0, 0, torch.float32, "none", [])
-
-    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is not None and residual.dtype is torch.uint8:
-            residual = (residual.float() - residual_zero_point) * residual_scale
-        return finish(plain(x), *out, residual)
-
-    return run
-
-
-def _shape(
     shape: Sequence[int],
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> tuple[int, ...]:
-    sizes = zip(shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    return (
-        shape[0],
-        weight.shape[0],
-        *((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes),
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None = None,
+    overwrite: bool = False,
+) -> Run:
+    """Return the convolution as a function of the codes, and of a residual where one is given.
+
+    Args:
+        shape: of the codes, (N, C, ...).
+        weights: of the layer.
+        params: of the convolution.
+        epilogue: what is done with the sums.
+        residual: a tensor like those that the function will be called with, or None.
+        overwrite: the result may take the place of the residual in memory.
+    """
+    ndim, activation = weights.codes.dim(), epilogue.activation
+    if residual is None and (ndim < 5 or activation in _ACTIVATIONS_3D):
+        return _bind(shape, weights, params, lambda p, q: _plain(p, q, epilogue))
+    # The kernel adds tensors of the same shape, codes to codes and floats to floats.
+    adds = (
+        residual is not None
+        and (residual.dtype is torch.uint8) == (epilogue.dtype is torch.uint8)
+        and activation in _ACTIVATIONS_AFTER_ADD
+        and ndim < 5
+        and residual.shape == params.output_shape(shape, weights.codes.shape)
     )
+    if adds:
+        return _bind(shape, weights, params, lambda p, q: _adding(p, q, epilogue, overwrite))
+    run = _bind(shape, weights, params, lambda p, q: _plain(p, q, Epilogue()))
+    return lambda x, residual=None: finish(run(x), epilogue, residual)
 
 
 def _bind(
-    shape: Sequence[int], weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-    added: tuple[float, int, bool] | None = None,
-) -> Run:  # fmt: skip
-    post: tuple[Any, ...] = (out_scale, out_zero_point, out_dtype, name, arguments, added)
-    if (
-        len(shape) == 3
-    ):  # the 1-d operator knows fewer activations than the 2-d one, and calls the same kernels
-        wide, raised = ([1, *stride], [0, *padding], [1, *dilation]), (*shape[:2], 1, shape[2])
-        run = _bind(raised, weight, weight_scale, bias, x_scale, x_zero_point, *wide, groups, *post)
-        return lambda *tensors: run(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
-    if x_zero_point and any(padding):
-        # Zero padding of codes must add the code of zero, which a kernel without zero point does not know.
-        border = [p for p in reversed(padding) for _ in range(2)]
-        larger = (*shape[:2], *(size + 2 * p for size, p in zip(shape[2:], padding, strict=True)))
-        inner = _bind(
-            larger,
-            weight,
-            weight_scale,
-            bias,
-            x_scale,
-            x_zero_point,
-            stride,
-            [0] * len(padding),
-            dilation,
-            groups,
-            *post,
-        )
-        return lambda x, *rest: inner(F.pad(x, border, value=float(x_zero_point)), *rest)
-    static = (list(stride), list(padding), list(dilation), groups)
+    shape: Sequence[int],
+    weights: Int8Weights,
+    params: ConvParams,
+    make: Callable[[_Packed, ConvParams], Run],
+) -> Run:
+    """Return the function that ``make`` returns for packed weights, for images of ``shape``."""
+    if len(shape) == 3:
+        # The 1-d operator knows fewer activations than the 2-d one, and calls the same kernels.
+        flat = _bind((*shape[:2], 1, shape[2]), weights, params.widened(), make)
+        return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
+    if weights.x_zero_point and any(params.padding):
+        # Zeros of the image are codes of x_zero_point, which a kernel without one does not know.
+        zero = float(weights.x_zero_point)
+        border = [p for p in reversed(params.padding) for _ in range(2)]
+        image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]
+        inner = _bind((*shape[:2], *image), weights, params.unpadded(), make)
+        return lambda x, *residual: inner(F.pad(x, border, value=zero), *residual)
+    return make(_packed_conv(shape, weights, params), params)
+
+
+def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> _Packed:
+    """Return the packed weights for images of ``shape``.
+
+    Their layout depends on the size of the image, not on the batch. A weight in the layout of
+    another size is converted at every call, which takes a hundred times longer than convolving.
+    """
+    codes, scale, bias, x_scale, x_zero_point = weights
 
     def build() -> _Packed:
-        plain = weight if weight.dim() == len(shape) else weight.unsqueeze(2)
+        plain = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
+        scales = scale.expand(len(codes)).contiguous()
         packed = torch.ops.onednn.qconv_prepack(
-            plain,
-            weight_scale.expand(weight.shape[0]).contiguous(),
-            x_scale,
-            0,
-            *static,
-            list(shape),
+            plain, scales, x_scale, 0, *_lists(params), list(shape)
         )
-        return _pack(packed, weight, weight_scale, bias, x_scale, x_zero_point)
+        return _pack(weights, packed)
 
-    # The layout depends on the size of the image, not on the batch: weights in another one are converted at every call, which
-    # takes a hundred times longer than the convolution.
-    p: _Packed = PACKED.get(
-        weight,
-        (x_scale, x_zero_point, *stride, *padding, *dilation, *shape[2:]),
-        (weight_scale, bias),
-        build,
-    )
-    fixed = (x_scale, 0, p.weight, p.scale, p.zero_point)
-    if added is not None:
-        return _adding(fixed, p.bias, static, out_scale, out_zero_point, out_dtype, name, added)
-    act = ACTIVATIONS[name]
-    rest = (
-        p.bias,
-        *static,
-        out_scale,
-        out_zero_point,
-        out_dtype,
-        act.onednn,
-        list(arguments),
-        act.algorithm,
-    )
-    operator = (
+    key = ("packed conv", (x_scale, x_zero_point, params, *shape[2:]))
+    found: _Packed = KERNELS.get(codes, key, (scale, bias), build)
+    return found
+
+
+def _plain(packed: _Packed, params: ConvParams, epilogue: Epilogue) -> Run:
+    """Return the convolution without a residual."""
+    dims = len(params.stride)
+    operator: Any = (
         torch.ops.onednn.qconv2d_pointwise.default
-        if len(shape) == 4
+        if dims == 2
         else torch.ops.onednn.qconv3d_pointwise.default
     )
-    return lambda x: operator(x, *fixed, *rest)
+    *head, bias = packed
+    rest = (bias, *_lists(params), *_post_op(epilogue))
+    return lambda x: operator(x, *head, *rest)
 
 
-def _adding(
-    fixed: tuple[object, ...], bias: Tensor | None, static: tuple[object, ...], out_scale: float, out_zero_point: int, out_dtype: torch.dtype,
-    name: str, added: tuple[float, int, bool],
-) -> Run:  # fmt: skip
-    *qparams, overwrite = added
-    rest = (
-        bias,
-        *static,
-        out_scale,
-        out_zero_point,
-        out_dtype,
-        *qparams,
-        "sum",
-        1.0,
-        "relu" if name == "relu" else None,
-        [],
-        "",
-    )
-    operator = torch.ops.onednn.qconv2d_pointwise.binary
+def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: bool) -> Run:
+    """Return the convolution that adds a residual in its kernel."""
+    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
+    *head, bias = packed
+    relu = "relu" if epilogue.activation == "relu" else None
+    output = (epilogue.scale, epilogue.zero_point, epilogue.dtype)
+    added = (epilogue.residual_scale, epilogue.residual_zero_point)
+    rest = (bias, *_lists(params), *output, *added, "sum", 1.0, relu, [], "")
+    dtype, last = epilogue.dtype, torch.channels_last
 
     def run(x: Tensor, residual: Tensor) -> Tensor:
-        # The kernel adds in place, and interprets what it finds as being of the output's type.
-        if not (
-            overwrite
-            and residual.dtype is out_dtype
-            and residual.is_contiguous(memory_format=torch.channels_last)
-        ):
-            residual = residual.to(out_dtype, memory_format=torch.channels_last, copy=True)
-        return operator(x, *fixed, residual, *rest)
+        # The kernel adds in place, and reads the residual as a tensor of the output's dtype.
+        fits = residual.dtype is dtype and residual.is_contiguous(memory_format=last)
+        if not (overwrite and fits):
+            residual = residual.to(dtype, memory_format=last, copy=True)
+        return operator(x, *head, residual, *rest)
 
     return run
 
 
-def linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """One linear layer; see ``torchq::int8_linear``."""
-    settings = (x_scale, x_zero_point, out_scale, out_zero_point, out_dtype, name, tuple(arguments))
-    run: Run = _RUNS.get(
-        weight,
-        settings,
-        (weight_scale, bias),
-        lambda: bind_linear(weight, weight_scale, bias, *settings),
+def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
+    """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``."""
+    codes, scale, bias, *input_qparams = weights
+    run: Run = KERNELS.get(
+        codes,
+        ("linear", (*input_qparams, epilogue)),
+        (scale, bias),
+        lambda: bind_linear(weights, epilogue),
     )
     return run(x)
 
 
-def bind_linear(
-    weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, name: str, arguments: Sequence[float],
-) -> Run:  # fmt: skip
-    """The linear layer as a function of the codes alone."""
+def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
+    """Return the linear layer as a function of the codes."""
+    codes, scale, bias, *input_qparams = weights
 
     def build() -> _Packed:
-        return _pack(
-            torch.ops.onednn.qlinear_prepack(weight, None),
-            weight,
-            weight_scale,
-            bias,
-            x_scale,
-            x_zero_point,
-        )
+        return _pack(weights, torch.ops.onednn.qlinear_prepack(codes, None))
 
-    p: _Packed = PACKED.get(weight, (x_scale, x_zero_point), (weight_scale, bias), build)
-    act, operator = ACTIVATIONS[name], torch.ops.onednn.qlinear_pointwise.default
-    fixed = (
-        x_scale,
-        0,
-        p.weight,
-        p.scale,
-        p.zero_point,
-        p.bias,
-        out_scale,
-        out_zero_point,
-        out_dtype,
-        act.onednn,
-        list(arguments),
-        act.algorithm,
-    )
-    return lambda x: operator(x, *fixed)
+    key = ("packed linear", tuple(input_qparams))
+    packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
+    operator: Any = torch.ops.onednn.qlinear_pointwise.default
+    rest = (*packed, *_post_op(epilogue))
+    return lambda x: operator(x, *rest)
+
+
+def _lists(params: ConvParams) -> tuple[Any, ...]:
+    """Return stride, padding, dilation and groups as the operators take them fastest."""
+    return (*map(list, params[:3]), params.groups)
+
+
+def _post_op(epilogue: Epilogue) -> tuple[Any, ...]:
+    """Return output scale, zero point, dtype and activation as the operators take them."""
+    act, arguments = ACTIVATIONS[epilogue.activation], list(epilogue.arguments)
+    return (*epilogue[:3], act.onednn, arguments, act.algorithm)
 
 
 @lru_cache
 def saturates() -> bool:
-    """Whether the kernels add two products in 16 bits, as CPUs without VNNI do: 255 * 127 * 2 does not fit.
+    """Return True if the kernels add two products in 16 bits, as CPUs without VNNI do.
 
-    Found by computing such a sum, so whatever limits oneDNN (``ONEDNN_MAX_CPU_ISA``, an emulator) is seen.
+    ``255 * 127 * 2`` does not fit 16 bits. Found by computing such a sum, so that whatever limits
+    oneDNN (``ONEDNN_MAX_CPU_ISA``, an emulator) is seen.
     """
     if not available():
         return False
     x = torch.full((16, 64), 255, dtype=torch.uint8)
-    weight = torch.full((64, 64), 127, dtype=torch.int8)
-    y = linear(x, weight, torch.ones(1), None, 1.0, 0, 1.0, 0, torch.float32, "none", [])
-    image, kernel = x.view(1, 64, 4, 4), weight.view(64, 64, 1, 1)
-    plain = ([1, 1], [0, 0], [1, 1], 1)
-    z = conv(
-        image,
-        kernel,
-        torch.ones(1),
-        None,
-        1.0,
-        0,
-        *plain,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        None,
-        1.0,
-        0,
-    )
+    codes = torch.full((64, 64), 127, dtype=torch.int8)
+    weights = Int8Weights(codes, torch.ones(1), None, 1.0, 0)
+    kernel = weights._replace(codes=codes.view(64, 64, 1, 1))
+    plain = ConvParams((1, 1), (0, 0), (1, 1))
+    y = linear(x, weights, Epilogue())
+    z = conv(x.view(1, 64, 4, 4), kernel, plain, Epilogue())
     exact = 64 * 255.0 * 127.0
     return bool((y != exact).any() or (z != exact).any())

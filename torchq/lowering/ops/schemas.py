@@ -1,207 +1,168 @@
-"""The operators of deployed models, in torch's own registry: ``torch.ops.torchq.int8_conv`` and ``int8_linear``.
+"""The integer operators in torch's own registry: ``torch.ops.torchq.int8_conv``, ``int8_linear``.
 
-They take plain tensors and numbers, so ``torch.compile``, ``torch.export`` with save and load, and copies of models all work. Which
-kernel runs is decided inside: oneDNN's on a CPU that has it, plain torch otherwise.
+They take plain tensors and numbers, so that ``torch.compile``, ``torch.export`` with save and load,
+and copies of models all work. Which kernel runs is decided inside: oneDNN's on a CPU that has it,
+``torch._int_mm`` on a GPU that has it, plain torch otherwise.
+
+This is the one place where the arguments of kernels (:mod:`torchq.lowering.ops.params`) are taken
+apart and put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.lowering.ops import cuda_int8, onednn, reference
+from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 
-__all__ = ["conv_any", "conv_cpu", "kernel", "linear_any", "linear_cpu", "linear_cuda"]
+__all__ = ["int8_conv", "int8_linear", "kernel"]
 
-# A fragment: other parts of torchq may define operators in the same namespace.
+# A fragment: other parts of torchq define operators in the same namespace.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
 
-_LIBRARY.define(
-    "int8_conv(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, float x_scale, int x_zero_point, SymInt[] stride, SymInt[] padding,"
-    " SymInt[] dilation, int groups, float out_scale, int out_zero_point, ScalarType out_dtype, str activation, float[] arguments,"
-    " Tensor? residual=None, float residual_scale=1.0, int residual_zero_point=0) -> Tensor"
+_WEIGHTS = "Tensor weight, Tensor weight_scale, Tensor? bias, float x_scale, int x_zero_point"
+_PARAMS = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, int groups"
+_EPILOGUE = (
+    "float out_scale, int out_zero_point, ScalarType out_dtype, str activation, float[] arguments"
 )
-_LIBRARY.define(
-    "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, float x_scale, int x_zero_point, float out_scale, int out_zero_point,"
-    " ScalarType out_dtype, str activation, float[] arguments) -> Tensor"
-)
+_RESIDUAL = "Tensor? residual=None, float residual_scale=1.0, int residual_zero_point=0"
+_LIBRARY.define(f"int8_conv(Tensor x, {_WEIGHTS}, {_PARAMS}, {_EPILOGUE}, {_RESIDUAL}) -> Tensor")
+_LIBRARY.define(f"int8_linear(Tensor x, {_WEIGHTS}, {_EPILOGUE}) -> Tensor")
 
 
 def kernel(device: torch.device, kind: str = "conv") -> tuple[str, str]:
-    """What an operator of ``kind`` (conv or linear) runs on ``device``, and why nothing faster where that is the reference.
+    """Return which kernel an operator runs, and why nothing faster where that is the reference.
 
-    ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``.
+    Args:
+        device: of the tensors.
+        kind: ``"conv"`` or ``"linear"``.
+
+    Returns:
+        ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``; and a reason or "".
     """
     if device.type == "cpu":
-        return (
-            ("onednn", "")
-            if onednn.available()
-            else ("reference", "this torch has no oneDNN operators")
-        )
-    problem = (
-        cuda_int8.obstacle(device)
-        if kind == "linear"
-        else f"integer convolutions run on CPUs, not on {device.type}"
-    )
-    return ("reference", problem) if problem else ("int_mm", "")
+        if onednn.available():
+            return "onednn", ""
+        return "reference", "this torch has no oneDNN operators"
+    if kind == "linear":
+        problem = cuda_int8.obstacle(device)
+        return ("reference", problem) if problem else ("int_mm", "")
+    return "reference", f"integer convolutions run on CPUs, not on {device.type}"
 
 
-def conv_any(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-    residual: Tensor | None = None, residual_scale: float = 1.0, residual_zero_point: int = 0,
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_conv`` anywhere."""
-    y = reference.conv(
-        x, weight, weight_scale, bias, x_scale, x_zero_point, stride, padding, dilation, groups
-    )
-    if residual is not None and residual.dtype is torch.uint8:
-        residual = (residual.float() - residual_zero_point) * residual_scale
-    return reference.finish(
-        y, out_scale, out_zero_point, out_dtype, activation, arguments, residual
-    )
+def int8_conv(
+    x: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the convolution of uint8 codes by ``torch.ops.torchq.int8_conv``.
+
+    Args:
+        x: uint8 codes, (N, C, ...) with 1 to 3 spatial dimensions.
+        weights: of the layer.
+        params: of the convolution.
+        epilogue: what is done with the sums.
+        residual: added to the result before the activation: floating point, or codes of the
+            epilogue's residual.
+
+    Returns:
+        (N, out, ...), of the epilogue's dtype; channels last in memory on CPUs.
+    """
+    return torch.ops.torchq.int8_conv(x, *weights, *params, *epilogue[:5], residual, *epilogue[5:])
 
 
-def conv_cpu(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-    residual: Tensor | None = None, residual_scale: float = 1.0, residual_zero_point: int = 0,
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_conv`` on the CPU."""
-    run = onednn.conv if onednn.available() and x.numel() else conv_any
-    return run(
-        x, weight, weight_scale, bias, x_scale, x_zero_point, stride, padding, dilation, groups,
-        out_scale, out_zero_point, out_dtype, activation, arguments, residual, residual_scale, residual_zero_point,
-    )  # fmt: skip
+def int8_linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
+    """Return ``activation(x @ weight.T + bias)`` by ``torch.ops.torchq.int8_linear``.
+
+    Args:
+        x: uint8 codes, (..., in).
+        weights: of the layer.
+        epilogue: what is done with the sums; without a residual.
+
+    Returns:
+        (..., out), of the epilogue's dtype.
+    """
+    return torch.ops.torchq.int8_linear(x, *weights, *epilogue[:5])
+
+
+def _epilogue(flat: tuple[Any, ...]) -> Epilogue:
+    scale, zero_point, dtype, activation, arguments, *residual = flat
+    return Epilogue(scale, zero_point, dtype, activation, tuple(arguments), *residual)
+
+
+def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``run``, which takes parameter objects, as a function of the operator's arguments.
+
+    torch leaves out trailing arguments that have their default value.
+    """
+
+    def operator(x: Tensor, *flat: Any) -> Tensor:
+        stride, padding, dilation, groups = flat[5:9]
+        params = ConvParams(tuple(stride), tuple(padding), tuple(dilation), groups)
+        residual = flat[14] if len(flat) > 14 else None
+        epilogue = _epilogue(flat[9:14] + flat[15:])
+        return run(x, Int8Weights(*flat[:5]), params, epilogue, residual)
+
+    return operator
+
+
+def _linear_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``run``, which takes parameter objects, as a function of the operator's arguments."""
+
+    def operator(x: Tensor, *flat: Any) -> Tensor:
+        return run(x, Int8Weights(*flat[:5]), _epilogue(flat[5:]))
+
+    return operator
+
+
+def _conv_cpu(x: Tensor, *args: Any) -> Tensor:
+    return (onednn if onednn.available() and x.numel() else reference).conv(x, *args)
+
+
+def _linear_cpu(x: Tensor, *args: Any) -> Tensor:
+    return (onednn if onednn.available() and x.numel() else reference).linear(x, *args)
+
+
+def _linear_cuda(x: Tensor, *args: Any) -> Tensor:
+    fast = not cuda_int8.obstacle(x.device) and x.numel()
+    return (cuda_int8 if fast else reference).linear(x, *args)
 
 
 def _conv_fake(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-    residual: Tensor | None = None, residual_scale: float = 1.0, residual_zero_point: int = 0,
-) -> Tensor:  # fmt: skip
-    sizes = [
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
-    shape = torch.Size((x.shape[0], weight.shape[0], *sizes))
+    x: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None,
+) -> Tensor:
+    shape = torch.Size(params.output_shape(x.shape, weights.codes.shape))
     if residual is not None:
         shape = torch.broadcast_shapes(shape, residual.shape)
-    out = x.new_empty(shape, dtype=out_dtype)
+    out = x.new_empty(shape, dtype=epilogue.dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return (
-        out.to(memory_format=formats[x.dim()])
-        if x.dim() in formats and x.device.type == "cpu" and onednn.available()
-        else out
-    )
+    if x.dim() in formats and x.device.type == "cpu" and onednn.available():
+        return out.to(memory_format=formats[x.dim()])
+    return out
 
 
-def linear_any(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_linear`` anywhere."""
-    y = reference.linear(x, weight, weight_scale, bias, x_scale, x_zero_point)
-    return reference.finish(y, out_scale, out_zero_point, out_dtype, activation, arguments, None)
+def _linear_fake(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weights.codes.shape[0]), dtype=epilogue.dtype)
 
 
-def linear_cpu(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_linear`` on the CPU."""
-    run = onednn.linear if onednn.available() and x.numel() else linear_any
-    return run(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        x_scale,
-        x_zero_point,
-        out_scale,
-        out_zero_point,
-        out_dtype,
-        activation,
-        arguments,
-    )
+def _register() -> None:
+    _LIBRARY.impl("int8_conv", _conv_operator(reference.conv), "CompositeExplicitAutograd")
+    _LIBRARY.impl("int8_conv", _conv_operator(_conv_cpu), "CPU")
+    torch.library.register_fake("torchq::int8_conv", _conv_operator(_conv_fake), lib=_LIBRARY)
+    _LIBRARY.impl("int8_linear", _linear_operator(reference.linear), "CompositeExplicitAutograd")
+    _LIBRARY.impl("int8_linear", _linear_operator(_linear_cpu), "CPU")
+    _LIBRARY.impl("int8_linear", _linear_operator(_linear_cuda), "CUDA")
+    torch.library.register_fake("torchq::int8_linear", _linear_operator(_linear_fake), lib=_LIBRARY)
 
 
-def linear_cuda(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, activation: str, arguments: Sequence[float],
-) -> Tensor:  # fmt: skip
-    """``torchq::int8_linear`` on a GPU."""
-    run = linear_any if cuda_int8.obstacle(x.device) or not x.numel() else cuda_int8.linear
-    return run(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        x_scale,
-        x_zero_point,
-        out_scale,
-        out_zero_point,
-        out_dtype,
-        activation,
-        arguments,
-    )
-
-
-def _linear_fake(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
-    out_scale: float, out_zero_point: int, out_dtype: torch.dtype, *rest: object,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
-for _name, _any, _cpu, _fake in (
-    ("int8_conv", conv_any, conv_cpu, _conv_fake),
-    ("int8_linear", linear_any, linear_cpu, _linear_fake),
-):
-    _LIBRARY.impl(_name, _any, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _cpu, "CPU")
-    torch.library.register_fake(f"torchq::{_name}", _fake, lib=_LIBRARY)
-_LIBRARY.impl("int8_linear", linear_cuda, "CUDA")
-
-
-def _max_pool_any(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
-    return F.max_pool2d(
-        x.float(), tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode
-    ).to(torch.uint8)
-
-
-def _max_pool_cpu(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
-    # torch's own max_pool2d refuses uint8 images that are channels last; this operator takes plain tensors and is ten times faster.
-    if x.numel() and x.dim() == 4 and hasattr(torch.ops.quantized, "max_pool2d"):
-        return torch.ops.quantized.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
-    return _max_pool_any(x, kernel, stride, padding, dilation, ceil_mode)
-
-
-_LIBRARY.define(
-    "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode) -> Tensor"
-)
-_LIBRARY.impl("max_pool2d", _max_pool_any, "CompositeExplicitAutograd")
-_LIBRARY.impl("max_pool2d", _max_pool_cpu, "CPU")
-torch.library.register_fake("torchq::max_pool2d", _max_pool_any, lib=_LIBRARY)
+_register()
