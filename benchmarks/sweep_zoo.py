@@ -1,0 +1,143 @@
+"""Sweep torchq over the networks of torchvision, timm, Ultralytics, smp and Hugging Face.
+
+For each network: does ``plan`` leave the model alone; does ``quantize_`` work, and which products
+with weights stay float; is the disabled model float bit for bit, at another size and batch and in
+train mode; do ``restore_``, ``save`` and ``load``, ``fuse_``, the placement for a target, the
+export to ONNX Runtime and ``deploy`` work and agree; and how fast are the last two over float.
+Weights are random and inputs small, so figures of accuracy and speed show defects, not merits.
+
+Each network runs in a process of its own with a time limit. Results are appended to a file as they
+come, and a second run goes on where the first one ended.
+
+Example:
+    python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --sample 3
+    python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Reporter
+from benchmarks.zoo_checks import CHECKS, run_checks
+from benchmarks.zoo_models import LIBRARIES, names
+
+__all__ = ["main", "table"]
+
+Row = dict[str, Any]
+PEERS = ("timm", "transformers", "ultralytics", "segmentation-models-pytorch", "onnxruntime")
+SPEEDS = ("export_speed", "deploy_speed")
+
+
+def run_one(name: str, limit: float) -> Row:
+    """Run the checks of one network in a process of its own; return what it reported in time."""
+    command = [sys.executable, "-m", "benchmarks.sweep_zoo", "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        text, end = done.stdout, done.returncode and f"exit {done.returncode}: {_last(done.stderr)}"
+    except subprocess.TimeoutExpired as error:
+        text = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        end = f"time limit of {limit:.0f} s"
+    row: Row = {"model": name}
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            row |= json.loads(line)
+    if end:
+        row |= {next((key for key in CHECKS if key not in row), "end"): end}
+    return row
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else ""
+
+
+def read(path: Path) -> list[Row]:
+    """Return the results in a file, the last one of each network."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({line["model"]: line for line in lines if line["kind"] == "result"}.values())
+
+
+def choose(libraries: Iterable[str], sample: int | None, match: str) -> list[str]:
+    """Return the names to run: all, or ``sample`` of each library, spread over its list."""
+    chosen: list[str] = []
+    for library in libraries:
+        found = [name for name in names(library) if match in name]
+        if sample is not None and len(found) > sample:
+            found = [found[i * len(found) // sample] for i in range(sample)]
+        chosen += found
+    return chosen
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return results as Markdown: a row for each network, then the totals."""
+    columns = [*CHECKS, "left float", "export", "deploy"]
+    lines = ["| network | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        cells = ["ok" if row.get(key) == "ok" else _short(row.get(key)) for key in CHECKS]
+        cells.append(f"{row.get('left_float', '?')} of {row.get('products', '?')}")
+        cells += [f"{row[key]:.2f}x" if key in row else "" for key in SPEEDS]
+        lines.append(f"| {row['model']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + summary(rows)
+
+
+def _short(value: object) -> str:
+    return "" if value is None else str(value).replace("|", "/")[:60]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many networks pass each check, and how many products stay float."""
+    lines = [f"{len(rows)} networks"]
+    for key in CHECKS:
+        run = [row for row in rows if key in row]
+        lines.append(f"{key}: {sum(row[key] == 'ok' for row in run)} of {len(run)}")
+    products, left = (sum(row.get(key, 0) for row in rows) for key in ("products", "left_float"))
+    lines.append(f"products with weights left float: {left} of {products}")
+    for key in SPEEDS:
+        slow = [row["model"] for row in rows if row.get(key, 1) < 1]
+        lines.append(f"{key} below 1: {len(slow)} ({', '.join(slow)})")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the sweep, or one network of it, or print the table of a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sweep_zoo.jsonl"))
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--match", default="", help="only networks whose name contains this")
+    parser.add_argument("--sample", type=int, help="only this many networks of each library")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for each network")
+    parser.add_argument("--again", action="store_true", help="run networks that have a result too")
+    parser.add_argument("--table", action="store_true", help="print the results, run nothing")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.one:
+        torch.set_num_threads(1)
+        for fields in run_checks(options.one):
+            print(json.dumps(fields), flush=True)
+        return
+    if not options.table:
+        done = set() if options.again else {row["model"] for row in read(options.out)}
+        chosen = choose(options.libraries, options.sample, options.match)
+        with Reporter("sweep_zoo", options.out, PEERS) as report:
+            for name in chosen:
+                if name not in done:
+                    report.value(**run_one(name, options.limit))
+    print(table(read(options.out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Networks of other libraries, small and with random weights, by name.
+
+A name is ``library/key``. :func:`names` lists them where the library is installed, and
+:func:`build` makes one. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LIBRARIES", "Entry", "build", "call", "names"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network in eval mode, one batch, and a batch of another size (None where sizes are fixed).
+
+    Batches are tensors (N, 3, H, W) float32 or mappings of keyword arguments.
+    """
+
+    model: nn.Module
+    example: Any
+    other: Any | None
+
+
+# --- torchvision ---------------------------------------------------------------------------------
+
+TORCHVISION_SIZES = {"inception_v3": 96, "maxvit_t": 224, "swin_v2_t": 64}
+TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
+    "inception_v3": {"init_weights": False, "aux_logits": False},
+    "googlenet": {"init_weights": False, "aux_logits": False},
+    "vit_b_32": {"image_size": 64},
+}
+# One network for each module file, the smallest.
+TORCHVISION = """
+alexnet convnext_tiny densenet121 efficientnet_b0 googlenet inception_v3 maxvit_t mnasnet0_5
+mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnext50_32x4d
+shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_32 wide_resnet50_2
+deeplabv3_mobilenet_v3_large fcn_resnet50 lraspp_mobilenet_v3_large
+fasterrcnn_mobilenet_v3_large_320_fpn retinanet_resnet50_fpn ssdlite320_mobilenet_v3_large
+fcos_resnet50_fpn maskrcnn_resnet50_fpn keypointrcnn_resnet50_fpn ssd300_vgg16 r3d_18 mc3_18
+r2plus1d_18 swin3d_t mvit_v2_s raft_small
+"""
+VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t", "mvit_v2_s"}
+
+
+def _torchvision_names() -> Iterator[str]:
+    yield from TORCHVISION.split()
+
+
+def _torchvision(key: str) -> Entry:
+    from torchvision import models
+
+    options = TORCHVISION_OPTIONS.get(key, {})
+    if "rcnn" in key or "deeplab" in key or "fcn" in key or "lraspp" in key or "ssd" in key:
+        options = {"weights_backbone": None}
+    if key in ("retinanet_resnet50_fpn", "fcos_resnet50_fpn"):
+        options = {"weights_backbone": None}
+    model = models.get_model(key, weights=None, **options)
+    if key == "raft_small":
+        frames = torch.randn(1, 3, 128, 128)
+        return Entry(model.eval(), {"image1": frames, "image2": frames.flip(3)}, None)
+    if key in VIDEO:
+        shape = (16, 224) if key == "mvit_v2_s" else (8, 56)
+        clip = torch.randn(1, 3, shape[0], shape[1], shape[1])
+        return Entry(
+            model.eval(), clip, None if key == "mvit_v2_s" else torch.randn(2, 3, 8, 64, 64)
+        )
+    size = TORCHVISION_SIZES.get(key, options.get("image_size", 64))
+    fixed = key in ("maxvit_t", "vit_b_32")
+    return _images(model, size, fixed)
+
+
+def _images(model: nn.Module, size: int, fixed: bool = False) -> Entry:
+    """Return an entry whose batches are images; with ``fixed`` only the batch size changes."""
+    example = torch.randn(2, 3, size, size)
+    return Entry(model.eval(), example, torch.randn(3, 3, *(2 * [size if fixed else size + 32])))
+
+
+# --- timm ----------------------------------------------------------------------------------------
+
+# Words in the names of small variants, smallest first; a name without any of them is last.
+SMALL = """
+test atto femto pico zepto nano xxs xxsmall micro mini tiny t0 t1 t2 xs xsmall s0 b0 a0 s12
+small s m0 0 1 18 10 26 34 050 100 base
+"""
+
+
+def _timm_rank(name: str) -> tuple[int, int, str]:
+    words = set(re.split(r"[_.]|(?<=[a-z])(?=\d)", name))
+    small = SMALL.split()
+    found = min((i for i, word in enumerate(small) if word in words), default=len(small))
+    numbers = [int(n) for n in re.findall(r"\d+", name)]
+    return found, sum(numbers), name
+
+
+def _timm_names() -> Iterator[str]:
+    """Yield the smallest network of each module file, by its name."""
+    import timm
+
+    for module in sorted(timm.list_modules()):
+        found = timm.list_models(module=module)
+        if found:
+            yield f"{module}.{min(found, key=_timm_rank)}"
+
+
+def _timm(key: str) -> Entry:
+    import timm
+
+    name = key.partition(".")[2]
+    model = timm.create_model(name, pretrained=False)
+    size = model.default_cfg.get("input_size", (3, 224, 224))
+    size = model.default_cfg.get("test_input_size", size) if size[1] > 256 else size
+    fixed = bool(model.default_cfg.get("fixed_input_size"))
+    side = int(size[1]) if fixed else min(int(size[1]), 96)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.randn(1, size[0], side, side))
+    except Exception:  # the network asks for its own size
+        side, fixed = int(size[1]), True
+    return _images(model, side, fixed)
+
+
+# --- Ultralytics ---------------------------------------------------------------------------------
+
+ULTRALYTICS = """
+yolov3-tiny yolov5n yolov6n yolov8n yolov8n-seg yolov8n-cls yolov8n-pose yolov8n-obb yolov8-p2
+yolov9t yolov10n yolo11n yolo11n-seg yolo11n-cls yolo12n yolov8-world yolov8-ghost rtdetr-l
+"""
+
+
+def _ultralytics_names() -> Iterator[str]:
+    yield from ULTRALYTICS.split()
+
+
+def _ultralytics(key: str) -> Entry:
+    from ultralytics.nn import tasks
+
+    config = f"{key}.yaml"
+    for part, kind in (
+        ("-seg", "SegmentationModel"),
+        ("-cls", "ClassificationModel"),
+        ("-pose", "PoseModel"),
+        ("-obb", "OBBModel"),
+        ("-world", "WorldModel"),
+        ("rtdetr", "RTDETRDetectionModel"),
+    ):
+        if part in key:
+            return _images(
+                getattr(tasks, kind)(config, verbose=False), 64 if part == "-cls" else 128
+            )
+    return _images(tasks.DetectionModel(config, verbose=False), 128)
+
+
+# --- segmentation-models-pytorch ----------------------------------------------------------------
+
+SEGMENTERS = (
+    "Unet UnetPlusPlus MAnet Linknet FPN PSPNet PAN DeepLabV3 DeepLabV3Plus UPerNet Segformer"
+)
+
+
+def _smp_names() -> Iterator[str]:
+    yield from SEGMENTERS.split()
+
+
+def _smp(key: str) -> Entry:
+    import segmentation_models_pytorch as smp
+
+    return _images(getattr(smp, key)("resnet18", encoder_weights=None), 96)
+
+
+# --- Hugging Face --------------------------------------------------------------------------------
+
+_TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WORDS = {**_TEXT, "intermediate_size": 128, "vocab_size": 200}
+_VISION = {**_TEXT, "intermediate_size": 128, "image_size": 64, "patch_size": 16}
+_SMALL_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 200}
+
+# Architecture -> (configuration, its options, the kind of input).
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "BertForSequenceClassification": ("BertConfig", _WORDS, "text"),
+    "RobertaForSequenceClassification": ("RobertaConfig", _WORDS, "text"),
+    "DistilBertForSequenceClassification": (
+        "DistilBertConfig",
+        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 200},
+        "text",
+    ),
+    "AlbertForSequenceClassification": ("AlbertConfig", {**_WORDS, "embedding_size": 32}, "text"),
+    "ElectraForSequenceClassification": ("ElectraConfig", _WORDS, "text"),
+    "GPT2LMHeadModel": ("GPT2Config", _SMALL_GPT, "text"),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {**_TEXT, "ffn_dim": 128, "vocab_size": 200, "word_embed_proj_dim": 64},
+        "text",
+    ),
+    "LlamaForCausalLM": ("LlamaConfig", {**_WORDS, "num_key_value_heads": 2}, "text"),
+    "Qwen2ForCausalLM": ("Qwen2Config", {**_WORDS, "num_key_value_heads": 2}, "text"),
+    "T5EncoderModel": (
+        "T5Config",
+        {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200},
+        "text",
+    ),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 200},
+        "text",
+    ),
+    "ViTForImageClassification": ("ViTConfig", _VISION, "image"),
+    "DeiTForImageClassification": ("DeiTConfig", _VISION, "image"),
+    "BeitForImageClassification": (
+        "BeitConfig",
+        {**_VISION, "use_relative_position_bias": True},
+        "image",
+    ),
+    "Dinov2ForImageClassification": ("Dinov2Config", _VISION, "image"),
+    "SwinForImageClassification": (
+        "SwinConfig",
+        {
+            "image_size": 64,
+            "embed_dim": 32,
+            "depths": [1, 1],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        "image",
+    ),
+    "SegformerForSemanticSegmentation": ("SegformerConfig", {"depths": [1, 1, 1, 1]}, "image"),
+    "ConvNextV2ForImageClassification": (
+        "ConvNextV2Config",
+        {"depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 64, 128]},
+        "image",
+    ),
+    "ResNetForImageClassification": (
+        "ResNetConfig",
+        {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 64, 128, 256], "embedding_size": 16},
+        "image",
+    ),
+    "MobileViTForImageClassification": ("MobileViTConfig", {"image_size": 64}, "image"),
+    "MobileNetV2ForImageClassification": ("MobileNetV2Config", {"image_size": 64}, "image"),
+}
+
+
+def _transformers_names() -> Iterator[str]:
+    yield from HUGGING_FACE
+
+
+def _transformers(key: str) -> Entry:
+    import transformers
+
+    config, options, kind = HUGGING_FACE[key]
+    model = getattr(transformers, key)(getattr(transformers, config)(**options)).eval()
+    if kind == "image":
+        image = torch.randn(2, 3, 64, 64)
+        return Entry(model, {"pixel_values": image}, {"pixel_values": torch.randn(3, 3, 64, 64)})
+    words = {n: {"input_ids": torch.randint(3, 200, n)} for n in ((2, 16), (3, 24))}
+    return Entry(model, words[2, 16], words[3, 24])
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+Source = tuple[str, Callable[[], Iterator[str]], Callable[[str], Entry]]
+LIBRARIES: dict[str, Source] = {
+    "torchvision": ("torchvision", _torchvision_names, _torchvision),
+    "timm": ("timm", _timm_names, _timm),
+    "ultralytics": ("ultralytics", _ultralytics_names, _ultralytics),
+    "smp": ("segmentation_models_pytorch", _smp_names, _smp),
+    "transformers": ("transformers", _transformers_names, _transformers),
+}
+
+
+def names(library: str) -> list[str]:
+    """Return the names of a library's networks; none if the library is not installed."""
+    package, list_keys, _ = LIBRARIES[library]
+    if importlib.util.find_spec(package) is None:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [f"{library}/{key}" for key in list_keys()]
+
+
+def build(name: str) -> Entry:
+    """Make the network ``library/key``, with statistics of BatchNorm that fit its weights."""
+    library, _, key = name.partition("/")
+    torch.manual_seed(0)
+    entry = LIBRARIES[library][2](key)
+    _collect_statistics(entry)
+    return entry
+
+
+def _collect_statistics(entry: Entry) -> None:
+    """Collect running statistics on the example, without which random networks explode."""
+    norms = [m for m in entry.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.train()
+        norm.momentum = 0.5
+    try:
+        with torch.no_grad():
+            for _ in range(4):
+                call(entry.model, entry.example)
+    except ValueError:  # one value per channel: this network keeps its initial statistics
+        for norm in norms:
+            norm.reset_running_stats()
+    entry.model.eval()
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run the model on a batch: a tensor, or a mapping of keyword arguments."""
+    return model(batch) if isinstance(batch, Tensor) else model(**batch)
