@@ -66,9 +66,9 @@ class WeightCalls(TorchDispatchMode):
         for output in _tensors(result):
             self._weights.discard(output)
             self._constants.discard(output)
-            if not kinds:
+            if not kinds and "rand" not in function.overloadpacket.__name__:
                 self._constants.add(output)
-            elif all(weight or constant for weight, constant in kinds):
+            elif kinds and all(weight or constant for weight, constant in kinds):
                 (self._weights if any(w for w, _ in kinds) else self._constants).add(output)
         return result
 

@@ -15,7 +15,7 @@ SECONDS = {"slow": 4.0, "fast": 1.0}
 
 
 class Workload:
-    """Candidates that move a clock by their cost, which ``drift`` multiplies after every round of the two."""
+    """Return candidates that move a clock by their cost; ``drift`` multiplies it after a round."""
 
     def __init__(self, drift: float = 1.0) -> None:
         self.now = 0.0

@@ -1,0 +1,68 @@
+"""Mutated files meet named errors only: a short run of benchmarks/fuzz_files.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks import fuzz_files, fuzz_mutations
+from torchq.errors import ConfigError
+
+COUNT = 60  # for each reader; the full run has 20,000 in all
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxscript")
+    folder = tmp_path_factory.mktemp("corpus")
+    fuzz_files.write_corpus(folder)
+    return folder
+
+
+@pytest.mark.parametrize("reader", ["load", "load_model", "inspect", "config"])
+def test_only_named_errors_come_out(reader: str, corpus: Path) -> None:
+    results, failures = fuzz_files.fuzz(reader, COUNT, corpus)
+    assert failures == []
+    assert results.total() == COUNT and results["read"] < COUNT
+
+
+@pytest.mark.parametrize("reader", fuzz_files.READERS)
+def test_readers_accept_the_files_as_written(
+    reader: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that fails on good files would prove nothing."""
+    copy = lambda rng, source, path: path.write_bytes(source.read_bytes())  # noqa: E731
+    monkeypatch.setattr(fuzz_files, "mutate_checkpoint", copy)
+    monkeypatch.setattr(fuzz_files, "mutate_onnx", copy)
+    monkeypatch.setattr(fuzz_files, "mutate_json", lambda rng, text: text)
+    assert fuzz_files.attempt(reader, 0, corpus) == "read"
+
+
+def test_other_errors_and_endless_readers_are_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(rng: Random, folder: Path) -> None:
+        raise ConfigError("expected")
+
+    def unnamed(rng: Random, folder: Path) -> None:
+        raise KeyError("modules")
+
+    def endless(rng: Random, folder: Path) -> None:
+        while True:
+            pass
+
+    for name, reader in (("named", named), ("unnamed", unnamed), ("endless", endless)):
+        monkeypatch.setitem(fuzz_files.READERS, name, reader)
+    monkeypatch.setattr(fuzz_files, "SECONDS", 1)
+    assert fuzz_files.attempt("named", 0, tmp_path) == "ConfigError"
+    assert fuzz_files.attempt("unnamed", 0, tmp_path).startswith("FAIL: KeyError")
+    assert fuzz_files.attempt("endless", 0, tmp_path) == "FAIL: more than 1 s"
+
+
+def test_a_number_names_one_mutation() -> None:
+    data = {"modules": {"a": [1, 2.0, "x"]}, "version": 1}
+    first, second = (fuzz_mutations.mutate_data(Random("load:3"), data) for _ in range(2))
+    assert repr(first) == repr(second) != repr(data)
+    assert data == {"modules": {"a": [1, 2.0, "x"]}, "version": 1}
