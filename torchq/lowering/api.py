@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from typing import Any
@@ -19,7 +18,7 @@ from torchq.lowering.ops.onednn import saturates
 from torchq.lowering.reference_check import ReferenceCheck
 from torchq.lowering.registry import lower, uncalibrated
 from torchq.nn import QuantModule
-from torchq.utils import modules_with_names, set_submodule
+from torchq.utils import copy_module, modules_with_names, set_submodule
 from torchq.workflow import freeze_
 
 __all__ = ["deploy"]
@@ -54,8 +53,9 @@ def deploy(
 
     Raises:
         ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
-            them), or the result for ``example`` differs from the simulation by more than -20 dB
-            and by more than quantization itself makes.
+            them), or a class of the model refuses to be copied, or the result for ``example``
+            differs from the simulation by more than -20 dB and by more than quantization itself
+            makes.
 
     Example:
         >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)
@@ -68,10 +68,10 @@ def deploy(
         True
     """
     _require_calibrated(model)
-    simulated = copy.deepcopy(model)
+    simulated = _copy(model)
     freeze_(simulated)
     simulated.eval().requires_grad_(False)
-    result = _replace_layers(copy.deepcopy(simulated), reduce_range)
+    result = _replace_layers(copy_module(simulated), reduce_range)
     check = None if example is None else ReferenceCheck(simulated, example)
     if fuse:
         result = fuse_layers(result, check)
@@ -93,6 +93,17 @@ def _require_calibrated(model: nn.Module) -> None:
             f"deploy: no range is known for {', '.join(unknown)}; expected calibrated quantizers. "
             "Run torchq.calibrate first"
         )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy_module(model)
+    except Exception as error:  # classes copy themselves in any way they like
+        reason = str(error).partition("\n")[0]
+        raise ExportError(
+            f"deploy: got a {type(model).__name__} that cannot be copied ({reason}); expected one "
+            "whose modules copy.deepcopy can copy"
+        ) from error
 
 
 def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:

@@ -75,11 +75,16 @@ def _problem(model: nn.Module, check: Check) -> str | None:
 
 
 def _fuse_children(root: nn.Module, model: nn.Module, check: Check | None) -> None:
-    """Fuse each child of ``model``, a part of ``root`` that keeps its own forward."""
+    """Fuse each child of ``model``, a part of ``root`` that keeps its own forward.
+
+    That forward may index or slice a Sequential. Only a check can tell, so without one a
+    Sequential stays what it is, and its children are fused.
+    """
     for name, child in list(model.named_children()):
         if _is_leaf(child):
             continue
-        fused, opaque = _fused(child, check)
+        keeps_type = check is None and isinstance(child, nn.Sequential)
+        fused, opaque = (None, set[nn.Module]()) if keeps_type else _fused(child, check)
         if fused is not None:
             setattr(model, name, fused)
             if check is not None and _problem(root, check) != "":

@@ -6,7 +6,6 @@ operator between a Dequantize and a Quantize. The other passes cancel and move t
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from torchq.nn import (
     TensorQuantizer,
     revert_,
 )
+from torchq.utils import copy_module
 
 __all__ = [
     "expose_input_quantizer",
@@ -192,7 +192,7 @@ def _without_input_quantizer(module: InputQuantized) -> nn.Module:
         gate = static_qparams(module.get_submodule("gate_quantizer"))
         if gate is not None:
             return GatedSiLU(gate)
-    plain = revert_(copy.deepcopy(module))
+    plain = revert_(copy_module(module))
     vars(plain).pop("deploy_note", None)
     return plain
 
