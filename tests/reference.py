@@ -1,7 +1,9 @@
-"""The oracle: quantization of one number, in exact rational arithmetic, written from the definitions and not from torchq.
+"""The oracle: quantization of one number in exact rational arithmetic.
 
-Everything is a Python ``float`` on the outside (every format here fits in binary64) and a ``Fraction`` on the inside. It is slow on
-purpose: each operation is computed exactly and then rounded once to the float format that a tensor program would compute in.
+It is written from the definitions and shares no code with torchq. Arguments and results are
+Python ``float`` (every format here fits binary64); the arithmetic uses ``Fraction``. Each
+operation is computed exactly and then rounded once to the float format that a tensor program
+would compute in, so the oracle is slow.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ TINY = 2.0**-24
 class FloatSpec:
     """A binary float format with a sign bit.
 
-    ``specials`` says what the codes of the highest exponent are: ``"ieee"`` infinity and NaNs (E5M2), ``"fn"`` finite numbers except
-    the all-ones code, which is NaN (E4M3FN), ``"none"`` finite numbers only (FP4, FP6).
+    ``specials`` names the codes of the highest exponent: ``"ieee"`` for infinity and NaNs (E5M2),
+    ``"fn"`` for finite numbers except the all-ones code, which is NaN (E4M3FN), ``"none"`` for
+    finite numbers only (FP4, FP6).
     """
 
     exponent_bits: int
@@ -48,12 +51,12 @@ class FloatSpec:
 
     @property
     def num_codes(self) -> int:
-        """Codes of both signs."""
+        """The number of codes of both signs."""
         return 2 ** (1 + self.exponent_bits + self.mantissa_bits)
 
     @property
     def smallest_exponent(self) -> int:
-        """Exponent of the smallest normal number; subnormals share it."""
+        """The exponent of the smallest normal number and of all subnormals."""
         return 1 - self.bias
 
     @property
@@ -80,7 +83,7 @@ class FloatSpec:
         return sign * float(fraction * Fraction(2) ** (max(exponent, 1) - self.bias))
 
     def values(self) -> list[float]:
-        """The value of every code, in code order; NaN, infinities and -0.0 included. For small formats only."""
+        """Return the value of every code of a small format, with NaN, infinities and -0.0."""
         return [self.decode(code) for code in range(self.num_codes)]
 
 
@@ -99,10 +102,14 @@ def round_to(value: float | Fraction, spec: FloatSpec, *, saturate: bool = False
     """Round to the nearest number of ``spec``, ties to the even mantissa; the sign of zero is kept.
 
     Args:
-        value: any number; NaN stays NaN where the format has one (``ValueError`` where it has not).
-        spec: the target.
-        saturate: what happens beyond the largest finite number (and to infinity): True gives that number, False gives what the
-            format has for overflow: infinity (``"ieee"``), NaN (``"fn"``), and the largest number where there is neither.
+        value: any number; NaN stays NaN if the format has one.
+        spec: the format of the result.
+        saturate: True gives the largest finite number for every larger value and for infinity.
+            False gives the overflow of the format: infinity (``"ieee"``), NaN (``"fn"``), or the
+            largest number if there is neither.
+
+    Raises:
+        ValueError: NaN for a format without one.
     """
     if isinstance(value, float) and math.isnan(value):
         if spec.specials == "none":
@@ -119,18 +126,18 @@ def round_to(value: float | Fraction, spec: FloatSpec, *, saturate: bool = False
 
 
 def _round_magnitude(value: Fraction, spec: FloatSpec) -> Fraction:
-    """Nearest multiple of the local spacing, as if the exponent range had no upper end."""
+    """Return the nearest multiple of the local spacing; the exponent has no upper limit."""
     exponent = spec.smallest_exponent
     if value:
         floor_log2 = value.numerator.bit_length() - value.denominator.bit_length()
         floor_log2 -= value < Fraction(2) ** floor_log2
         exponent = max(exponent, floor_log2)
     spacing = Fraction(2) ** (exponent - spec.mantissa_bits)
-    return round(value / spacing) * spacing  # round() of a Fraction is exact and half-to-even
+    return round(value / spacing) * spacing  # round() of a Fraction is exact and half-to-even.
 
 
 def nearest_value(value: float, spec: FloatSpec) -> float:
-    """The same as saturating :func:`round_to`, by searching all codes: the definition itself, to check the arithmetic against."""
+    """Return the saturating :func:`round_to` by a search of all codes, which is its definition."""
     codes = [code for code in range(spec.num_codes // 2) if math.isfinite(spec.decode(code))]
     best = min(
         codes, key=lambda code: (abs(Fraction(spec.decode(code)) - abs(Fraction(value))), code % 2)
@@ -139,10 +146,14 @@ def nearest_value(value: float, spec: FloatSpec) -> float:
 
 
 def integer_bounds(bits: int, unsigned: bool = False, narrow: bool = False) -> tuple[int, int]:
-    """Lowest and highest code: (-128, 127), narrow (-127, 127), unsigned (0, 255) for 8 bits."""
-    qmax = 2**bits - 1 if unsigned else 2 ** (bits - 1) - 1
-    qmin = 0 if unsigned else -qmax if narrow else -qmax - 1
-    return qmin, qmax
+    """Return the lowest and highest code.
+
+    For 8 bits these are (-128, 127), narrow (-127, 127), unsigned (0, 255).
+    """
+    if unsigned:
+        return 0, 2**bits - 1
+    quant_max = 2 ** (bits - 1) - 1
+    return (-quant_max if narrow else -quant_max - 1), quant_max
 
 
 def fake_quantize(
@@ -153,19 +164,21 @@ def fake_quantize(
     narrow: bool = False,
     working: FloatSpec = FLOAT32,
 ) -> tuple[int, float]:
-    """Step form: ``step = amax / qmax``, ``q = clamp(round(x / step))``, value ``q * step``; each operation rounded to ``working``.
+    """Return the code ``clamp(round(x / scale))`` and the value ``code * scale``.
 
-    ``x`` (finite or infinite) and ``amax`` (finite, >= 0) must be numbers of ``working`` already. Returns the code and the value.
+    The scale is ``amax / quant_max``. Each operation is rounded to ``working``, which ``x`` (finite
+    or infinite) and ``amax`` (finite, >= 0) must be numbers of.
     """
-    qmin, qmax = integer_bounds(bits, unsigned, narrow)
+    quant_min, quant_max = integer_bounds(bits, unsigned, narrow)
     if amax <= TINY:
         return 0, 0.0
-    step = round_to(Fraction(amax) / qmax, working)
+    scale = round_to(Fraction(amax) / quant_max, working)
     if math.isinf(x):
-        code = qmax if x > 0 else qmin
+        code = quant_max if x > 0 else quant_min
     else:
-        code = _clamp(_half_even(round_to(Fraction(x) / Fraction(step), working)), qmin, qmax)
-    return code, round_to(code * Fraction(step), working)
+        ratio = round_to(Fraction(x) / Fraction(scale), working)
+        code = _clamp(_half_even(ratio), quant_min, quant_max)
+    return code, round_to(code * Fraction(scale), working)
 
 
 def tensor_quant(
@@ -176,34 +189,36 @@ def tensor_quant(
     narrow: bool = True,
     working: FloatSpec = FLOAT32,
 ) -> tuple[int, float, float]:
-    """The ancestor's form: multiplier ``scale = qmax / amax``, ``q = clamp(round(x * scale))``, value ``q / scale``.
+    """Return the code, the legacy scale (1 for a tiny ``amax``) and the value.
 
-    Returns the code, the scale (1 for a tiny ``amax``) and the fake-quantized value, all rounded to ``working``.
+    These are ``clamp(round(x * scale))``, ``quant_max / amax`` and ``code / scale``, each operation
+    rounded to ``working``.
     """
-    qmin, qmax = integer_bounds(bits, unsigned, narrow)
+    quant_min, quant_max = integer_bounds(bits, unsigned, narrow)
     if amax <= TINY:
         return 0, 1.0, 0.0
-    scale = round_to(qmax / Fraction(amax), working)
-    code = _clamp(_half_even(round_to(Fraction(x) * Fraction(scale), working)), qmin, qmax)
+    scale = round_to(quant_max / Fraction(amax), working)
+    product = round_to(Fraction(x) * Fraction(scale), working)
+    code = _clamp(_half_even(product), quant_min, quant_max)
     return code, scale, round_to(code / Fraction(scale), working)
 
 
 def float_fake_quantize(
     x: float, amax: float, spec: FloatSpec, working: FloatSpec = FLOAT32
 ) -> float:
-    """Scale so that ``amax`` lands on the largest number of ``spec``, round there with saturation, scale back.
+    """Return ``round(x / scale) * scale``, where the rounding is to ``spec`` and saturates.
 
-    ``step = amax / spec.max``, ``value = round(x / step) * step``, each operation rounded to ``working``.
+    The scale is ``amax / spec.max``. Each operation is rounded to ``working``.
     """
     if amax <= TINY:
         return 0.0
-    step = round_to(Fraction(amax) / spec.max, working)
-    ratio = x if math.isinf(x) else round_to(Fraction(x) / Fraction(step), working)
-    return round_to(Fraction(round_to(ratio, spec, saturate=True)) * Fraction(step), working)
+    scale = round_to(Fraction(amax) / spec.max, working)
+    ratio = x if math.isinf(x) else round_to(Fraction(x) / Fraction(scale), working)
+    return round_to(Fraction(round_to(ratio, spec, saturate=True)) * Fraction(scale), working)
 
 
 def _half_even(value: float) -> float:
-    """Round to an integer, ties to even; infinity stays."""
+    """Round to an integer, ties to even; leave infinity as it is."""
     return value if math.isinf(value) else float(round(Fraction(value)))
 
 

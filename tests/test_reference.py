@@ -1,4 +1,4 @@
-"""The oracle itself, checked against hand-computed examples, other libraries and its own second definition."""
+"""The oracle against hand-computed examples, other libraries and its own second definition."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def test_rounding_agrees_with_a_search_over_all_codes(name: str) -> None:
 def test_overflow(name: str, value: float, overflow: float, saturated: float) -> None:
     assert same(round_to(value, SMALL[name]), overflow)
     assert same(round_to(value, SMALL[name], saturate=True), saturated)
-    # OFP8 allows both modes; torch's own E4M3FN cast moved from the first to the second between 2.6 and 2.15.
+    # OFP8 allows both modes. torch's own E4M3FN cast moved from the first to the second between
+    # 2.6 and 2.15.
     theirs = torch.tensor(value).to(TORCH_FLOAT8[name]).double().item()
     assert same(theirs, overflow) or same(theirs, saturated)
 
@@ -241,7 +242,8 @@ def test_hand_checked_vectors(
         middle = (
             amax > 2.0**-24 and abs(value / amax * integer_bounds(bits, unsigned)[1]) % 1 == 0.5
         )
-        # At an exact middle the rounded step decides, so there, and only there, the two forms may differ by one code.
+        # At an exact middle the rounded scale decides. Only there the two forms may differ, by one
+        # code.
         assert abs(step_code - code) <= middle
         assert step_value == pytest.approx(
             step_code * amax / integer_bounds(bits, unsigned)[1], rel=2.0**-22
@@ -249,7 +251,7 @@ def test_hand_checked_vectors(
 
 
 def test_the_two_forms_differ_at_a_middle() -> None:
-    """0.5 / (1 / 15) is 7.5, but the binary32 nearest to 1 / 15 lies above it; 0.5 * 15 is exact."""
+    """0.5 / (1 / 15) is 7.5, but the binary32 nearest to 1 / 15 is larger; 0.5 * 15 is exact."""
     assert fake_quantize(0.5, 1.0, bits=4, unsigned=True)[0] == 7
     assert tensor_quant(0.5, 1.0, bits=4, unsigned=True)[0] == 8
 

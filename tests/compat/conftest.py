@@ -23,7 +23,11 @@ def mixin_classes() -> list[type]:
 
 @pytest.fixture(autouse=True)
 def nothing_legacy_leaks() -> Iterator[None]:
-    """The defaults of the legacy classes, their replacement in torch.nn and the flags of the quantizer are global: give them back."""
+    """Restore the global state of the original.
+
+    These are the defaults of its classes, their replacement in torch.nn and the flags of the
+    quantizer.
+    """
     before = {
         cls: {name: vars(cls)[name] for name in DEFAULTS if name in vars(cls)}
         for cls in mixin_classes()

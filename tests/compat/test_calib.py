@@ -77,7 +77,7 @@ def test_custom_calibrators_derive_from_the_base() -> None:
 
 
 def numpy_histogram(batches: list[np.ndarray], num_bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bins of the original, by numpy: the range of the first batch, then more bins of that width."""
+    """Return the bins of the original: the range of the first batch, then more of that width."""
     first = np.abs(batches[0])
     edges = np.linspace(0, first.max(), num_bins + 1)
     counts = np.zeros(num_bins, dtype=np.int64)

@@ -68,7 +68,8 @@ def test_old_keys_load_strictly_in_both(
             0
         ].weight_quantizer.amax.equal(weight_amax)
     x = torch.randn(2, 3, 4, 4)
-    # q / (127 / amax) and q * (amax / 127) differ by a rounding; so a sum of 27 products may differ by a few.
+    # q / (127 / amax) and q * (amax / 127) differ by a rounding, so a sum of 27 products may
+    # differ by a few.
     torch.testing.assert_close(legacy(x), core(x), rtol=1e-5, atol=1e-6)
     assert list(state) == list(old_state(input_amax, weight_amax))
 
@@ -135,7 +136,7 @@ def test_half_precision_ranges_become_float32() -> None:
     )
 
 
-# --- whole modules as the original pickled them: the same class names, and attributes without what torchq adds ---------------------
+# Whole modules as the original pickled them have the same class names, and only its attributes.
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def old_names(legacy: ModuleType) -> Iterator[None]:
 
 
 def old_pickle(module: nn.Module, calibrators: dict[str, Any]) -> bytes:
-    """What the original wrote for ``module``: its calibrators hold arrays and no objects of ours."""
+    """Return what the original wrote for ``module``: its calibrators hold arrays only."""
     module = copy.deepcopy(module)
     for name, state in calibrators.items():
         calibrator = module.get_submodule(name)._calibrator

@@ -77,7 +77,7 @@ def count(model: Any, *names: str) -> int:
 
 
 def run(path: Path, x: torch.Tensor) -> torch.Tensor:
-    """By onnxruntime without graph optimisations, which would compute in integers with other roundings."""
+    """Run without graph optimisations, which would compute in integers with other roundings."""
     runtime = pytest.importorskip("onnxruntime")
     options = runtime.SessionOptions()
     options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -104,7 +104,8 @@ def test_int8(tmp_path: Path, dynamo: bool, inside: bool, per_channel: bool) -> 
     assert count(found, "Round", "Clip", "Div") == 0
     with torch.no_grad():
         expected = model(example())
-    # Same codes up to ties (x * scale against x / step); a code is 1/127 of a range of about 3 times a weight of 0.4.
+    # Codes are equal up to ties (x * legacy scale against x / scale). One code is 1/127 of a range
+    # of about 3, times a weight of 0.4.
     torch.testing.assert_close(run(path, example()), expected, rtol=0, atol=1e-5)
 
 
@@ -172,7 +173,7 @@ def test_half_precision(tmp_path: Path, dynamo: bool, low_dtype: torch.dtype) ->
 def test_fp8(
     tmp_path: Path, dynamo: bool, opset: int, operators: tuple[str, str], dtype: torch.dtype
 ) -> None:
-    """Before opset 19 there is no standard operator: TensorRT's own are written, as the original did."""
+    """Before opset 19 there is no standard operator, so TensorRT's own are written."""
     model = calibrated((4, 3), per_channel=False, dtype=dtype)
     with enable_onnx_export():
         found = export(model, example(dtype), tmp_path / "model.onnx", dynamo=dynamo, opset=opset)

@@ -1,4 +1,4 @@
-"""``import pytorch_quantization`` finds torchq's, under every path, and only while it is installed."""
+"""``import pytorch_quantization`` finds torchq's under every path, only while it is installed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_old_import_statements(legacy: ModuleType) -> None:
         "import pytorch_quantization.utils as quant_utils",
         "from pytorch_quantization import cuda_ext, tensor_quant, quant_modules, calib, utils",
         "from pytorch_quantization.nn.modules import _utils, tensor_quantizer, quant_conv",
-        "from pytorch_quantization.tensor_quant import QuantDescriptor, QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL",
+        "from pytorch_quantization.tensor_quant import QuantDescriptor, QUANT_DESC_8BIT_PER_TENSOR",
         "from pytorch_quantization.calib.calibrator import _Calibrator",
         "from pytorch_quantization.quant_modules import QuantModuleReplacementHelper",
         "from pytorch_quantization.optim import helper",

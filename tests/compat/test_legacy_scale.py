@@ -1,4 +1,4 @@
-"""tensor_quant and fake_tensor_quant: the ancestor's worked examples, its arithmetic over the oracle, and its pitfalls avoided."""
+"""tensor_quant and fake_tensor_quant: the original's examples, and its arithmetic by the oracle."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_worked_example_of_the_ancestor() -> None:
 def test_against_the_oracle(
     bits: int, unsigned: bool, narrow: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Tolerance 0: the same operations in the same order, each rounded once, then one rounding to the dtype of x."""
+    """The tolerance is 0: the same operations in the same order are each rounded once."""
     x = torch.randn(40, generator=generator).to(dtype)
     amax = (x.abs().max() * 0.8).to(torch.float64 if dtype is torch.float64 else torch.float32)
     codes, scale = tensor_quant(x, amax, bits, unsigned, narrow)

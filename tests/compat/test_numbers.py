@@ -1,4 +1,4 @@
-"""Values against the exact oracle: the multiplier form, computed in fp32 and rounded to the tensor's dtype once."""
+"""Values against the exact oracle: the legacy scale in fp32, rounded to the tensor's dtype once."""
 
 from __future__ import annotations
 

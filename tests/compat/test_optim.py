@@ -79,7 +79,7 @@ def test_group_parameters_feed_an_optimizer() -> None:
 )
 def test_group_errors(patterns: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        helper.group_parameters(None, patterns, **options)  # type: ignore[arg-type]  # the model is not looked at yet
+        helper.group_parameters(None, patterns, **options)  # type: ignore[arg-type]
 
 
 def test_freeze_parameters() -> None:

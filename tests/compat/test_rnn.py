@@ -1,4 +1,4 @@
-"""QuantLSTM and QuantLSTMCell against torch's own on inputs, states and weights quantized by hand."""
+"""QuantLSTM and QuantLSTMCell against torch's own on tensors quantized by hand."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("bits_input", "bits_weight"), [(6, 6), (8, 4)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
-    """Input and hidden state share a range, and so do the two weights; cell state and biases stay float."""
+    """Input and hidden state share a range, and so do the two weights; the rest stays float."""
     descriptors = {
         "quant_desc_input": QuantDescriptor(bits_input),
         "quant_desc_weight": QuantDescriptor(bits_weight),

@@ -41,7 +41,7 @@ def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[st
     report = run("resnet_flow.py", "--calibrator", calibrator, "--out", str(tmp_path))
     assert report["float"] > 0.95
     assert list(report["calibrated"]) == methods
-    # Four classes, 64 images: INT8 of a net that separates them may cost a few images, and a broken range far more.
+    # Of 64 images in four classes, INT8 may cost a few, and a broken range costs far more.
     assert all(accuracy > 0.9 for accuracy in report["calibrated"].values())
     assert report["finetuned"] > 0.9
     layers = {"conv1", "fc", "avgpool"} | {
@@ -75,7 +75,7 @@ def test_bev_flow(run: Any, tmp_path: Path) -> None:
     assert report["losses"][-1] < report["losses"][0]
 
 
-# The scripts call the TorchScript exporter, which torch deprecates; how it traces is not what is tested.
+# The scripts call the TorchScript exporter, which torch deprecates; its warnings are not tested.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("script", "file", "expected"),

@@ -301,7 +301,8 @@ def test_printed_forms() -> None:
     )
     assert (
         quantizer.extra_repr()
-        == "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=MaxCalibrator quant calib"
+        == "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=MaxCalibrator"
+        " quant calib"
     )
     assert TensorQuantizer(disabled=True).extra_repr() == "disabled"
     assert "amax=dynamic" in repr(TensorQuantizer()) and "amax=0.5000" in repr(

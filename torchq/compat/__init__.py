@@ -1,4 +1,4 @@
-"""Old names: pytorch-quantization scripts and checkpoints on torchq, unchanged.
+"""pytorch-quantization's names on torchq: its scripts and checkpoints work unchanged.
 
 >>> import torchq.compat
 >>> torchq.compat.install()
@@ -7,7 +7,8 @@
 8
 >>> torchq.compat.uninstall()
 
-``python -m torchq.compat script.py args`` does the same without touching the script. Nothing else in torchq imports this package.
+``python -m torchq.compat script.py args`` does the same without a change in the script. Nothing
+else in torchq imports this package.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NEW = pytorch_quantization.__name__
 
 
 def _aliases() -> dict[str, str]:
-    """Old name -> ours, for the package and every module in it."""
+    """Return a dictionary from old names to ours, for the package and every module in it."""
     return {
         _OLD + name.removeprefix(_NEW): name
         for name in list(sys.modules)
@@ -34,10 +35,11 @@ def _aliases() -> dict[str, str]:
 
 
 def install() -> None:
-    """Make ``import pytorch_quantization``, and of every module in it, give :mod:`torchq.compat.pytorch_quantization`: the same objects.
+    """Make ``import pytorch_quantization`` give :mod:`torchq.compat.pytorch_quantization`.
 
-    Calling it again does nothing. Where ``absl`` is not installed, which the original brought along, ``from absl import
-    logging`` gets a stand-in for its verbosity and its messages.
+    The same holds for every module in the package. A second call does nothing. If ``absl``, which
+    the original required, is not installed, ``from absl import logging`` gives a stand-in that
+    has its verbosity and its messages.
 
     Raises:
         QuantizationError: another ``pytorch_quantization`` is imported already.
@@ -45,10 +47,11 @@ def install() -> None:
     present = sys.modules.get(_OLD)
     if present is not None and present is not pytorch_quantization:
         where = getattr(present, "__file__", None)
-        # The module that stands for us on a search path is being imported right now.
+        # The module that stands for this package on a search path is just being imported.
         if getattr(present, "STANDS_FOR", None) != _NEW:
             raise QuantizationError(
-                f"install: pytorch_quantization is imported already, from {where}; expected to come first. Call it earlier"
+                f"install: pytorch_quantization is imported already, from {where}. "
+                "Call install() before its first import"
             )
     for old, new in _aliases().items():
         sys.modules[old] = sys.modules[new]
@@ -57,7 +60,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`. Objects that were imported stay usable."""
+    """Undo :func:`install`; objects that were imported stay usable."""
     for old, new in _aliases().items():
         if sys.modules.get(old) is sys.modules[new]:
             del sys.modules[old]

@@ -1,4 +1,4 @@
-"""``python -m torchq.compat script.py args``: run a pytorch-quantization script as it is."""
+"""``python -m torchq.compat script.py args`` runs a pytorch-quantization script unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _SHIM = str(Path(__file__).resolve().parent / "shim")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install the old names, here and for processes started from here, and run a script or a module as ``__main__``."""
+    """Install the old names and run a script or module as ``__main__``.
+
+    Processes that the script starts find the old names as well.
+
+    Args:
+        arguments: the command line without the program; default: that of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq."
     )
@@ -28,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     given = parser.parse_args(arguments)
     install()
-    # Worker processes import the script anew: they find the old names on the search path, which they are given.
+    # Worker processes import the script again. They find the old names on the search path.
     sys.path.append(_SHIM)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SHIM]))
     sys.argv = [given.script, *given.arguments]

@@ -1,4 +1,4 @@
-"""``absl.logging`` as far as quantization scripts use it, for environments without absl."""
+"""Stand-in for the part of ``absl.logging`` that quantization scripts use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEVELS |= {"INFO": (0, logging.INFO), "DEBUG": (1, logging.DEBUG)}
 
 
 def stand_in() -> dict[str, ModuleType]:
-    """Modules for ``absl`` and ``absl.logging`` that send messages to the logger "absl"."""
+    """Return modules for ``absl`` and ``absl.logging`` that send messages to the logger "absl"."""
     log = logging.getLogger("absl")
     module = ModuleType("absl.logging", "Stand-in of torchq.compat for absl.logging.")
 

@@ -1,4 +1,4 @@
-"""The errors of the original that no class of :mod:`torchq.errors` covers: old scripts and tests catch these builtins."""
+"""Errors that old scripts catch by a builtin class, and that :mod:`torchq.errors` does not have."""
 
 from __future__ import annotations
 

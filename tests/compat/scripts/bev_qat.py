@@ -1,4 +1,7 @@
-"""A camera and point-cloud net in the manner of the published BEV scripts: user classes derived from the mixins. Prints one JSON line."""
+"""Quantize a camera and point-cloud net in the manner of the published BEV scripts.
+
+Its own classes derive from the mixins. It prints one JSON line.
+"""
 
 import argparse
 import json

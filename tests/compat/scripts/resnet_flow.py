@@ -1,4 +1,6 @@
-"""Calibrate, evaluate, profile, fine-tune and export a residual net, in the manner of the original's classification example.
+"""Calibrate, evaluate, profile, fine-tune and export a residual net.
+
+The order of calls is that of the original's classification example.
 
 Knows nothing of torchq. Prints one JSON line.
 """

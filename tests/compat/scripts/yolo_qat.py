@@ -1,6 +1,8 @@
-"""Quantize a detector-like net in the manner of the published YOLO scripts: no rebuilt model, but each layer swapped by hand.
+"""Quantize a detector-like net in the manner of the published YOLO scripts.
 
-Regex skip list, patched forwards with a shared quantizer, per-layer sensitivity, feature distillation, export. Prints one JSON line.
+The model is not rebuilt; each layer is swapped by hand. The script has a regex skip list, patched
+forwards with a shared quantizer, per-layer sensitivity, feature distillation and an export. It
+prints one JSON line.
 """
 
 import argparse
@@ -228,7 +230,8 @@ def finetune(model, origin) -> list:
     """Train the quantized model to reproduce the features of the float one, layer by layer."""
     pairs, losses = [], []
     handles = []
-    for (_, ml), (_, ori) in zip(model.named_modules(), origin.named_modules()):  # noqa: B905  # as published: the short one ends it
+    # As published, the shorter list ends the loop.
+    for (_, ml), (_, ori) in zip(model.named_modules(), origin.named_modules()):  # noqa: B905
         if isinstance(ml, C3) and isinstance(ori, C3):
             for module in (ml, ori):
                 pairs.append([])

@@ -1,4 +1,4 @@
-"""pytorch-quantization 2.2.1 as torchq offers it: the modules and names of the original. See :func:`torchq.compat.install`."""
+"""The modules and names of pytorch-quantization 2.2.1; see :func:`torchq.compat.install`."""
 
 from torchq.compat.pytorch_quantization import (
     calib,

@@ -1,4 +1,4 @@
-"""The names of the original's compiled extension, in plain torch: they run on any device."""
+"""The functions of the original's compiled extension in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fake_tensor_quant_(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> Tensor:
-    """:func:`fake_tensor_quant` into ``inputs`` itself."""
+    """Do what :func:`fake_tensor_quant` does, in place."""
     return inputs.copy_(fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range))
 
 
@@ -29,11 +29,14 @@ def fake_tensor_quant_with_axis(
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> Tensor:
-    """:func:`fake_tensor_quant` with one amax for each index of ``axis``; ``amax`` has that many elements, in any shape."""
+    """Do what :func:`fake_tensor_quant` does, with one amax for each index of ``axis``.
+
+    ``amax`` has one element for each index, in any shape.
+    """
     amax = PerAxis((axis,)).align(amax.reshape(-1), inputs.shape)
     return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
 
 
 def fake_e4m3fy(inputs: Tensor) -> Tensor:
-    """Rounded to FP8 E4M3, saturating, without a scale."""
+    """Round to FP8 E4M3, saturating, without a scale."""
     return scaled_e4m3(inputs)

@@ -1,7 +1,7 @@
-"""``QuantDescriptor`` of pytorch-quantization: the keywords, types and error classes of the original.
+"""``QuantDescriptor`` of pytorch-quantization, with the keywords and errors of the original.
 
-:class:`torchq.QuantDescriptor` is the frozen successor; :class:`~torchq.compat.pytorch_quantization.nn.TensorQuantizer`
-offers one of those as its ``descriptor``.
+:class:`torchq.QuantDescriptor` is the frozen successor. The ``descriptor`` of a
+:class:`~torchq.compat.pytorch_quantization.nn.TensorQuantizer` is one of those.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFAULTS: builtins.dict[str, Any] = {
 
 
 def check_num_bits(num_bits: Any) -> NumBits:
-    """``num_bits`` as an integer >= 0 or ``(4, 3)``.
+    """Return ``num_bits`` as an integer >= 0 or ``(4, 3)``.
 
     Raises:
         LegacyTypeError: neither an integer nor (4, 3).
@@ -52,7 +52,7 @@ def check_num_bits(num_bits: Any) -> NumBits:
 
 
 def _as_array(amax: Any) -> Any:
-    """A float32 ndarray, as the original keeps it, from a float, a list or an array."""
+    """Return a float or a list as a float32 ndarray, which the original keeps."""
     if isinstance(amax, (float, list)) or (
         hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
     ):
@@ -60,7 +60,7 @@ def _as_array(amax: Any) -> Any:
             amax.tolist() if hasattr(amax, "tolist") else amax, dtype=torch.float32
         ).numpy()
     raise LegacyTypeError(
-        f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__}); expected one of these"
+        f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__})"
     )
 
 
@@ -128,7 +128,10 @@ class ScaledQuantDescriptor:
     )
 
     def dict(self) -> builtins.dict[str, Any]:
-        """``num_bits``, ``name`` and everything that differs from the default: keywords that make an equal descriptor."""
+        """Return ``num_bits``, ``name`` and all fields that differ from their defaults.
+
+        They are the keywords of an equal descriptor.
+        """
         out: builtins.dict[str, Any] = {"num_bits": self._num_bits, "name": self._name}
         for key, default in _DEFAULTS.items():
             value = getattr(self, key)
@@ -139,7 +142,7 @@ class ScaledQuantDescriptor:
         return out
 
     def to_yaml(self) -> str:
-        """:meth:`dict` as YAML, tuples as lists.
+        """Return :meth:`dict` as YAML, with lists in place of tuples.
 
         Raises:
             MissingExtraError: PyYAML is not installed.
@@ -152,7 +155,7 @@ class ScaledQuantDescriptor:
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
-        """Inverse of :meth:`to_yaml`; reads what pytorch-quantization wrote as well."""
+        """Return the descriptor of a YAML text of :meth:`to_yaml` or of pytorch-quantization."""
         data = _yaml().safe_load(yaml_str)
         for key in ("axis", "num_bits"):
             if isinstance(data.get(key), list):
@@ -162,7 +165,7 @@ class ScaledQuantDescriptor:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScaledQuantDescriptor) and self.dict() == other.dict()
 
-    # Mutable by its private attributes, as in the original, and so without a hash.
+    # Scripts change the private attributes, so there is no hash.
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
@@ -180,7 +183,8 @@ class ScaledQuantDescriptor:
         ]
         if self._scale_amax is not None:
             parts.append(f"scale_amax={self._scale_amax}")
-        return f"{self._name + ': ' if self._name is not None else 'QuantDescriptor'}({' '.join(parts)})"
+        label = "QuantDescriptor" if self._name is None else f"{self._name}: "
+        return f"{label}({' '.join(parts)})"
 
     __repr__ = __str__
 

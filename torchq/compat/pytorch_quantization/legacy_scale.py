@@ -1,7 +1,7 @@
 """The arithmetic of pytorch-quantization, which divides by the reciprocal of torchq's scale.
 
-Its scale is ``qmax / amax``; codes are ``round(x * scale)`` and values ``code / scale``. torchq's own
-functions compute ``round(x / scale)`` and ``code * scale`` with ``scale = amax / qmax``
+Its scale is ``qmax / amax``; codes are ``round(x * scale)`` and values ``code / scale``. torchq's
+own functions compute ``round(x / scale)`` and ``code * scale`` with ``scale = amax / qmax``
 (:func:`torchq.functional.fake_quantize`). The two differ by at most one rounding.
 """
 

@@ -1,7 +1,7 @@
-"""Replacing classes in ``torch.nn`` by quantized ones, for models that are built afterwards.
+"""Replacement of classes in ``torch.nn`` by quantized ones, for models that are built afterwards.
 
-This patches names for the whole process, as the original did, until :func:`deactivate`; :func:`torchq.patch` does the same
-without touching ``torch.nn``.
+As in the original, names are patched for the whole process until :func:`deactivate`.
+:func:`torchq.patch` does the same without patching ``torch.nn``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ _DEFAULT_QUANT_MAP = [
 
 
 class QuantModuleReplacementHelper:
-    """A replacement that can be undone; also a context manager, which undoes it after an exception too.
+    """A replacement that can be undone.
+
+    It is also a context manager, which undoes the replacement after an exception too.
 
     Attributes:
         default_quant_map: the list of default entries.
         quant_map: the entries that :meth:`apply_quant_modules` sets, in order.
-        orginal_func_map: for each, what was there before (the original's spelling).
+        orginal_func_map: the entries with the classes from before (the original's spelling).
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,12 @@ class QuantModuleReplacementHelper:
         float_module_list: Sequence[str] | None = None,
         custom_map: Iterable[tuple[Any, str, type]] | None = None,
     ) -> None:
-        """Collect what to replace: the defaults whose names are not in ``float_module_list``, then ``custom_map``, which wins."""
+        """Add the entries to replace.
+
+        Args:
+            float_module_list: names of default entries to leave out.
+            custom_map: further ``(module, name, class)``, which take precedence.
+        """
         entries = [
             entry
             for entry in self.default_quant_map
@@ -72,7 +79,7 @@ class QuantModuleReplacementHelper:
         self.quant_map += entries
 
     def apply_quant_modules(self) -> None:
-        """Replace; all or nothing."""
+        """Replace all entries, or none if one fails."""
         try:
             for entry in self.quant_map:
                 setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
@@ -81,7 +88,7 @@ class QuantModuleReplacementHelper:
             raise
 
     def restore_float_modules(self) -> None:
-        """Put back what was there before."""
+        """Restore the classes from before."""
         for entry in self.orginal_func_map:
             setattr(entry.orig_mod, entry.mod_name, entry.replace_mod)
         self.quant_map, self.orginal_func_map = [], []
@@ -108,7 +115,7 @@ def initialize(
     float_module_list: Sequence[str] | None = None,
     custom_quant_modules: Iterable[tuple[Any, str, type]] | None = None,
 ) -> None:
-    """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes from now on, in the whole process.
+    """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes in the whole process.
 
     Args:
         float_module_list: names that stay, such as ``["Linear"]``.
@@ -119,13 +126,17 @@ def initialize(
 
 
 def deactivate() -> None:
-    """Undo every :func:`initialize`. Models that were built stay quantized."""
+    """Undo every :func:`initialize`; models that were built stay quantized."""
     _quant_module_helper_object.restore_float_modules()
 
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """For scripts that have it around ``torch.onnx.export``; exporting works without it too."""
+    """Make an unknown range an error while the context lasts.
+
+    Scripts use it around ``torch.onnx.export``. Exporting works without it; an uncalibrated
+    quantizer then has the range of the example.
+    """
     before = quant_nn.TensorQuantizer._enable_onnx_export
     quant_nn.TensorQuantizer._enable_onnx_export = True
     try:

@@ -1,1 +1,1 @@
-"""A folder for the module search path: in it ``import pytorch_quantization`` finds a module that installs :mod:`torchq.compat`."""
+"""Folder for the module search path; its ``pytorch_quantization`` installs torchq.compat."""

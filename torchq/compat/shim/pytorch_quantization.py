@@ -1,4 +1,7 @@
-"""Found as ``pytorch_quantization`` by processes that were started with this folder on their search path; replaces itself."""
+"""Replaces itself by :mod:`torchq.compat.pytorch_quantization`.
+
+Processes that were started with this folder on their search path import it by the old name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every calibrator of pytorch-quantization has."""
+"""Base class of the calibrators of pytorch-quantization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["_Calibrator"]
 
 
 class _Calibrator:
-    """Base to derive calibrators from.
+    """Base that scripts derive their own calibrators from.
 
     Args:
         num_bits: integer width, or (4, 3).
@@ -26,7 +26,7 @@ class _Calibrator:
         self._unsigned = unsigned
 
     def collect(self, x: Tensor) -> None:
-        """Take the statistics of one tensor."""
+        """Add one tensor to the statistics."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -34,8 +34,9 @@ class _Calibrator:
         raise NotImplementedError
 
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """The range for what was collected; None where nothing was."""
+        """Return the range for everything collected, or None if nothing was."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned})"
+        settings = f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+        return f"{type(self).__name__}({settings})"

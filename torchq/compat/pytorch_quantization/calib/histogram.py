@@ -23,6 +23,8 @@ __all__ = ["HistogramCalibrator", "calibrate_weights"]
 
 # histc counts in float32, which is exact up to this number.
 _PIECE = 1 << 24
+# A histogram of this number of bins takes 128 MiB, and twice that for its edges.
+_MAX_BINS = 1 << 24
 
 
 class HistogramCalibrator(_Calibrator):
@@ -41,6 +43,7 @@ class HistogramCalibrator(_Calibrator):
         torch_hist: has no effect: torch counts on the tensor's device.
 
     Raises:
+        ConfigError: ``num_bins`` is out of range.
         UnsupportedError: an axis. :class:`torchq.calib.HistogramCalibrator` has one.
     """
 
@@ -63,6 +66,10 @@ class HistogramCalibrator(_Calibrator):
             raise UnsupportedError(
                 f"HistogramCalibrator: got axis={axis}; expected None, per tensor. "
                 "Use calib_method='max'"
+            )
+        if not 0 < num_bins <= _MAX_BINS:
+            raise ConfigError(
+                f"num_bins: got {num_bins}; expected at least 1 and at most {_MAX_BINS}"
             )
         self._first_bins = num_bins
         self._skip_zeros = skip_zeros
@@ -148,7 +155,8 @@ class HistogramCalibrator(_Calibrator):
             )
         if method == "percentile" and not 0 <= percentile <= 100:
             raise ConfigError(
-                f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99"
+                f"percentile: got {percentile}; "
+                "expected a number in the range 0 to 100, such as 99.99"
             )
         if self._calib_hist is None or self._calib_bin_edges is None:
             return torch.zeros(()) if self._zeros else None

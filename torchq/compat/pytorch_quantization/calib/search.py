@@ -1,9 +1,10 @@
-"""Where to cut a histogram of magnitudes: pytorch-quantization's definitions of entropy, MSE and percentile.
+"""pytorch-quantization's definitions of entropy, MSE and percentile.
 
-All take ``counts`` (bins,) and ``edges`` (bins + 1,) with equal bins from 0 on, and return one of the edges or centers. What
-:mod:`torchq.calib.estimators` does better is left as the original had it: the candidates start at ``start_bin`` whatever the
-format, ranges are edges or centers and not interpolated. What was wrong there is not: looking does not change the
-histogram, and a candidate with no data below it is no optimum.
+Each function takes ``counts`` (bins,) and ``edges`` (bins + 1,) of equal bins from 0 on, and
+returns one of the edges or bin centers. As in the original, the candidates start at ``start_bin``
+for every format, and ranges are not interpolated. Two errors of the original are corrected:
+reading does not change the histogram, and a candidate without data below it is no optimum.
+:mod:`torchq.calib.estimators` has torchq's own definitions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torchq.errors import ConfigError
 
 __all__ = ["entropy", "mse", "percentile"]
 
-_ELEMENTS = 1 << 22  # of one temporary
+# Elements of one temporary.
+_ELEMENTS = 1 << 22
 
 
 def entropy(
@@ -28,9 +30,10 @@ def entropy(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """The edge with the least Kullback-Leibler divergence between the data clipped there and its quantized histogram; the last of equals.
+    """Return the edge with the least Kullback-Leibler divergence of the quantized histogram.
 
-    The first bin takes the count of its neighbour, since zeros tell nothing about the range.
+    Of edges with equal divergences the last is returned. The first bin takes the count of its
+    neighbour, because zeros tell nothing about the range.
 
     Raises:
         ConfigError: a float format, or fewer than ``start_bin`` bins.
@@ -52,7 +55,10 @@ def entropy(
 
 
 def _divergence(counts: Tensor, candidates: Tensor, levels: int) -> Tensor:
-    """For each number of bins kept; infinity where the last kept bin or all of them are empty."""
+    """Return the divergence for each number of bins kept.
+
+    It is infinity if the last kept bin or all of them are empty.
+    """
     below = _running(counts)
     border = -(-candidates.unsqueeze(1) * torch.arange(levels + 1) // levels)
     mass = below[border].diff(dim=1)
@@ -83,7 +89,9 @@ def mse(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """The bin center with the least squared error of quantizing all centers to that range; the first of equals.
+    """Return the bin center that is the range with the least squared error of all centers.
+
+    Of centers with equal errors the first is returned.
 
     Raises:
         ConfigError: not more than ``start_bin`` bins.
@@ -104,7 +112,7 @@ def mse(
 
 
 def percentile(counts: Tensor, edges: Tensor, percentile: float) -> Tensor:
-    """The lower edge of the bin where the share of the data reaches ``percentile`` percent.
+    """Return the lower edge of the bin where the share of the data reaches ``percentile`` %.
 
     Raises:
         ConfigError: outside 0 to 100.
@@ -118,9 +126,11 @@ def percentile(counts: Tensor, edges: Tensor, percentile: float) -> Tensor:
 
 
 def _candidates(stop: int, start_bin: int, stride: int) -> Tensor:
+    """Return the indices of the candidates."""
     if stop <= start_bin:
         raise ConfigError(
-            f"start_bin: got {start_bin} for a histogram of {stop} candidates; expected fewer. Collect with more bins"
+            f"start_bin: got {start_bin} for a histogram of {stop} candidates; expected fewer. "
+            "Collect with more bins"
         )
     return torch.arange(start_bin, stop, stride)
 

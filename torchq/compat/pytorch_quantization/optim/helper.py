@@ -15,7 +15,7 @@ __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_w
 
 
 def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
-    """Lazily, each parameter whose name one of the regular expressions is found in; each parameter once."""
+    """Yield each parameter whose name contains a match of any of the regular expressions, once."""
     for name, parameter in model.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):
             yield parameter
@@ -28,10 +28,18 @@ def group_parameters(
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups, one for each list of patterns, with its own learning rate, momentum and weight decay.
+    """Return optimizer groups, one for each list of patterns.
+
+    Args:
+        model: the model whose parameters are grouped.
+        patterns_list: lists of regular expressions on parameter names.
+        lrs: a learning rate for each group.
+        momentums: a momentum for each group.
+        weight_decays: a weight decay for each group.
 
     Returns:
-        ``[{"params": iterator, "lr": ..}, ..]``; each iterator can be read once, as an optimizer does.
+        ``[{"params": iterator, "lr": ..}, ..]``. Each iterator can be read once, which an
+        optimizer does.
 
     Raises:
         LegacyTypeError: an element of ``patterns_list`` is not a list, or lengths differ.
@@ -39,7 +47,8 @@ def group_parameters(
     for patterns in patterns_list:
         if not isinstance(patterns, list):
             raise LegacyTypeError(
-                f"patterns_list must be list of list of patterns: got {patterns!r}; expected [{patterns!r}]"
+                f"patterns_list must be list of list of patterns: got {patterns!r}; "
+                f"expected [{patterns!r}]"
             )
     groups: list[dict[str, Any]] = [
         {"params": match_parameters(model, patterns)} for patterns in patterns_list
@@ -54,7 +63,8 @@ def group_parameters(
             continue
         if len(values) != len(groups):
             raise LegacyTypeError(
-                f"len({argument}) must match len(patterns_list): got {len(values)}; expected {len(groups)}"
+                f"len({argument}) must match len(patterns_list): got {len(values)}; "
+                f"expected {len(groups)}"
             )
         for group, value in zip(groups, values, strict=True):
             group[key] = value
@@ -62,13 +72,16 @@ def group_parameters(
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Turn off the gradient of what :func:`match_parameters` finds."""
+    """Turn off the gradient of the parameters that :func:`match_parameters` yields."""
     for parameter in match_parameters(model, patterns):
         parameter.requires_grad = False
 
 
 def quant_weight_inplace(model: nn.Module) -> None:
-    """Replace every weight that has a ``_weight_quantizer`` by its quantized values (for relax-and-round training)."""
+    """Replace every weight with a ``_weight_quantizer`` by its quantized values, in place.
+
+    Relax-and-round training calls this function.
+    """
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)
         weight = getattr(module, "weight", None)

@@ -15,10 +15,13 @@ __all__ = ["reduce_amax"]
 def reduce_amax(
     input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True
 ) -> Tensor:
-    """The largest magnitude of ``input`` over the axes in ``axis``, without gradient, in its dtype.
+    """Return the largest magnitude of ``input`` over ``axis``, without gradient, in its dtype.
 
-    ``axis`` names what is reduced: the opposite of a descriptor's ``axis``. None reduces everything to a 0-d tensor; so do
-    axes that leave a single element.
+    Args:
+        input: any shape.
+        axis: the axes that are reduced; a descriptor's ``axis`` names those that are kept. None
+            reduces everything to a 0-d tensor, and so do axes that leave a single element.
+        keepdims: keep reduced axes with size 1.
 
     Raises:
         ConfigError: more axes than dimensions.
@@ -36,7 +39,8 @@ def reduce_amax(
             return magnitudes.amax(axis, keepdim=keepdims)
         if len(axis) > input.dim():
             raise ConfigError(
-                f"reduce_amax: Cannot reduce more axes than there are: got {tuple(axis)}; expected at most {input.dim()} axes"
+                "reduce_amax: Cannot reduce more axes than there are: "
+                f"got {tuple(axis)}; expected at most {input.dim()} axes"
             )
         reduced = magnitudes.amax(tuple(axis), keepdim=keepdims) if len(axis) else magnitudes
         return reduced.reshape(()) if reduced.numel() == 1 else reduced

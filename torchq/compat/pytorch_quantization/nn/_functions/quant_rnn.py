@@ -24,28 +24,33 @@ def LSTMCell(
     input_quantizer: Quantizer | None = None,
     weight_quantizer: Quantizer | None = None,
 ) -> State:
-    """The next ``(h, c)``.
+    """Return the next hidden and cell state ``(h, c)``.
 
-    Input and hidden state are quantized together, with one range, and so are the two weights: at inference both products are
-    one matrix multiplication. The cell state and the biases stay float.
+    Input and hidden state are quantized together, with one range. So are the two weights, because
+    at inference both products are one matrix multiplication. The cell state and the biases stay
+    float.
 
     Args:
         input: (batch, input size).
         hidden: ``(h, c)``, each (batch, hidden size).
-        w_ih, w_hh: (4 * hidden size, input size) and (4 * hidden size, hidden size).
-        b_ih, b_hh: (4 * hidden size,).
-        input_quantizer, weight_quantizer: what quantizes the joined tensors.
+        w_ih: (4 * hidden size, input size).
+        w_hh: (4 * hidden size, hidden size).
+        b_ih: (4 * hidden size,).
+        b_hh: (4 * hidden size,).
+        input_quantizer: quantizes the concatenation of input and hidden state.
+        weight_quantizer: quantizes the concatenation of the two weights.
     """
     h, c = hidden
-    input, h = _joined(input_quantizer, input, h)
-    w_ih, w_hh = _joined(weight_quantizer, w_ih, w_hh)
+    input, h = _quantize_together(input_quantizer, input, h)
+    w_ih, w_hh = _quantize_together(weight_quantizer, w_ih, w_hh)
     gates = F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
     i, f, g, o = gates.chunk(4, 1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def _joined(quantizer: Quantizer | None, a: Tensor, b: Tensor) -> Sequence[Tensor]:
+def _quantize_together(quantizer: Quantizer | None, a: Tensor, b: Tensor) -> Sequence[Tensor]:
+    """Quantize the concatenation of two tensors, and split it again."""
     if quantizer is None:
         return a, b
     return quantizer(torch.cat([a, b], 1)).split([a.shape[1], b.shape[1]], 1)
@@ -59,19 +64,21 @@ def direction(
     weight_quantizer: Quantizer,
     reverse: bool = False,
 ) -> tuple[list[Tensor], State]:
-    """One layer in one direction over a sequence whose batch may shrink.
+    """Run one layer in one direction over a sequence whose batch may shrink.
 
     Args:
-        steps: for each time the inputs of the sequences that last so long, (batch at that time, size); batch sizes never grow.
+        steps: for each time, the inputs of the sequences that have not ended, (batch at that
+            time, size); batch sizes never grow.
         hidden: (batch, hidden size) each, of the longest batch.
         weights: w_ih, w_hh and, with bias, b_ih, b_hh.
-        input_quantizer, weight_quantizer: as for :func:`LSTMCell`; the weights are quantized once.
-        reverse: from the last time to the first.
+        input_quantizer: see :func:`LSTMCell`.
+        weight_quantizer: see :func:`LSTMCell`; the weights are quantized once.
+        reverse: True runs from the last time to the first.
 
     Returns:
         the outputs of each time, in the order of ``steps``, and the last state of every sequence.
     """
-    w_ih, w_hh = _joined(weight_quantizer, weights[0], weights[1])
+    w_ih, w_hh = _quantize_together(weight_quantizer, weights[0], weights[1])
     b_ih, b_hh = weights[2:] if len(weights) > 2 else (None, None)
     h, c = hidden
     outputs = []

@@ -1,4 +1,7 @@
-"""Mixins that give a module its quantizers. User code derives from them, and calls ``init_quantizer`` from wherever it likes."""
+"""Mixins that give a module its quantizers.
+
+Scripts derive their own modules from them, and call ``init_quantizer`` from any function.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["QuantInputMixin", "QuantMixin", "QuantizerList", "pop_quant_desc_in_
 
 
 class QuantizerList(nn.ModuleList):
-    """Quantizers of one kind, one for each layer and direction, that are switched together."""
+    """Quantizers that are switched together: one for each layer and direction of an LSTM."""
 
     def disable(self) -> None:
         """Disable each."""
@@ -43,19 +46,22 @@ def _checked(descriptor: Any) -> QuantDescriptor:
 def _check_fake(*descriptors: QuantDescriptor) -> None:
     if not all(descriptor.fake_quant for descriptor in descriptors):
         raise ConfigError(
-            "init_quantizer: Only fake quantization is supported in layers: got fake_quant=False; expected True"
+            "init_quantizer: Only fake quantization is supported in layers: "
+            "got fake_quant=False; expected True"
         )
 
 
 class QuantInputMixin:
-    """For modules whose input is quantized: ``_input_quantizer``."""
+    """Mixin for modules whose input is quantized, by ``_input_quantizer``."""
 
     default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
     _input_quantizer: TensorQuantizer
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Make a copy of ``value`` what later instances of this class (and of subclasses without their own) use.
+        """Set the default descriptor of later instances to a copy of ``value``.
+
+        Instances of subclasses without an own default use it too.
 
         Raises:
             ConfigError: not a descriptor.
@@ -79,7 +85,7 @@ class QuantInputMixin:
 
 
 class QuantMixin:
-    """For modules whose input and weight are quantized: ``_input_quantizer`` and ``_weight_quantizer``."""
+    """Mixin for modules with an ``_input_quantizer`` and a ``_weight_quantizer``."""
 
     default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
     default_quant_desc_weight = QUANT_DESC_8BIT_PER_TENSOR
@@ -88,7 +94,9 @@ class QuantMixin:
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Make a copy of ``value`` what later instances of this class (and of subclasses without their own) use.
+        """Set the default descriptor of later instances to a copy of ``value``.
+
+        Instances of subclasses without an own default use it too.
 
         Raises:
             ConfigError: not a descriptor.
@@ -97,7 +105,7 @@ class QuantMixin:
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """As :meth:`set_default_quant_desc_input`, for the weight."""
+        """Do what :meth:`set_default_quant_desc_input` does, for the weight."""
         cls.default_quant_desc_weight = _checked(value)
 
     def init_quantizer(
@@ -106,7 +114,10 @@ class QuantMixin:
         quant_desc_weight: QuantDescriptor,
         num_layers: int | None = None,
     ) -> None:
-        """Create the quantizers; with ``num_layers`` the lists ``_input_quantizers`` and ``_weight_quantizers`` of that length.
+        """Create the quantizers.
+
+        With ``num_layers`` these are the lists ``_input_quantizers`` and ``_weight_quantizers``
+        of that length.
 
         Raises:
             ConfigError: a descriptor without ``fake_quant``.
@@ -134,7 +145,12 @@ class QuantMixin:
 
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """The descriptors in ``kwargs``, by default those of ``quant_cls``: ``(input, weight)``, or the input's with ``input_only``.
+    """Return the descriptors in ``kwargs``, by default those of ``quant_cls``.
+
+    Args:
+        quant_cls: the class whose defaults are used.
+        input_only: True returns the descriptor of the input alone, False ``(input, weight)``.
+        **kwargs: ``quant_desc_input`` and ``quant_desc_weight``.
 
     Raises:
         LegacyTypeError: other keywords.
@@ -145,7 +161,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     input_descriptor = kwargs.get("quant_desc_input", quant_cls.default_quant_desc_input)
     if input_only:
         return input_descriptor
-    # Scripts ask for both before they look what kind of module they have.
+    # Scripts ask for both before they look at the kind of their module.
     return input_descriptor, kwargs.get(
         "quant_desc_weight", getattr(quant_cls, "default_quant_desc_weight", None)
     )

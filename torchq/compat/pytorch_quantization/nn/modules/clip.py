@@ -1,4 +1,4 @@
-"""Clipping as a module, with bounds that can be learned."""
+"""Clipping as a module, with bounds that may be learned."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Clip(nn.Module):
     """``clip(inputs, clip_value_min, clip_value_max)``.
 
     Args:
-        clip_value_min, clip_value_max: a number or a tensor.
-        learn_min, learn_max: make the bound a scalar parameter that starts at this value.
+        clip_value_min: the lower bound, a number or a tensor.
+        clip_value_max: the upper bound, a number or a tensor.
+        learn_min: make the lower bound a scalar parameter that starts at this value.
+        learn_max: make the upper bound a scalar parameter that starts at this value.
 
     Raises:
         ConfigError: a learned bound that is neither a float nor an array of one element.
@@ -42,7 +44,7 @@ class Clip(nn.Module):
             if learned:
                 setattr(self, name, nn.Parameter(torch.tensor(_scalar(name, value))))
             else:
-                # A buffer, so that it follows the module; not saved, as in the original.
+                # A buffer follows the module to a device. As in the original it is not saved.
                 self.register_buffer(
                     name, torch.as_tensor(value, dtype=torch.float32), persistent=False
                 )
@@ -57,6 +59,7 @@ class Clip(nn.Module):
         self._active = True
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return ``inputs`` between the bounds."""
         return clip(inputs, self.clip_value_min, self.clip_value_max) if self._active else inputs
 
 

@@ -1,4 +1,4 @@
-"""What the legacy layers add to torchq's quantized modules: their constructor, and children with a leading underscore."""
+"""Base class of the legacy layers: their constructor, and the names of their quantizers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ __all__ = ["LegacyLayer"]
 
 
 class LegacyLayer(QuantModule):
-    """Base of the legacy layers; goes between a mixin of ``_utils`` and the class in :mod:`torchq.nn`.
+    """Base of the legacy layers, whose quantizers have names with a leading underscore.
+
+    It stands between a mixin of ``_utils`` and a class of :mod:`torchq.nn` in the list of bases.
 
     Args:
-        *args, **kwargs: those of the float class, and ``quant_desc_input`` (and ``quant_desc_weight``).
+        *args: positional arguments of the float class.
+        **kwargs: keyword arguments of the float class, ``quant_desc_input``, and for layers with
+            a weight ``quant_desc_weight``.
 
     Raises:
         LegacyTypeError: an unknown keyword.
@@ -35,7 +39,7 @@ class LegacyLayer(QuantModule):
         self.init_quantizer(*((descriptors,) if input_only else descriptors))  # type: ignore[operator]
 
     def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantized input and weight; subclasses of the original's convolutions call it."""
+        """Return the quantized input and weight; scripts with own convolutions call it."""
         return self.input_quantizer(input), self.weight_quantizer(self.weight)
 
     def _detach(self) -> None:

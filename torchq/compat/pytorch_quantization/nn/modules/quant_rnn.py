@@ -1,4 +1,4 @@
-"""Quantized LSTM: torch's parameters, names and arguments, a loop of its own."""
+"""Quantized LSTM with the parameters, names and arguments of torch's, and a loop of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["LSTM", "LSTMCell", "QuantLSTM", "QuantLSTMCell"]
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Torch's keywords, and the others."""
+    """Return torch's keyword arguments and the other ones."""
     own = (
         "input_size",
         "hidden_size",
@@ -44,8 +44,10 @@ def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 class QuantLSTM(QuantMixin, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`, without ``proj_size``.
 
-    ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and direction, in torch's order; see
-    :func:`~torchq.compat.pytorch_quantization.nn._functions.quant_rnn.LSTMCell` for what they quantize.
+    ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and
+    direction, in torch's order.
+    :func:`~torchq.compat.pytorch_quantization.nn._functions.quant_rnn.LSTMCell` says which
+    tensors they quantize.
     """
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
@@ -55,7 +57,8 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         descriptors = pop_quant_desc_in_kwargs(type(self), **others)
         if own.get("proj_size"):
             raise ConfigError(
-                f"QuantLSTM: got proj_size={own['proj_size']}; expected 0, projections are not supported"
+                f"QuantLSTM: got proj_size={own['proj_size']}; "
+                "expected 0, projections are not supported"
             )
         super().__init__(*args, **own)
         self.init_quantizer(*descriptors)
@@ -66,6 +69,7 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         quant_desc_weight: QuantDescriptor,
         num_layers: int | None = None,
     ) -> None:
+        """Create a pair of quantizers for each layer and direction."""
         super().init_quantizer(
             quant_desc_input,
             quant_desc_weight,
@@ -73,6 +77,7 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         )
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+        """Return what :class:`torch.nn.LSTM` returns."""
         if isinstance(input, PackedSequence):
             data, sizes, sorted_indices, unsorted_indices = input
             hx = None if hx is None else self.permute_hidden(hx, sorted_indices)
@@ -96,7 +101,7 @@ class QuantLSTM(QuantMixin, nn.LSTM):
     def _layers(
         self, steps: list[Tensor], hx: tuple[Tensor, Tensor] | None
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        """All layers over ``steps`` (see :func:`direction`); the hidden states stacked."""
+        """Run all layers over ``steps`` (see :func:`direction`); stack the hidden states."""
         directions = 1 + self.bidirectional
         shape = (self.num_layers * directions, steps[0].shape[0], self.hidden_size)
         if hx is None:
@@ -104,7 +109,8 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         if steps[0].shape[1] != self.input_size or any(tuple(part.shape) != shape for part in hx):
             got = (steps[0].shape[1], tuple(hx[0].shape), tuple(hx[1].shape))
             raise ConfigError(
-                f"QuantLSTM: got input size and states {got}; expected {(self.input_size, shape, shape)}"
+                f"QuantLSTM: got input size and states {got}; "
+                f"expected {(self.input_size, shape, shape)}"
             )
         states = []
         for layer in range(self.num_layers):
@@ -140,6 +146,7 @@ class QuantLSTMCell(QuantMixin, nn.LSTMCell):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return the next hidden and cell state."""
         batched = input.dim() == 2
         if not batched:
             input = input.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""The flags of a legacy quantizer, and how torchq's two switches and descriptor are read from them."""
+"""The flags of a legacy quantizer, and torchq's two switches and descriptor read from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LegacySwitches"]
 
 
 class LegacySwitches:
-    """``disable()``, ``enable_calib()``, ... and read access to the descriptor's fields, for a quantizer module."""
+    """Mixin with ``disable()``, ``enable_calib()``, ... and the fields of the descriptor."""
 
     _num_bits: NumBits
     _fake_quant: bool
@@ -64,7 +64,8 @@ class LegacySwitches:
         """
         if self._calibrator is None:
             raise ConfigError(
-                "enable_calib: Calibrator was not created; expected one. Assign quantizer._calibrator"
+                "enable_calib: Calibrator was not created; expected one. "
+                "Assign quantizer._calibrator"
             )
         self._if_calib = True
 
@@ -81,6 +82,7 @@ class LegacySwitches:
         self._switch_clip(True)
 
     def _switch_clip(self, on: bool) -> None:
+        """Turn clipping and the gradients of its bounds on or off."""
         if not self._learn_amax:
             raise ConfigError(
                 "clip: learn_amax is False; expected a descriptor with learn_amax=True"
@@ -133,10 +135,10 @@ class LegacySwitches:
 
     @property
     def step_size(self) -> Tensor | None:
-        """amax / :attr:`maxbound`; None while the range is not known."""
+        """The quotient amax / :attr:`maxbound`; None while the range is not known."""
         return None if self.amax is None else self.amax / self.maxbound
 
-    # What torchq's own functions look at.
+    # The interface of torchq.nn.TensorQuantizer follows.
 
     @property
     def granularity(self) -> Granularity:
@@ -169,11 +171,12 @@ class LegacySwitches:
         return self._learn_amax or self.amax is not None
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return the scale amax / qmax as torchq computes it, of the range in use, and zeros."""
+        """Return the scale amax / qmax of the range in use, as torchq computes it, and zeros."""
         amax = self._learned_amax() if self._learn_amax else self.amax  # type: ignore[attr-defined]
         if amax is None:
             raise CalibrationError(
-                "TensorQuantizer: the scale is not known; expected a calibrated amax. Run load_calib_amax()"
+                "TensorQuantizer: the scale is not known; expected a calibrated amax. "
+                "Run load_calib_amax()"
             )
         if self._scale_amax is not None and not self._learn_amax:
             amax = amax * self._scale_amax
@@ -181,8 +184,10 @@ class LegacySwitches:
         return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def range_for(self, x: Tensor) -> Tensor:
-        """The range that a call on ``x`` quantizes with."""
-        return self._learned_amax() if self._learn_amax else self._get_amax(x)  # type: ignore[attr-defined]
+        """Return the range that a call on ``x`` quantizes with."""
+        if self._learn_amax:
+            return self._learned_amax()  # type: ignore[attr-defined]
+        return self._get_amax(x)  # type: ignore[attr-defined]
 
     @property
     def observing(self) -> bool:
@@ -203,7 +208,10 @@ class LegacySwitches:
         self._switch("_if_quant", self.quantizing, on)
 
     def _switch(self, flag: str, before: bool, on: bool) -> None:
-        """Set one of the two switches and leave the other: a disabled quantizer has both off, whatever its flags say."""
+        """Set one of the two switches and leave the other as it is.
+
+        A disabled quantizer has both off, whatever its flags say.
+        """
         if before == on:
             return
         if self._disabled:
@@ -212,4 +220,5 @@ class LegacySwitches:
 
     def set_amax(self, value: Any) -> None:
         """Set the range, of any shape."""
-        self._adopt(torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True))  # type: ignore[attr-defined]
+        amax = torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True)
+        self._adopt(amax)  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
 
     def __init__(
         self,
-        quant_desc: QuantDescriptor = QuantDescriptor(),  # noqa: B008  # as in the original; nothing changes it
+        quant_desc: QuantDescriptor = QuantDescriptor(),  # noqa: B008  # Nothing changes it.
         disabled: bool = False,
         if_quant: bool = True,
         if_clip: bool = False,
@@ -152,7 +152,9 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         """Set the range to ``_calibrator.compute_amax(*args, **kwargs)``, of any shape.
 
         Args:
-            strict: False warns and sets NaN where nothing was collected.
+            *args: positional arguments of ``compute_amax``.
+            strict: False warns and sets NaN if nothing was collected.
+            **kwargs: keyword arguments of ``compute_amax``.
 
         Raises:
             CalibrationError: nothing was collected, or there is no calibrator.
