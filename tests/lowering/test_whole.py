@@ -125,7 +125,8 @@ def test_results_are_of_the_same_kind(
 ) -> None:
     model = calibrated(Answering(answer), images)
     int8 = torchq.deploy(model, images if compare else None)
-    assert isinstance(int8, fx.GraphModule) == whole and graphs(int8) == 1
+    # Code that cannot be traced may index its Sequential; only an example shows that it does not.
+    assert isinstance(int8, fx.GraphModule) == whole and graphs(int8) == (whole or compare)
     for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
         got, expected = copied(images), model(images)
         assert type(got) is type(expected)
@@ -214,8 +215,8 @@ def test_parts_that_cannot_be_traced_are_called_from_the_graph_of_the_rest(image
         for name, m in int8.named_modules()
         if isinstance(m, Quantize) and not name.startswith("heads")
     ] == ["first_input"]
-    # Without an example nobody would notice that arguments are missing.
-    assert graphs(torchq.deploy(model)) == 2
+    # Without an example nobody would notice missing arguments, or that a container is indexed.
+    assert graphs(torchq.deploy(model)) == 0
 
 
 class Constants(nn.Module):
