@@ -100,6 +100,11 @@ def verdict(good: bool, problem: str) -> str:
     return "ok" if good else problem
 
 
+def class_of_each_path(model: nn.Module) -> dict[str, type]:
+    """Return the class at each path of the module tree, shared modules under all their paths."""
+    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
+
+
 def state(model: nn.Module) -> dict[str, Any]:
     """Return what a dry run must leave alone: classes, attributes, the contents of containers."""
     found: dict[str, Any] = {}
@@ -179,10 +184,10 @@ def check_off(subject: Subject) -> Fields:
 def check_restore(subject: Subject) -> Fields:
     """Check that ``restore_`` gives back classes and bits, after placing operators for a target."""
     model = copy.deepcopy(subject.model)
-    classes = [type(m) for m in model.modules()]
+    classes = class_of_each_path(model)
     torchq.quantize_(model, target="onnxruntime", example=subject.entry.example)
     torchq.restore_(model)
-    good = [type(m) for m in model.modules()] == classes
+    good = class_of_each_path(model) == classes
     equal = same(outputs(model, subject.entry.example), subject.expected)
     return {"restore": verdict(good and equal, "bits differ" if good else "classes differ")}
 
