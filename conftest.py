@@ -1,4 +1,4 @@
-"""What holds for every test and doctest. Nothing here changes a global default: seeds and threads are given back."""
+"""Fixtures of every test and doctest; seeds and threads are as before when a test has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torchq
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """One torch thread per test process: the tensors are small, and pytest-xdist already keeps every core busy."""
+    """Use one torch thread in each test process: pytest-xdist already keeps every core busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:
-    """Seed torch's default generator (initial weights come from it) and give its state back, so that test order cannot matter."""
+    """Seed torch's default generator, and restore its state, so that test order cannot matter."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         yield
@@ -31,7 +31,7 @@ def fixed_seed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Fail a test that leaves global state behind: default dtype, grad mode, or a patch that still swaps new modules."""
+    """Fail a test that leaves global state behind: a dtype, a grad mode, or an active patch."""
     yield
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
@@ -42,5 +42,5 @@ def nothing_leaks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace: dict[str, Any]) -> None:
-    """Examples may use ``torch`` and ``torchq`` without importing them."""
+    """Let examples use ``torch`` and ``torchq`` without importing them."""
     doctest_namespace.update(torch=torch, torchq=torchq)

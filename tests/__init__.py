@@ -1,1 +1,4 @@
-"""Tests, laid out like the package. A package itself, so that ``tests.reference`` never resolves to somebody else's ``tests``."""
+"""Tests, laid out like the package.
+
+This is a package, so that ``tests.reference`` never resolves to somebody else's ``tests``.
+"""

@@ -1,8 +1,8 @@
 """The package read as text, and the house rules that neither ruff nor import-linter can say.
 
-Nothing here imports torchq. Every rule takes modules (dotted name -> :class:`Source`) and returns one
-sentence for each offender, so the same rule runs over the real tree and over snippets that it must
-catch.
+Nothing here imports torchq. Every rule reads modules (dotted name -> :class:`Source`) and returns
+one sentence for each offender, so the same rule runs over the real tree and over snippets that it
+must catch.
 """
 
 from __future__ import annotations

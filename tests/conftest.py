@@ -10,29 +10,32 @@ LOW_DTYPES = [torch.float16, torch.bfloat16]
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """``float16`` for ``torch.float16``: a readable test id."""
+    """Return a readable test id: ``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """A CPU generator with a fixed seed. Draw on the CPU and move, so that every device sees the same numbers."""
+    """Return a CPU generator with a fixed seed.
+
+    Draw on the CPU and move the result, so that every device sees the same numbers.
+    """
     return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture(params=DTYPES, ids=short_name)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every floating dtype that torchq accepts."""
+    """Return every floating dtype that torchq accepts, one for each run of a test."""
     return request.param
 
 
 @pytest.fixture(params=LOW_DTYPES, ids=short_name)
 def low_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The 16-bit dtypes: their arithmetic must be done in float32."""
+    """Return the 16-bit dtypes, whose arithmetic must be done in float32."""
     return request.param
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, and the GPU where there is one."""
+    """Return the CPU, and the GPU where there is one."""
     return torch.device(request.param)

@@ -28,6 +28,7 @@ class NoSync(TorchDispatchMode):
     """Raises where an operator would make the host wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, unless it waits."""
         name = func.overloadpacket.__name__
         masks = name in ("index", "index_put", "index_put_") and any(
             isinstance(i, Tensor) and i.dtype is torch.bool for i in args[1]

@@ -1,4 +1,7 @@
-"""Nothing that runs for every batch waits for the device: a forward, a training step, collecting. The detector is tested first."""
+"""Nothing that runs for every batch waits for the device: a forward, a training step, collecting.
+
+The detector is tested first.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def test_the_detector_catches_it(name: str) -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that statistics take off the CPU, where values may not be looked at."""
+    """Compute statistics as off the CPU, where nothing may look at values."""
     for module in (binning, histogram):
         monkeypatch.setattr(module, "on_host", lambda x: False)
 

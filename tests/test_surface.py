@@ -12,23 +12,50 @@ import torchq
 
 # Other work adds to these packages; what is here must stay.
 PROMISED: dict[str, str] = {
-    "torchq": """CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport TensorQuantizer __version__ calib calibrate
-        deploy disabled errors export_onnx formats freeze_ functional fuse_ fusion inspect_onnx is_quantized load load_model nn onnx patch plan qat
-        quantize_ recipes register restore_ save summary targets verify_onnx workflow""",
-    "torchq.errors": "TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError MissingExtraError",
-    "torchq.formats": """CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format Granularity IntFormat PerAxis
-        PerBlock PerTensor by_bits by_name integer power_of_two_below""",
-    "torchq.functional": """TINY FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale
-        compute_dtype dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax""",
-    "torchq.recipes": "RECIPES by_name int8 int8_per_tensor int4_weight w4a4 fp8 mxfp8 nvfp4",
-    "torchq.calib": "CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator make_calibrator methods sync",
-    "torchq.nn": """QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d QuantAvgPool1d QuantAvgPool2d
-        QuantAvgPool3d QuantConv1d QuantConv2d QuantConv3d QuantConvTranspose1d QuantConvTranspose2d QuantConvTranspose3d QuantEmbedding
-        QuantIdentity QuantInstanceNorm1d QuantInstanceNorm2d QuantInstanceNorm3d QuantLinear QuantMaxPool1d QuantMaxPool2d QuantMaxPool3d
-        QuantModule QuantTransformerEncoderLayer TensorQuantizer convert_ is_weight_quantizer register revert_""",
-    "torchq.swap": "Decision Patch SwapReport decide patch plan quantize_ restore_ targets",
-    "torchq.workflow": """CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate calibrate_weights disabled freeze_ is_quantized load load_model quantizers save
-        select_quantizers summary swap_record weight_quantizers""",
+    "torchq": """
+        CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
+        TensorQuantizer __version__ calib calibrate deploy disabled errors export_onnx
+        formats freeze_ functional fuse_ fusion inspect_onnx is_quantized load load_model nn
+        onnx patch plan qat quantize_ recipes register restore_ save summary targets
+        verify_onnx workflow
+    """,
+    "torchq.errors": """
+        TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError
+        MissingExtraError
+    """,
+    "torchq.formats": """
+        CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format
+        Granularity IntFormat PerAxis PerBlock PerTensor by_bits by_name integer
+        power_of_two_below
+    """,
+    "torchq.functional": """
+        TINY FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale compute_dtype
+        dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax
+    """,
+    "torchq.recipes": """
+        RECIPES by_name int8 int8_per_tensor int4_weight w4a4 fp8 mxfp8 nvfp4
+    """,
+    "torchq.calib": """
+        CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator
+        make_calibrator methods sync
+    """,
+    "torchq.nn": """
+        QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d
+        QuantAvgPool1d QuantAvgPool2d QuantAvgPool3d QuantConv1d QuantConv2d QuantConv3d
+        QuantConvTranspose1d QuantConvTranspose2d QuantConvTranspose3d QuantEmbedding
+        QuantIdentity QuantInstanceNorm1d QuantInstanceNorm2d QuantInstanceNorm3d
+        QuantLinear QuantMaxPool1d QuantMaxPool2d QuantMaxPool3d QuantModule
+        QuantTransformerEncoderLayer TensorQuantizer convert_ is_weight_quantizer register
+        revert_
+    """,
+    "torchq.swap": """
+        Decision Patch SwapReport decide patch plan quantize_ restore_ targets
+    """,
+    "torchq.workflow": """
+        CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate
+        calibrate_weights disabled freeze_ is_quantized load load_model quantizers save
+        select_quantizers summary swap_record weight_quantizers
+    """,
 }
 
 

@@ -1,4 +1,7 @@
-"""Every classification model of torchvision: swapping changes nothing while quantizers are off, restoring gives everything back."""
+"""Every classification model of torchvision is swapped and restored.
+
+Swapping changes nothing while quantizers are off, and restoring gives everything back.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from torchq.nn import QuantModule, TensorQuantizer
 
 models = pytest.importorskip("torchvision.models")
 
-MAX_PARAMETERS = (
-    95_000_000  # larger ones are the same blocks, repeated; they would take most of the time
-)
+# Larger models are the same blocks, repeated; they would need most of the time.
+MAX_PARAMETERS = 95_000_000
 KEPT = {"vgg11_bn"}  # else there would be no VGG
 RANDOM = (
     "uniform_",
@@ -48,13 +50,16 @@ NAMES = models.list_models(module=models)
 
 @pytest.fixture
 def cheap_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building most models takes longer than running them, because of the initial weights; one fill does instead."""
+    """Skip initial weights, which need more time than running most models; one fill replaces them."""
     for name in RANDOM:
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 
 
 def weighted(model: nn.Module) -> set[int]:
-    """The modules with a matrix or kernel of their own; the output layer of attention is a part of that."""
+    """Return the modules with a matrix or kernel of their own.
+
+    The output layer of attention is a part of the attention.
+    """
     inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     modules = [
         m for m in model.modules() if id(m) not in inside and not isinstance(m, TensorQuantizer)
