@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq.descriptor import QuantDescriptor
@@ -31,7 +32,7 @@ from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers
 
-__all__ = ["apply_record_", "swap_record"]
+__all__ = ["apply_record_", "public_state", "swap_record"]
 
 _VERSION = 2
 _MODES = frozenset(["off", "observe", "quantize", "observe+quantize"])
@@ -71,14 +72,14 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
                 slot: descriptor.to_dict() for slot, descriptor in module.rule_descriptors().items()
             }
             modules[names[0]] = {"class": qualified_name(type(module).float_class), **descriptors}
-    known = quantizers(model)
+    known = {_public_path(path): q for path, q in quantizers(model).items()}
     return {
         "version": _VERSION,
         "fusions": fusion_record(model),
         "modules": modules,
         "operators": operators,
         "quantizers": {n: q.descriptor.to_dict() for n, q in known.items() if id(q) not in owned},
-        "shared": shared_groups(model),
+        "shared": [[_public_path(path) for path in paths] for paths in shared_groups(model)],
         "modes": {name: q.mode for name, q in known.items()},
     }
 
@@ -110,6 +111,35 @@ def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
         _check_placed_quantizers(model, checked)
         _set_modes(model, checked)
         name_quantizers(model)
+
+
+def _public_path(path: str) -> str:
+    """Return the path of a quantizer without the leading underscore of legacy layers.
+
+    So a record of legacy layers fits torchq's own layers, and the other way round.
+    """
+    parent, dot, leaf = path.rpartition(".")
+    is_legacy = leaf.startswith("_") and leaf.endswith("_quantizer")
+    return f"{parent}{dot}{leaf[1:]}" if is_legacy else path
+
+
+def public_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``model`` with the keys of torchq's own layers for legacy layers.
+
+    A legacy quantizer without a range gets the empty range that an own quantizer has.
+    """
+    state = model.state_dict()
+    for path, quantizer in quantizers(model).items():
+        public = _public_path(path)
+        if public == path:
+            continue
+        ranges = {"amax": quantizer.amax, "pre_quant_scale": quantizer.pre_quant_scale}
+        for name, tensor in ranges.items():
+            state.pop(f"{path}._{name}", None)
+            if tensor is not None:
+                state[f"{public}.{name}"] = tensor.detach()
+        state.setdefault(f"{public}.amax", torch.empty(0))
+    return state
 
 
 def _without_modes(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +217,7 @@ def _check_placed_quantizers(model: nn.Module, record: _Record) -> None:
 
 
 def _set_modes(model: nn.Module, record: _Record) -> None:
-    known = quantizers(model)
+    known = {_public_path(path): q for path, q in quantizers(model).items()}
     different = sorted(set(known) ^ set(record.modes))
     if different:
         raise QuantizationError(

@@ -15,7 +15,7 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.transaction import unchanged_on_error
 from torchq.utils import qualified_name, replacing
 from torchq.workflow.modes import quantizers
-from torchq.workflow.record import apply_record_, swap_record
+from torchq.workflow.record import apply_record_, public_state, swap_record
 
 __all__ = ["load", "load_model", "save"]
 
@@ -30,7 +30,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: any module; left unchanged.
         path: the file.
     """
-    data = {"torchq": swap_record(model), "state_dict": model.state_dict()}
+    data = {"torchq": swap_record(model), "state_dict": public_state(model)}
     with replacing(path) as (temporary,):
         torch.save(data, temporary)
 
