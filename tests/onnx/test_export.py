@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import MODERN, Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.errors import ExportError
+from torchq.errors import ConfigError, ExportError
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -277,21 +277,26 @@ class Variadic(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        return self.linear(tensors[0]) + tensors[1]
+        return self.linear(tensors[0]) + tensors[-1]
 
 
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
 def test_arguments_without_names(tmp_path: Path, dynamo: bool) -> None:
-    model = Variadic()
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.randn(4, 6)], forward=lambda m, x: m(x, x), progress=False)
-    torchq.export_onnx(
-        model, (torch.randn(1, 6), torch.randn(1, 6)), tmp_path / "m.onnx", dynamo=dynamo
-    )
-    x, y = torch.randn(5, 6), torch.randn(5, 6)
-    torch.testing.assert_close(
-        run_file(tmp_path / "m.onnx", x, y)[0], model(x, y), rtol=0, atol=1e-6
-    )
+    model = calibrated(Variadic(), torch.randn(4, 6))
+    torchq.export_onnx(model, (torch.randn(1, 6),), tmp_path / "m.onnx", dynamo=dynamo)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6)
+    pair = (torch.randn(1, 6), torch.randn(1, 6))
+    with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
+        torchq.export_onnx(model, pair, tmp_path / "m.onnx", dynamo=dynamo)
+
+
+def test_labels_of_a_batch_are_dropped(tmp_path: Path) -> None:
+    model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+    batch = (torch.randn(2, 6), torch.zeros(2))
+    torchq.export_onnx(model, example=batch, path=tmp_path / "m.onnx", dynamo=False)
+    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input] == ["input"]
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [batch]).ok
 
 
 def test_fixed_batch(tmp_path: Path) -> None:

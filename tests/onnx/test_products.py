@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import MODERN, calibrated, run_file
-from torchq.onnx.ir import Graph
+from torchq.onnx.ir import nodes_of, onnx_ir, value_of
 from torchq.onnx.passes.fold_shapes import fold_shapes
 
 onnx = pytest.importorskip("onnx")
@@ -262,8 +262,8 @@ def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> 
         helper.make_graph(nodes, "g", inputs, outputs, stored),
         opset_imports=[helper.make_opsetid("", 20)],
     )
-    graph = Graph(model)
+    graph = onnx_ir.from_proto(model)
     fold_shapes(graph)
-    (reshape,) = graph.of("Reshape")
-    assert graph.value(reshape.input[1]).tolist() == [-1, 6]
-    assert [node.op_type for node in graph.nodes] == ["Reshape", "Cast", "Cast"]
+    (reshape,) = nodes_of(graph, "Reshape")
+    assert value_of(reshape.inputs[1]).tolist() == [-1, 6]
+    assert [node.op_type for node in graph.graph] == ["Reshape", "Cast", "Cast"]

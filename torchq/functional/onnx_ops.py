@@ -1,8 +1,9 @@
-"""How a fake-quantize looks in ONNX: the one file of the core that knows the standard.
+"""The ONNX form of fake quantization: the one file of the core that knows the standard.
 
-``torch.onnx.export`` runs the model's Python with either exporter; :func:`quantize_dequantize` is called then instead of the
-arithmetic, so no flag and no translation table is needed. The TorchScript exporter takes the ``symbolic`` method below, the
-default one (``torch.export`` based) takes ``torch.onnx.ops.symbolic``.
+``torch.onnx.export`` runs the model's Python with either exporter; :func:`quantize_dequantize` is
+called then instead of the arithmetic, so no flag and no translation table is needed. The
+TorchScript exporter calls the ``symbolic`` methods below; the exporter that is based on
+``torch.export`` keeps what ``torch.onnx.ops.symbolic`` wrote.
 """
 
 from __future__ import annotations
@@ -18,37 +19,45 @@ from torchq.formats import INT8, UINT8, Format, IntFormat, PerAxis, PerBlock, by
 from torchq.formats.granularity import Granularity
 from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
+from torchq.utils.optional import import_optional
 
 __all__ = ["MARK", "OnnxType", "mark", "onnx_type", "opset_needed", "quantize_dequantize"]
 
-#: Domain and name of the pass-through operator that :func:`mark` writes; :func:`torchq.export_onnx` takes it out again.
+#: Domain and name of the operator that :func:`mark` writes; :func:`torchq.export_onnx` removes it.
 MARK = ("torchq", "Quantizer")
 
 
 @dataclass(frozen=True)
 class OnnxType:
-    """An ONNX element type: number in ``onnx.TensorProto.DataType``, first opset whose QuantizeLinear takes it, torch dtype."""
+    """An ONNX element type that QuantizeLinear writes.
 
-    number: int
+    Attributes:
+        name: The name in ``onnx_ir.DataType``.
+        opset: The first opset whose QuantizeLinear writes it.
+        dtype: The torch dtype of its codes. int4 has none: its codes fit int8.
+    """
+
+    name: str
     opset: int
     dtype: torch.dtype
 
 
-# int4 has no torch dtype; its codes fit int8 and the number tells the exporter.
 _TYPES = {
-    "int8": OnnxType(3, 10, torch.int8),
-    "uint8": OnnxType(2, 10, torch.uint8),
-    "int16": OnnxType(5, 21, torch.int16),
-    "uint16": OnnxType(4, 21, torch.uint16),
-    "int4": OnnxType(22, 21, torch.int8),
-    "uint4": OnnxType(21, 21, torch.uint8),
-    "e4m3": OnnxType(17, 19, torch.float8_e4m3fn),
-    "e5m2": OnnxType(19, 19, torch.float8_e5m2),
+    "int8": OnnxType("INT8", 10, torch.int8),
+    "uint8": OnnxType("UINT8", 10, torch.uint8),
+    "int16": OnnxType("INT16", 21, torch.int16),
+    "uint16": OnnxType("UINT16", 21, torch.uint16),
+    "int4": OnnxType("INT4", 21, torch.int8),
+    "uint4": OnnxType("UINT4", 21, torch.uint8),
+    "e4m3": OnnxType("FLOAT8E4M3FN", 19, torch.float8_e4m3fn),
+    "e5m2": OnnxType("FLOAT8E5M2", 19, torch.float8_e5m2),
 }
 
 
 def onnx_type(format: Format) -> tuple[Format, OnnxType]:
-    """The smallest ONNX type that holds ``format``, and the format of that type (wider for int6, narrow int8, ...).
+    """Return the smallest ONNX type that holds ``format``, and the format of that type.
+
+    The format of the type is wider than ``format`` for int6, narrow int8, ...
 
     Raises:
         ExportError: ONNX has none (FP6, E8M0, ...).
@@ -60,15 +69,17 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
         wider = by_name(f"{'' if format.signed else 'u'}int{width}")
         return wider, _TYPES[wider.name]
     raise ExportError(
-        f"format {format}: ONNX QuantizeLinear has no such type; expected one of {', '.join(_TYPES)} or another integer width"
+        f"format {format}: ONNX QuantizeLinear has no such type; "
+        f"expected one of {', '.join(_TYPES)} or another integer width"
     )
 
 
 def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, OnnxType]:
-    """The type that a tensor is written in: 4-bit ones for weights alone, which have an axis or blocks.
+    """Return the type that a tensor is written in: 4 bits for weights alone.
 
-    TensorRT takes 4 bits for weights only, no runtime has kernels for 4-bit activations, and the TorchScript exporter has no
-    4-bit constants: 8 bits, clipped to the bounds, are right everywhere.
+    Weights have an axis or blocks. TensorRT takes 4 bits for weights only, no runtime has kernels
+    for 4-bit activations, and the TorchScript exporter has no 4-bit constants: 8 bits, clipped to
+    the bounds, are right everywhere.
     """
     stored, kind = onnx_type(format)
     if stored.bits == 4 and (legacy or axis is None):
@@ -78,7 +89,7 @@ def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, Onn
 
 
 def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
-    """The first opset whose QuantizeLinear can do this, and what needs it.
+    """Return the first opset whose QuantizeLinear can do this, and what needs it.
 
     Raises:
         ExportError: no opset can.
@@ -93,23 +104,35 @@ def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
     return max(needs, key=lambda need: need[0])
 
 
-def mark(x: Tensor, name: str) -> Tensor:
-    """Write an operator around ``x`` that carries ``name`` through either exporter; call it only during an export."""
+def mark(x: Tensor, name: str, format: str) -> Tensor:
+    """Write an operator behind a quantizer that tells its name; call it only during an export.
+
+    Args:
+        x: The output of the quantizer.
+        name: The dotted path of the quantizer.
+        format: The name of its format.
+
+    Returns:
+        ``x``, through the operator :data:`MARK`, which both exporters keep.
+    """
     if torch.jit.is_tracing():
-        return _LegacyMark.apply(x, name)
+        return _LegacyMark.apply(x, name, format)
+    attributes: dict[str, Any] = {"name": name, "format": format}
     return torch.onnx.ops.symbolic(
-        "::".join(MARK), (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
+        "::".join(MARK), (x,), attributes, dtype=x.dtype, shape=x.shape, version=1
     )
 
 
 class _LegacyMark(torch.autograd.Function):
+    """The mark for the TorchScript exporter, which calls ``symbolic``."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, format: str) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def symbolic(g: Any, x: Any, name: str) -> Any:
-        result = g.op("::".join(MARK), x, name_s=name)
+    def symbolic(g: Any, x: Any, name: str, format: str) -> Any:
+        result = g.op("::".join(MARK), x, name_s=name, format_s=format)
         result.setType(x.type())
         return result
 
@@ -117,23 +140,28 @@ class _LegacyMark(torch.autograd.Function):
 def quantize_dequantize(
     x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None
 ) -> Tensor:
-    """QuantizeLinear then DequantizeLinear of ``x``; call it only while ``torch.onnx.is_in_onnx_export()``.
+    """Write QuantizeLinear and DequantizeLinear of ``x``; call it only during an export.
+
+    A format that is narrower than its ONNX type is clipped to its bounds first.
 
     Args:
-        x: float tensor; computed in fp32, returned in its dtype.
-        amax: aligned with ``granularity.split(x)``. A format that is narrower than its ONNX type is clipped to its bounds first.
+        x: A float tensor; computed in float32, returned in its dtype.
+        amax: The range, aligned with ``granularity.split(x)``.
+        format: The format of the codes.
+        granularity: Which elements share a scale.
+        scale_format: The format of the scales, or None for float32.
 
     Raises:
-        ExportError: ONNX has no type for the format, a granularity over several axes, or an exporter too old for the type.
+        ExportError: ONNX has no type for the format, the granularity has several axes, or the
+            exporter is too old for the type.
     """
     axis, block = _axis(granularity, x.dim())
     legacy = torch.jit.is_tracing()
     stored, kind = _stored(format, axis, legacy)
     if legacy:
         with constant_while_tracing():
-            amax = torch.tensor(
-                amax.tolist()
-            )  # a new tensor, so the trace holds its values, not the arithmetic behind them
+            # A new tensor: the trace then holds its values, not the arithmetic behind them.
+            amax = torch.tensor(amax.tolist())
             scale = torch.tensor(scale_from_amax(amax, format, scale_format).tolist())
     else:
         scale = scale_from_amax(amax, format, scale_format)
@@ -151,7 +179,8 @@ def quantize_dequantize(
 
 def _clip(x: Tensor, low: Tensor, high: Tensor, granularity: Granularity, legacy: bool) -> Tensor:
     if not legacy and low.dim() == 0:
-        # Written as it will end up: onnxscript 0.7 loses constants where it makes Clip from Min and Max of one tensor twice.
+        # Written as Clip at once: onnxscript 0.7 loses constants where it makes a Clip from Min
+        # and Max of one tensor twice.
         return torch.onnx.ops.symbolic(
             "Clip", (x, low, high), dtype=x.dtype, shape=x.shape, version=13
         )
@@ -165,28 +194,31 @@ def _axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
     if isinstance(granularity, PerAxis):
         if len(granularity.axes) != 1:
             raise ExportError(
-                f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; expected a single axis, a block size or per tensor"
+                f"axis {granularity.axes}: ONNX QuantizeLinear has one axis; "
+                "expected a single axis, a block size or per tensor"
             )
         return granularity.axes[0] % ndim, 0
     return None, 0
 
 
 def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: int) -> Tensor:
-    """Standard operators written into the ``torch.export`` program by name."""
+    """Write standard operators into the ``torch.export`` program by name."""
     if not hasattr(torch.onnx, "ops"):
         raise ExportError(
-            f"torch {torch.__version__}: this exporter cannot write QuantizeLinear; expected torch >= 2.8, or dynamo=False"
+            f"torch {torch.__version__}: this exporter cannot write QuantizeLinear; "
+            "expected torch >= 2.8, or dynamo=False"
         )
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     if block:
         attributes["block_size"] = block
     version = max(kind.opset, 21 if block else 13)
-    if kind.number in (21, 22):
-        zero: tuple[Tensor, ...] = ()
-        typed = {**attributes, "output_dtype": kind.number}
+    zero: tuple[Tensor, ...] = ()
+    typed = attributes
+    if kind.name in ("INT4", "UINT4"):
+        data_type = import_optional("onnx_ir", "torch.onnx.export").DataType
+        typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
         zero = (torch.zeros(scale.shape, dtype=kind.dtype, device=x.device),)
-        typed = attributes
     codes = torch.onnx.ops.symbolic(
         "QuantizeLinear", (x, scale, *zero), typed, dtype=kind.dtype, shape=x.shape, version=version
     )
@@ -206,7 +238,7 @@ def _legacy(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: i
 
 
 class _LegacyQuantizeDequantize(torch.autograd.Function):
-    """The TorchScript exporter calls ``symbolic``; ``forward`` only gives the traced shape and dtype."""
+    """The pair for the TorchScript exporter; ``forward`` only gives the traced shape and dtype."""
 
     @staticmethod
     def forward(
@@ -216,11 +248,14 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, x: Any, scale: Any, kind: OnnxType, axis: int | None, block: int) -> Any:
-        needed = max(kind.opset, 21 if block else 13 if axis is not None else 10)
+        granularity_needs = 10 if axis is None else 13
+        needed = max(kind.opset, 21 if block else granularity_needs)
         if g.opset < needed:
-            what = "blocks" if block else "per-channel ranges" if axis is not None else "this type"
+            what = "this type" if axis is None else "per-channel ranges"
+            what = "blocks" if block else what
             raise ExportError(
-                f"opset {g.opset}: QuantizeLinear has no {what} there; expected opset_version >= {needed}"
+                f"opset {g.opset}: QuantizeLinear has no {what} there; "
+                f"expected opset_version >= {needed}"
             )
         scales = torch.tensor(scale, dtype=torch.float32)
         scale = g.op("Constant", value_t=scales)

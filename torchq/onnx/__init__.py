@@ -1,12 +1,14 @@
-"""ONNX: writing files that run as integers, retargeting them, and proof that they compute what the simulation does.
+"""ONNX files that run as integers: writing, retargeting, inspecting, and verifying them.
 
-May import everything below: workflow, swap, nn, ... The optional packages are imported where they are used.
+The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) are imported where
+they are used first.
 """
 
 from torchq.onnx.export import export_onnx
 from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
-from torchq.onnx.targets.retarget import retarget_onnx
+from torchq.onnx.retarget import retarget_onnx
+from torchq.onnx.targets import OnnxTarget
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
@@ -15,6 +17,7 @@ __all__ = [
     "InspectReport",
     "LayerAgreement",
     "NodePlacement",
+    "OnnxTarget",
     "OutputAgreement",
     "VerifyReport",
     "export_onnx",

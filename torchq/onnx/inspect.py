@@ -7,105 +7,53 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torchq.onnx.ir import Graph, load_graph
-from torchq.onnx.verify.metrics import table
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    computed_by,
+    data_type,
+    is_constant,
+    is_output,
+    load_model,
+    names,
+    nodes_of,
+    readers,
+    value_of,
+)
+from torchq.onnx.qdq import element_type, format_of, qparams_of, read_record
 from torchq.onnx.verify.session import Session
+from torchq.utils.text import table, wrap
 
 __all__ = ["InspectReport", "NodePlacement", "inspect_onnx"]
 
-#: Operators that compute on integers in ONNX Runtime; everything that starts with QLinear does too.
-_INTEGER = frozenset(
-    [
-        "MatMulIntegerToFloat",
-        "DynamicQuantizeMatMul",
-        "MatMulInteger",
-        "ConvInteger",
-        "QGemm",
-        "MatMulNBits",
-        "QAttention",
-    ]
+#: Operators that compute on integers in ONNX Runtime, beside all that start with "QLinear".
+_INTEGER = names(
+    "MatMulIntegerToFloat DynamicQuantizeMatMul MatMulInteger ConvInteger QGemm MatMulNBits "
+    "QAttention"
 )
-#: Operators that only move data: on integers where their input is.
-_MOVES = frozenset(
-    [
-        "MaxPool",
-        "Reshape",
-        "Transpose",
-        "Flatten",
-        "Squeeze",
-        "Unsqueeze",
-        "Resize",
-        "Slice",
-        "Gather",
-        "Split",
-        "Concat",
-    ]
+#: Operators that only move data: they run on integers where their input is.
+_MOVES = names(
+    "MaxPool Reshape Transpose Flatten Squeeze Unsqueeze Resize Slice Gather Split Concat"
 )
-#: Float operators worth naming. True: ONNX Runtime has an integer kernel for it.
-_COMPUTES = {
-    **dict.fromkeys(
-        [
-            "Conv",
-            "FusedConv",
-            "Gemm",
-            "FusedGemm",
-            "MatMul",
-            "FusedMatMul",
-            "Add",
-            "Mul",
-            "AveragePool",
-            "GlobalAveragePool",
-        ],
-        True,
-    ),
-    **dict.fromkeys(["LeakyRelu", "Sigmoid", "Softmax", "Concat", "MaxPool", "Resize"], True),
-    **dict.fromkeys(
-        [
-            "ConvTranspose",
-            "Sub",
-            "Div",
-            "HardSwish",
-            "HardSigmoid",
-            "Gelu",
-            "FastGelu",
-            "BiasGelu",
-            "Erf",
-            "Tanh",
-            "Elu",
-        ],
-        False,
-    ),
-    **dict.fromkeys(
-        [
-            "LayerNormalization",
-            "SkipLayerNormalization",
-            "InstanceNormalization",
-            "GroupNormalization",
-            "BatchNormalization",
-        ],
-        False,
-    ),
-    **dict.fromkeys(
-        [
-            "ReduceMean",
-            "Pad",
-            "LSTM",
-            "GRU",
-            "PRelu",
-            "Pow",
-            "Sqrt",
-            "Attention",
-            "MultiHeadAttention",
-        ],
-        False,
-    ),
-}
-_PLAIN_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
-#: Which input of a kernel holds the weight.
+#: Float operators worth a line, for which ONNX Runtime has an integer kernel.
+_HAS_KERNEL = names(
+    "Conv Gemm MatMul Add Mul AveragePool GlobalAveragePool LeakyRelu Sigmoid Softmax Concat "
+    "MaxPool Resize"
+)
+#: Float operators worth a line, for which it has none.
+_NO_KERNEL = names(
+    "ConvTranspose Sub Div HardSwish HardSigmoid Gelu FastGelu BiasGelu Erf Tanh Elu "
+    "LayerNormalization SkipLayerNormalization InstanceNormalization GroupNormalization "
+    "BatchNormalization ReduceMean Pad LSTM GRU PRelu Pow Sqrt Attention MultiHeadAttention"
+)
+_FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
+#: The index of the input with the weight, by integer operator.
 _WEIGHTS = {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1}
-_INTEGER_TYPES = frozenset([2, 3, 4, 5, 21, 22])
+#: QGemm returns codes if it has the parameters of its output, inputs 7 and 8.
+_QGEMM_INPUTS = 8
+_PLACE = "quantize_(..., target='onnxruntime', example=...)"
 
 
 @dataclass(frozen=True)
@@ -113,9 +61,10 @@ class NodePlacement:
     """One computing node of the optimised graph.
 
     Attributes:
-        name, kind: of the node.
-        integer: whether it runs on integers.
-        reason: why not, and what would change that; empty for integer nodes.
+        name: Name of the node.
+        kind: Its operator.
+        integer: True if it runs on integers.
+        reason: Why it does not, and what would change that; empty for integer nodes.
     """
 
     name: str
@@ -129,11 +78,12 @@ class InspectReport:
     """What :func:`torchq.inspect_onnx` found; ``print`` it.
 
     Attributes:
-        path: the file.
-        nodes: every computing node of the optimised graph, in order.
-        counts: operator -> number, of all nodes of the optimised graph.
-        wide: names of the integer nodes whose weights need 8 bits. Two products of such a weight with a uint8 overflow 16 bits, in which
-            x86 CPUs without VNNI or AMX add them; with 7 bits (``recipes.int8(reduce_range=True)``) they do not.
+        path: The file.
+        nodes: Every computing node of the optimised graph, in order.
+        counts: Operator -> number, of all nodes of the optimised graph.
+        wide: Names of the integer nodes whose weights need 8 bits. Two products of such a weight
+            and a uint8 code overflow the 16 bits in which x86 CPUs without VNNI or AMX add them;
+            with 7 bits (``recipes.int8(reduce_range=True)``) they do not.
     """
 
     path: str
@@ -155,126 +105,169 @@ class InspectReport:
         kinds = Counter(node.kind for node in self.integer)
         done = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
         lines = [
-            f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on integers: {done}"
+            f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on "
+            f"integers: {done}"
         ]
         if self.wide:
             lines.append(
-                f"{len(self.wide)} of them have 8-bit weights, whose sums can overflow on x86 CPUs without VNNI or AMX; "
-                "for those use torchq.recipes.int8(reduce_range=True)"
+                f"{len(self.wide)} of them have 8-bit weights, whose sums can overflow on x86 CPUs "
+                "without VNNI or AMX; for those use torchq.recipes.int8(reduce_range=True)"
             )
+        text = [wrap(line) for line in lines]
         if self.fallbacks:
-            lines += table(
-                [
-                    ("in float", "type", "why"),
-                    *((node.name, node.kind, node.reason) for node in self.fallbacks),
-                ]
-            )
-        return "\n".join(lines)
+            rows = [(node.name, node.kind, node.reason) for node in self.fallbacks]
+            text.append(table([("in float", "type", "why"), *rows]))
+        return "\n".join(text)
 
 
 def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
-    """Let ONNX Runtime optimise a file for this CPU and say what it made of it.
+    """Let ONNX Runtime optimise a file for this CPU, and report which nodes run on integers.
 
     Args:
-        path: any ONNX file that ONNX Runtime can load.
+        path: Any ONNX file that ONNX Runtime can load.
+
+    Returns:
+        The computing nodes; ``print`` it, or ask ``report.fallbacks``.
 
     Raises:
-        ExportError: it cannot load the file.
-        MissingExtraError: onnx or onnxruntime is not installed.
+        ExportError: ONNX Runtime cannot load the file.
+        MissingExtraError: A package of the extra "export" is not installed.
+
+    Example:
+        >>> torchq.inspect_onnx("model.onnx").fallbacks  # doctest: +SKIP
+        ()
     """
+    target = read_record(load_model(path)).get("target")
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
         Session(os.fspath(path), optimize=True, save_optimized=optimized)
-        graph = load_graph(optimized)
-    counts = dict(Counter(node.op_type for node in graph.nodes))
+        model = load_model(optimized, check=False)
+    counts = dict(Counter(node.op_type for node in model.graph))
     wide = tuple(
-        node.name or node.output[0]
-        for node in graph.of(*_WEIGHTS)
-        if _is_wide(graph, node.input[_WEIGHTS[node.op_type]])
+        _name(node)
+        for node in nodes_of(model, *_WEIGHTS)
+        if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
     )
-    return InspectReport(os.fspath(path), tuple(_placements(graph)), counts, wide)
+    return InspectReport(os.fspath(path), tuple(_placements(model, target)), counts, wide)
 
 
-def _is_wide(graph: Graph, weight: str) -> bool:
-    """Whether a stored weight has int8 codes beyond 7 bits: 2 * 255 * 64 still fits 16 bits."""
-    return (
-        weight in graph.initializers
-        and graph.initializers[weight].data_type == 3
-        and bool((graph.value(weight).int().abs() > 64).any())
-    )
+def _name(node: Node) -> str:
+    return str(node.name or node.outputs[0].name)
 
 
-def _placements(graph: Graph) -> list[NodePlacement]:
+def _is_wide(weight: Value) -> bool:
+    """Return True for int8 codes beyond 7 bits: 2 * 255 * 64 still fits 16 bits."""
+    if not is_constant(weight) or data_type(weight).name != "INT8":
+        return False
+    return bool((value_of(weight).int().abs() > 64).any())
+
+
+def _placements(model: Model, target: str | None) -> list[NodePlacement]:
     found = []
-    for node in graph.nodes:
-        kind = _PLAIN_NAMES.get(node.op_type, node.op_type)
-        name = node.name or node.output[0]
-        if (
-            kind.startswith("QLinear")
-            or kind in _INTEGER
-            or (kind in _MOVES and _on_integers(graph, node.input[0]))
-        ):
-            found.append(NodePlacement(name, kind, True))
-        elif kind in _COMPUTES and _matters(graph, node, kind):
-            found.append(NodePlacement(name, kind, False, _reason(graph, node, kind)))
+    codes, shapes = _values_of_codes(model), _values_of_shapes(model)
+    for node in model.graph:
+        kind = _FUSED.get(node.op_type, node.op_type)
+        moves_codes = kind in _MOVES and node.inputs[0] in codes
+        if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
+            found.append(NodePlacement(_name(node), kind, True))
+        elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
+            found.append(NodePlacement(_name(node), kind, False, _reason(node, kind, target)))
     return found
 
 
-def _on_integers(graph: Graph, value: str) -> bool:
-    """Whether ``value`` holds codes."""
-    node = graph.producer(value)
-    if node is None:
-        return value in graph.initializers and graph.initializers[value].data_type in _INTEGER_TYPES
-    if node.op_type in _MOVES:
-        return _on_integers(graph, node.input[0])
-    return node.op_type == "QuantizeLinear" or (
-        node.op_type.startswith("QLinear") or _quantized_gemm(node)
-    )
+def _values_of_codes(model: Model) -> set[Value]:
+    """Return the values that hold integer codes."""
+    codes = {v for v in model.graph.initializers.values() if _is_code_type(v)}
+    for node in model.graph:
+        kind = node.op_type
+        if (
+            kind == "QuantizeLinear"
+            or kind.startswith("QLinear")
+            or (kind == "QGemm" and len(node.inputs) > _QGEMM_INPUTS)
+            or (kind in _MOVES and node.inputs[0] in codes)
+        ):
+            codes.update(node.outputs)
+    return codes
 
 
-def _quantized_gemm(node: Any) -> bool:
-    return node.op_type == "QGemm" and len(node.input) > 8
+def _is_code_type(value: Value) -> bool:
+    dtype = data_type(value)
+    return bool(dtype.is_integer()) and dtype.bitwidth <= 16
 
 
-def _matters(graph: Graph, node: Any, kind: str) -> bool:
-    """Arithmetic on constants or on shapes, biases and factors, and data movement in a float model, are not worth a line."""
+def _values_of_shapes(model: Model) -> set[Value]:
+    """Return the values that follow from stored tensors and from shapes of tensors alone."""
+    shapes = set(model.graph.initializers.values())
+    for node in model.graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if node.op_type in ("Shape", "Size") or all(value in shapes for value in inputs):
+            shapes.update(node.outputs)
+    return shapes
+
+
+def _matters(node: Node, kind: str, shapes: set[Value]) -> bool:
+    """Return False for arithmetic on constants or shapes, and for data movement in float."""
     if kind in _MOVES:
-        return any(_dequantized(graph, value) for value in node.input[:1])
-    if kind in ("Add", "Mul") and any(_is_shape(graph, value) for value in node.input):
-        return False
-    return not all(_is_shape(graph, value) for value in node.input if value)
+        return _is_dequantized(node.inputs[0])
+    inputs = [value for value in node.inputs if value is not None]
+    if kind in ("Add", "Mul") and any(value in shapes for value in inputs):
+        return False  # A bias or a factor.
+    return not all(value in shapes for value in inputs)
 
 
-def _is_shape(graph: Graph, value: str, depth: int = 32) -> bool:
-    """Whether ``value`` follows from constants and from shapes of tensors alone."""
-    node = graph.producer(value)
-    if node is None:
-        return value in graph.initializers
-    if node.op_type in ("Shape", "Size") or depth == 0:
-        return True
-    return all(_is_shape(graph, source, depth - 1) for source in node.input if source)
+def _is_dequantized(value: Value) -> bool:
+    return computed_by(value, "DequantizeLinear") is not None
 
 
-def _dequantized(graph: Graph, value: str) -> bool:
-    node = graph.producer(value)
-    return node is not None and node.op_type == "DequantizeLinear"
-
-
-def _reason(graph: Graph, node: Any, kind: str) -> str:
-    """Why ONNX Runtime left a node in float."""
-    if not _COMPUTES[kind]:
-        return f"ONNX Runtime has no integer {kind}; its quantizers only cost time"
-    floats = [value for value in node.input[:2] if value and not _dequantized(graph, value)]
-    if floats:
-        return f"input {floats[0]} is not quantized; put a quantizer there (quantize_(..., target='onnxruntime', example=...))"
+def _reason(node: Node, kind: str, target: str | None) -> str:
+    """Return why ONNX Runtime left a node in float, as the graph shows it."""
+    inputs = [value for value in node.inputs[:2] if value is not None]
+    if kind in _NO_KERNEL:
+        wasted = any(_is_dequantized(v) and not is_constant(v.producer().inputs[0]) for v in inputs)
+        cost = "; the quantizers in front of it only cost time" if wasted else ""
+        return f"ONNX Runtime has no integer {kind}{cost}"
+    for value in inputs:
+        if is_constant(value):
+            return f"its weight {value.name} is stored in float"
+        if not _is_dequantized(value):
+            return f"input {value.name} is not quantized; put a quantizer there ({_PLACE})"
     if kind == "Gemm":
-        return "ONNX Runtime has no Gemm from integers to float; torchq.onnx.retarget_onnx(..., 'onnxruntime') makes it MatMul and Add"
-    if node.op_type == "FusedConv" or any(
-        reader.op_type in ("Relu", "Clip") for reader in graph.readers(node.output[0])
-    ):
-        return "the activation after it keeps a signed quantizer away; export with target='onnxruntime' for uint8 there"
-    if not all(
-        reader.op_type == "QuantizeLinear" for reader in graph.readers(node.output[0])
-    ) or graph.is_output(node.output[0]):
-        return "its output is not quantized; put a quantizer there (quantize_(..., target='onnxruntime', example=...))"
+        return (
+            "ONNX Runtime has no Gemm from integers to float; "
+            "torchq.onnx.retarget_onnx(..., 'onnxruntime') makes it MatMul and Add"
+        )
+    return _output_reason(node, target)
+
+
+def _output_reason(node: Node, target: str | None) -> str:
+    """Return why a node with quantized operands has no integer kernel: what follows it."""
+    value, activation = node.outputs[0], node.op_type == "FusedConv"
+    users = readers(value)
+    while len(users) == 1 and users[0].op_type in ("Relu", "Clip") and not is_output(value):
+        value, activation = users[0].outputs[0], True
+        users = readers(value)
+    others = sorted({user.op_type for user in users if user.op_type != "QuantizeLinear"})
+    if is_output(value):
+        others.append("the model's output")
+    if others or not users:
+        fix = _PLACE
+        if target == "onnxruntime":
+            fix += ", or torchq.nn.QuantIdentity() behind it"
+        return f"its output is not quantized for {', '.join(others)}; put a quantizer there ({fix})"
+    if activation and not all(_starts_at_zero(user) for user in users):
+        if target == "onnxruntime":
+            return (
+                "the codes after its activation are signed: they share a range with a tensor that "
+                "can be negative"
+            )
+        return (
+            "the codes after its activation are signed; "
+            "export with target='onnxruntime' for uint8 there"
+        )
     return "ONNX Runtime has no kernel for this combination of types, scales or attributes"
+
+
+def _starts_at_zero(quantize: Node) -> bool:
+    """Return True if no code stands for a negative value; such a quantizer includes a Relu."""
+    signed = format_of(element_type(quantize)).signed
+    return not signed and is_constant(quantize.inputs[1]) and qparams_of(quantize).has_zero_point(0)

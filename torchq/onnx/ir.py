@@ -1,278 +1,301 @@
-"""A thin handle on an ONNX ModelProto: who produces and reads what, and edits that keep the graph whole."""
+"""ONNX graphs as ``onnx_ir`` models: loading, saving, and the edits that every pass needs.
+
+``onnx_ir`` is the graph library of torch's own exporter. It is optional, so this module imports it
+on first use; the names ``Model``, ``Node``, ... stand for its classes in annotations.
+"""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.utils.optional import need
+from torchq.utils import replacing
+from torchq.utils.optional import OptionalModule, import_optional
 
-__all__ = ["DTYPES", "FLOAT_TYPES", "Graph", "load_graph"]
+__all__ = [
+    "DataType",
+    "Graph",
+    "Model",
+    "Node",
+    "Pass",
+    "Value",
+    "add_initializer",
+    "add_node",
+    "attribute",
+    "bypass",
+    "computed_by",
+    "data_type",
+    "float_size",
+    "fresh_name",
+    "is_constant",
+    "is_output",
+    "load_model",
+    "names",
+    "nodes_of",
+    "onnx_ir",
+    "opset_of",
+    "readers",
+    "remove_unused",
+    "replace_value",
+    "run_passes",
+    "save_model",
+    "value_of",
+]
 
-#: ONNX element types that torch can hold as they are.
-DTYPES: dict[int, torch.dtype] = {
-    1: torch.float32,
-    2: torch.uint8,
-    3: torch.int8,
-    5: torch.int16,
-    6: torch.int32,
-    7: torch.int64,
-    9: torch.bool,
-    10: torch.float16,
-    11: torch.float64,
-    16: torch.bfloat16,
-    17: torch.float8_e4m3fn,
-    19: torch.float8_e5m2,
-}
-FLOAT_TYPES = frozenset([1, 10, 11, 16])
-_UINT4, _INT4 = 21, 22
-_EXTERNAL_ABOVE = 1_800_000_000  # protobuf ends at 2 GiB
+Model: TypeAlias = Any
+Graph: TypeAlias = Any
+Node: TypeAlias = Any
+Value: TypeAlias = Any
+DataType: TypeAlias = Any
+#: A rewriting of a model in place. Its docstring states the graph before and after.
+Pass: TypeAlias = Callable[[Model], None]
+
+onnx_ir: Any = OptionalModule("onnx_ir", "torchq.onnx")
+_passes: Any = OptionalModule("onnx_ir.passes.common", "torchq.onnx")
+_adapters: Any = OptionalModule("onnx_ir.tensor_adapters", "torchq.onnx")
+
+_EXTERNAL_ABOVE = 1_800_000_000  # Bytes; a protobuf message ends at 2 GiB.
+_NAMES = "torchq.names"  # Key of the set of all names in a graph's ``meta``.
 
 
-class Graph:
-    """The main graph of ``model``, with indexes that every edit through this class keeps right.
+def load_model(path: str | os.PathLike[str], *, check: bool = True) -> Model:
+    """Read a model file.
 
-    Attributes:
-        model: the ModelProto; changed in place.
-        initializers: name -> TensorProto.
+    Args:
+        path: An ONNX file. External tensors are read from the files beside it.
+        check: Also run the checker of ``onnx``, which finds broken graphs.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ExportError: The file does not hold a valid ONNX model.
     """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.proto = model.graph
-        self.initializers: dict[str, Any] = {t.name: t for t in self.proto.initializer}
-        self.reindex()
-
-    def reindex(self) -> None:
-        """Look at the nodes again, after their inputs were edited from outside."""
-        self._producer: dict[str, Any] = {}
-        self._readers: dict[str, list[Any]] = {}
-        for node in self.proto.node:
-            for name in node.output:
-                self._producer[name] = node
-            for name in _names_read(node):
-                self._readers.setdefault(name, []).append(node)
-        self.inputs = {v.name for v in self.proto.input}
-        self.outputs = {v.name for v in self.proto.output}
-        used = {*self._producer, *self._readers, *self.initializers, *self.inputs}
-        self._taken = used | {node.name for node in self.proto.node}
-
-    @property
-    def nodes(self) -> list[Any]:
-        """The nodes in order, as a list; it does not follow later edits."""
-        return list(self.proto.node)
-
-    @property
-    def opset(self) -> int:
-        """Version of the default domain."""
-        return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 0)
-
-    @property
-    def float_size(self) -> int:
-        """Bytes that the initializers would take in float32."""
-        return 4 * sum(math.prod(tensor.dims) for tensor in self.initializers.values())
-
-    def of(self, *kinds: str) -> Iterator[Any]:
-        """The nodes of some operator types."""
-        yield from (node for node in self.nodes if node.op_type in kinds)
-
-    def producer(self, name: str) -> Any | None:
-        """The node that computes ``name``; None for inputs and initializers."""
-        return self._producer.get(name)
-
-    def readers(self, name: str) -> list[Any]:
-        """The nodes that read ``name``, also from inside a branch or loop body; one that reads it twice is listed twice."""
-        return list(self._readers.get(name, ()))
-
-    def is_output(self, name: str) -> bool:
-        """Whether the model returns ``name``."""
-        return name in self.outputs
-
-    def fresh(self, base: str) -> str:
-        """``base``, or ``base#2``, ...: a name that nothing has."""
-        name, count = base, 1
-        while name in self._taken:
-            count += 1
-            name = f"{base}#{count}"
-        self._taken.add(name)
-        return name
-
-    def value(self, name: str) -> Tensor:
-        """The initializer ``name`` as a tensor (a copy); int4 and uint4 come as int8 and uint8."""
-        proto = self.initializers[name]
-        if proto.data_type in (_INT4, _UINT4):
-            return _unpack4(proto)
-        array = need("onnx.numpy_helper", "torchq.onnx").to_array(proto)
-        if proto.data_type in (16, 17, 19):  # numpy has no such dtypes; the bits are what counts
-            bits = torch.from_numpy(
-                array.view("int16" if proto.data_type == 16 else "uint8").copy()
-            )
-            return bits.view(DTYPES[proto.data_type])
-        return torch.from_numpy(array.copy()) if array.flags.writeable else torch.tensor(array)
-
-    def add_initializer(self, name: str, value: Tensor, kind: int | None = None) -> str:
-        """Store ``value`` under a fresh name made from ``name`` and return that. ``kind``: ONNX type, for int4 and uint4."""
-        onnx = need("onnx", "torchq.onnx")
-        number = kind or next(number for number, dtype in DTYPES.items() if dtype == value.dtype)
-        proto = onnx.TensorProto(name=self.fresh(name), data_type=number, dims=list(value.shape))
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        proto.raw_data = (
-            _pack4(flat) if number in (_INT4, _UINT4) else flat.view(torch.uint8).numpy().tobytes()
-        )
-        self.proto.initializer.append(proto)
-        self.initializers[proto.name] = self.proto.initializer[-1]
-        return str(proto.name)
-
-    def replace_uses(self, old: str, new: str) -> None:
-        """Every node that reads ``old`` reads ``new``. Model outputs keep their name: the producer of ``new`` must then be renamed."""
-        for node in self.readers(old):
-            _rename_read(node, old, new)
-        self._readers.setdefault(new, []).extend(self._readers.pop(old, []))
-
-    def bypass(self, node: Any) -> None:
-        """Take out a node with one input and one output; what read its output reads its input. Call :meth:`remove` after."""
-        source, result = node.input[0], node.output[0]
-        self.replace_uses(result, source)
-        if self.is_output(result):
-            self.rename(source, result)
-
-    def rename(self, old: str, new: str) -> None:
-        """Give the value ``old`` the name ``new`` everywhere."""
-        producer = self.producer(old)
-        if producer is not None:
-            for index, name in enumerate(producer.output):
-                if name == old:
-                    producer.output[index] = new
-            self._producer[new] = self._producer.pop(old)
-        self.replace_uses(old, new)
-
-    def rename_initializer(self, old: str, new: str) -> None:
-        """Give the initializer ``old`` the name ``new``."""
-        self.initializers[new] = self.initializers.pop(old)
-        self.initializers[new].name = new
-        self.replace_uses(old, new)
-
-    def remove(self, nodes: Iterable[Any]) -> None:
-        """Take nodes out of the graph."""
-        gone = {id(node) for node in nodes}
-        for index in reversed(range(len(self.proto.node))):
-            if id(self.proto.node[index]) in gone:
-                del self.proto.node[index]
-        if gone:
-            self.reindex()
-
-    def add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> Any:
-        """Append a node called as its output, and return it; :meth:`sort` brings it to its place."""
-        helper = need("onnx.helper", "torchq.onnx")
-        self.proto.node.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
-        node = self.proto.node[-1]
-        self._producer[output] = node
-        for name in inputs:
-            self._readers.setdefault(name, []).append(node)
-        return node
-
-    def sort(self) -> None:
-        """Bring the nodes into an order where everything is computed before it is read."""
-        place: dict[str, int] = {}
-        ready = {*self.inputs, *self.initializers}
-        waiting = self.nodes
-        while waiting:
-            later = []
-            for node in waiting:
-                if all(name in ready or name not in self._producer for name in _names_read(node)):
-                    place[node.output[0]] = len(place)
-                    ready.update(node.output)
-                else:
-                    later.append(node)
-            if len(later) == len(waiting):
-                raise ExportError(f"{later[0].name}: the graph has a cycle; expected none")
-            waiting = later
-        self.proto.node.sort(key=lambda node: place[node.output[0]])
-        self.reindex()
-
-    def prune(self) -> None:
-        """Drop nodes whose results nobody reads, then unused initializers and stale type information."""
-        while dead := [
-            n
-            for n in self.proto.node
-            if not any(self._readers.get(o) or o in self.outputs for o in n.output)
-        ]:
-            self.remove(dead)
-        for index in reversed(range(len(self.proto.initializer))):
-            name = self.proto.initializer[index].name
-            if name not in self._readers and name not in self.outputs:
-                del self.proto.initializer[index]
-        self.initializers = {t.name: t for t in self.proto.initializer}
-        for index in reversed(range(len(self.proto.value_info))):
-            if self.proto.value_info[index].name not in self._producer:
-                del self.proto.value_info[index]
-
-    def save(self, path: Path, *, check: bool = True) -> int:
-        """Check and write the model; tensors go to ``path + ".data"`` where one file cannot hold them. Returns the bytes."""
-        onnx = need("onnx", "torchq.onnx")
-        data = path.with_name(path.name + ".data")
-        size = sum(len(t.raw_data) for t in self.proto.initializer)
-        if size < _EXTERNAL_ABOVE:
-            if check:
-                onnx.checker.check_model(self.model)
-            onnx.save_model(self.model, str(path))
-            return path.stat().st_size
-        data.unlink(missing_ok=True)
-        onnx.save_model(self.model, str(path), save_as_external_data=True, location=data.name)
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    onnx = import_optional("onnx", "torchq.onnx")
+    try:
         if check:
             onnx.checker.check_model(str(path))
-        return path.stat().st_size + data.stat().st_size
+        model = onnx_ir.load(path)
+        if _initializer_bytes(model) < _EXTERNAL_ABOVE:
+            model = onnx_ir.external_data.load_to_model(model)
+    except Exception as error:  # The parsers raise errors of many unrelated classes.
+        raise ExportError(
+            f"{path}: is not a valid ONNX file ({_first_line(error)}). Export the model again"
+        ) from error
+    return model
 
 
-def load_graph(path: str | os.PathLike[str]) -> Graph:
-    """Read a model file."""
-    return Graph(need("onnx", "torchq.onnx").load_model(str(path)))
+def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True) -> int:
+    """Write a model; the files at ``path`` are replaced whole or not at all.
+
+    Tensors go to ``path + ".data"`` where they exceed what one file can hold.
+
+    Args:
+        model: The model; not changed.
+        path: The file to write.
+        check: Run the checker of ``onnx`` on the model first.
+
+    Returns:
+        The number of bytes written.
+    """
+    checker = import_optional("onnx.checker", "torchq.onnx")
+    path = Path(os.path.realpath(path))
+    data = path.with_name(f"{path.name}.data")
+    with replacing(data, path) as (new_data, new_path):
+        if _initializer_bytes(model) < _EXTERNAL_ABOVE:
+            proto = onnx_ir.to_proto(model)
+            if check:
+                checker.check_model(proto)
+            new_path.write_bytes(proto.SerializeToString())
+        else:
+            onnx_ir.save(model, new_path, external_data=new_data.name)
+            if check:
+                checker.check_model(str(new_path))
+        return sum(file.stat().st_size for file in (new_data, new_path) if file.exists())
 
 
-def _bodies(node: Any) -> Iterator[Any]:
-    for attribute in node.attribute:
-        yield from [attribute.g] if attribute.HasField("g") else attribute.graphs
+def run_passes(model: Model, passes: Iterable[Pass]) -> None:
+    """Run passes in order; after each one, remove what no node and no output reads any more."""
+    for run in passes:
+        run(model)
+        remove_unused(model)
 
 
-def _names_read(node: Any) -> Iterator[str]:
-    yield from (name for name in node.input if name)
-    for body in _bodies(node):
-        for inner in body.node:
-            yield from _names_read(inner)
-        yield from (value.name for value in body.output)
+def names(text: str) -> frozenset[str]:
+    """Return the names in a text, which are separated by spaces."""
+    return frozenset(text.split())
 
 
-def _rename_read(node: Any, old: str, new: str) -> None:
-    for index, name in enumerate(node.input):
-        if name == old:
-            node.input[index] = new
-    for body in _bodies(node):
-        for inner in body.node:
-            _rename_read(inner, old, new)
+def opset_of(model: Model) -> int:
+    """Return the version of the default operator set; 0 where the model names none."""
+    imports = model.graph.opset_imports
+    return int(imports.get("", imports.get("ai.onnx", 0)))
 
 
-def _pack4(flat: Tensor) -> bytes:
-    """Two codes in a byte, the first in the low half."""
-    codes = torch.nn.functional.pad(flat.to(torch.int16) & 15, (0, flat.numel() % 2))
-    return (codes[0::2] | codes[1::2] << 4).to(torch.uint8).numpy().tobytes()
+def float_size(model: Model) -> int:
+    """Return the number of bytes that the initializers would take in float32."""
+    return 4 * sum(v.const_value.size for v in model.graph.initializers.values())
 
 
-def _unpack4(proto: Any) -> Tensor:
-    count = math.prod(proto.dims)
-    raw = proto.raw_data or bytes(proto.int32_data)
-    packed = (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        if raw
-        else torch.empty(0, dtype=torch.uint8)
+def nodes_of(model: Model, *op_types: str) -> list[Node]:
+    """Return the nodes of the main graph with these operator types, in order."""
+    return [node for node in model.graph if node.op_type in op_types]
+
+
+def computed_by(value: Value | None, *op_types: str) -> Node | None:
+    """Return the node that computes ``value`` if its operator type is one of ``op_types``."""
+    node = None if value is None else value.producer()
+    return node if node is not None and (not op_types or node.op_type in op_types) else None
+
+
+def readers(value: Value) -> list[Node]:
+    """Return the nodes that read ``value``, once per input, also from inside loops and branches."""
+    return [use.node for use in value.uses()]
+
+
+def is_output(value: Value) -> bool:
+    """Return True if the model returns ``value``."""
+    return bool(value.is_graph_output())
+
+
+def is_constant(value: Value | None) -> bool:
+    """Return True if ``value`` is stored in the file."""
+    return value is not None and value.is_initializer() and value.const_value is not None
+
+
+def data_type(value: Value) -> DataType:
+    """Return the ``onnx_ir.DataType`` of a stored value."""
+    return value.const_value.dtype
+
+
+def value_of(value: Value) -> Tensor:
+    """Return a stored value as a new tensor; 4-bit codes come as int8 and uint8."""
+    array, dtype = value.const_value.numpy(), data_type(value)
+    if dtype.bitwidth == 4:
+        return torch.from_numpy(array.astype("int8" if dtype.is_signed() else "uint8"))
+    bits = {"bfloat16": "int16"}.get(array.dtype.name)
+    if array.dtype.name.startswith("float8"):
+        bits = "uint8"
+    if bits is None:
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array.copy().view(bits)).view(_adapters.to_torch_dtype(dtype))
+
+
+def attribute(node: Node, name: str, default: Any = None) -> Any:
+    """Return the value of an attribute of ``node``, or ``default`` where it has none."""
+    found = node.attributes.get(name)
+    return default if found is None else found.value
+
+
+def fresh_name(graph: Graph, base: str) -> str:
+    """Return ``base``, or ``base#2``, ``base#3``, ... where a value has that name already."""
+    names = graph.meta.get(_NAMES)
+    if names is None:
+        names = {value.name for value in graph.inputs} | set(graph.initializers)
+        for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+            names |= {node.name, *(value.name for value in node.outputs)}
+        graph.meta[_NAMES] = names
+    name, count = base, 1
+    while name in names or name in graph.initializers:
+        count += 1
+        name = f"{base}#{count}"
+    names.add(name)
+    return name
+
+
+def add_initializer(
+    graph: Graph, name: str, tensor: Tensor, dtype: DataType | None = None
+) -> Value:
+    """Store a tensor in the graph.
+
+    Args:
+        graph: The graph.
+        name: The wanted name; a number is added where it is taken.
+        tensor: The contents.
+        dtype: INT4 or UINT4, whose codes come as int8 or uint8; default the tensor's own type.
+    """
+    name = fresh_name(graph, name)
+    tensor = tensor.detach().cpu().contiguous()
+    if dtype is None or dtype.bitwidth != 4:
+        stored = _adapters.TorchTensor(tensor, name=name)
+    else:
+        stored = onnx_ir.Tensor(tensor.numpy(), dtype=dtype, name=name)
+    value = onnx_ir.Value(
+        name=name,
+        type=onnx_ir.TensorType(stored.dtype),
+        shape=onnx_ir.Shape(tensor.shape),
+        const_value=stored,
     )
-    codes = torch.stack([packed & 15, packed >> 4], dim=1).reshape(-1)[:count]
-    if proto.data_type == _INT4:
-        codes = ((codes.to(torch.int16) ^ 8) - 8).to(torch.int8)
-    return codes.reshape(list(proto.dims))
+    graph.register_initializer(value)
+    return value
+
+
+def add_node(
+    after: Node,
+    op_type: str,
+    inputs: list[Value | None],
+    name: str,
+    attributes: Mapping[str, Any] | None = None,
+) -> Value:
+    """Insert a node with one output behind another node.
+
+    Args:
+        after: The node that the new one follows in the list of nodes.
+        op_type: An operator of the default domain.
+        inputs: The values that it reads.
+        name: The wanted name of the node and of its output.
+        attributes: Attributes as Python values.
+
+    Returns:
+        The output of the new node.
+    """
+    name = fresh_name(after.graph, name)
+    output = onnx_ir.Value(name=name)
+    after.append(onnx_ir.node(op_type, inputs, attributes, outputs=[output], name=name))
+    return output
+
+
+def replace_value(old: Value, new: Value) -> None:
+    """Let every reader of ``old`` read ``new``; a model output keeps its name."""
+    if is_output(old):
+        new = _output_named_as(old, new)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def _output_named_as(old: Value, new: Value) -> Value:
+    """Give ``new`` the name of the model output ``old``; copy it where it has to keep its own."""
+    name, node = old.name, new.producer()
+    if node is None or is_output(new):
+        copy = onnx_ir.Value(name=name)
+        old.producer().prepend(onnx_ir.node("Identity", [new], outputs=[copy], name=name))
+        new = copy
+    old.name = fresh_name(old.producer().graph, f"{name}/replaced")
+    new.name, new.type, new.shape = name, new.type or old.type, new.shape or old.shape
+    return new
+
+
+def bypass(node: Node) -> None:
+    """Remove a node with one input that counts; the readers of its output read that input."""
+    replace_value(node.outputs[0], node.inputs[0])
+    node.graph.remove(node, safe=True)
+
+
+def remove_unused(model: Model) -> None:
+    """Remove nodes and initializers that neither a node nor an output of the model reads."""
+    _passes.RemoveUnusedNodesPass()(model)
+
+
+def _initializer_bytes(model: Model) -> int:
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values())
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What must hold before a model is exported; every violation is one error that names the quantizers."""
+"""What must hold before a model is exported; every violation is one error that names quantizers."""
 
 from __future__ import annotations
 
@@ -13,51 +13,91 @@ from torchq.functional import TINY
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
+from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["check_quantizers", "default_opset", "listed"]
+__all__ = ["check_quantizers", "choose_exporter", "default_opset"]
 
-#: ONNX Runtime 1.31 fails to optimise some files of opset 21 and above: where it moves a signed DequantizeLinear past a reshape or a
-#: transposition and then makes it unsigned, it leaves an attribute behind that older opsets do not have.
+_OPSETS = range(10, 24)
+_DYNAMO_MIN = 18
+#: ONNX Runtime 1.31 fails to optimise some files of opset 21 and above: where it moves a signed
+#: DequantizeLinear past a Reshape or Transpose and then makes it unsigned, it leaves an attribute
+#: that older opsets do not have.
 _USUAL_OPSET = 20
 
 
-def listed(names: list[str] | tuple[str, ...], most: int = 5) -> str:
-    """The first names, comma separated."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def choose_exporter(dynamo: bool | None, opset: int) -> bool:
+    """Return True to use the exporter that is based on ``torch.export``.
+
+    Args:
+        dynamo: The wish of the caller, or None.
+        opset: The opset of the file.
+
+    Raises:
+        ExportError: The opset is out of range, or the exporter cannot do what was asked.
+        MissingExtraError: onnxscript, which that exporter needs, is not installed.
+    """
+    if opset not in _OPSETS:
+        raise ExportError(
+            f"export_onnx: got opset {opset}; expected {_OPSETS.start} to {_OPSETS.stop - 1}"
+        )
+    able = hasattr(torch.onnx, "ops")
+    if dynamo and not able:
+        raise ExportError(
+            f"export_onnx: dynamo=True with torch {torch.__version__}; expected torch >= 2.8. "
+            "Leave dynamo out, or pass False"
+        )
+    if dynamo and opset < _DYNAMO_MIN:
+        raise ExportError(
+            f"export_onnx: dynamo=True with opset {opset}; expected opset >= {_DYNAMO_MIN}. "
+            "Pass dynamo=False"
+        )
+    if dynamo is None:
+        dynamo = able and opset >= _DYNAMO_MIN
+    if dynamo:
+        import_optional("onnxscript", "export_onnx(dynamo=True)")
+    return dynamo
 
 
 def default_opset(model: nn.Module) -> int:
-    """The opset that every runtime reads best, raised where a quantizer needs a later one."""
+    """Return the opset that runtimes read best, raised where a quantizer needs a later one."""
     needed = _USUAL_OPSET
     for quantizer in quantizers(model).values():
         if quantizer.quantizing:
-            with suppress(ExportError):  # check_quantizers tells, by name
-                needed = max(
-                    needed,
-                    opset_needed(quantizer.descriptor.format, quantizer.descriptor.granularity)[0],
-                )
+            descriptor = quantizer.descriptor
+            with suppress(ExportError):  # check_quantizers raises it with the quantizer's name.
+                needed = max(needed, opset_needed(descriptor.format, descriptor.granularity)[0])
     return needed
 
 
 def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, TensorQuantizer]:
-    """The quantizers that are on, by dotted path.
+    """Return the quantizers that are switched on, by dotted path.
 
     Args:
-        modern: the ``torch.export`` based exporter will write them.
+        model: The model to export.
+        opset: The opset of the file.
+        modern: The exporter that is based on ``torch.export`` will write the quantizers.
 
     Raises:
-        ExportError: one of them has no fixed range, a range that cannot be right, codes as output, a format that ONNX lacks, or
-            something that ``opset`` lacks. The text names all quantizers with the same fault.
+        ExportError: A quantizer has no fixed range, a range that cannot be right, codes as output,
+            a format that ONNX lacks, or something that ``opset`` lacks. The text names all
+            quantizers with the same fault.
     """
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
     weights = weight_quantizers(model)
-    for fault, text in _FAULTS:
-        if found := [name for name, q in active.items() if fault(q, id(q) in weights)]:
-            raise ExportError(f"{listed(found)}: {text}")
+    for is_faulty, text in _FAULTS:
+        found = [name for name, q in active.items() if is_faulty(q, id(q) in weights)]
+        if found:
+            raise ExportError(f"{_listed(found)}: {text}")
     for name, quantizer in active.items():
         _check_opset(name, quantizer, opset, modern)
     return active
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    """Return the first names, comma separated."""
+    rest = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def _range_is(
@@ -67,7 +107,7 @@ def _range_is(
 
 
 def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
-    # A weight of zeros is exact; an activation that was never anything but zero was calibrated on the wrong data.
+    """Return True for an activation that was calibrated on zeros; a weight of zeros is exact."""
     return not is_weight and bool((quantizer.amax.detach() <= TINY).all())
 
 
@@ -78,7 +118,8 @@ _MODERN = "Use dynamo=True, with torch >= 2.8"
 _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (
         lambda q, _: q.descriptor.dynamic,
-        "is dynamic: takes its range from the data of each call; expected a fixed range. Use a descriptor without dynamic",
+        "is dynamic: takes its range from the data of each call; expected a fixed range. "
+        "Use a descriptor without dynamic",
     ),
     (lambda q, _: not q.calibrated, f"has no calibrated range; expected an amax. {_CALIBRATE}"),
     (
@@ -93,31 +134,35 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (_range_is(torch.isinf), f"has an infinite range; expected finite numbers. {_CALIBRATE}"),
     (
         _range_is(lambda amax: amax < 0),
-        "has a negative range; expected numbers >= 0. A learned range went wrong: lower its learning rate",
+        "has a negative range; expected numbers >= 0. "
+        "A learned range went wrong: lower its learning rate",
     ),
     (
         _is_dead,
-        f"has the range zero; expected a positive one. It only ever saw zeros. {_CALIBRATE}",
+        "has a range of at most 2**-24, which counts as zero; expected a larger one. "
+        f"The data was zero, or almost. {_CALIBRATE}",
     ),
 )
 
 
 def _check_opset(name: str, quantizer: TensorQuantizer, opset: int, modern: bool) -> None:
-    d = quantizer.descriptor
+    descriptor = quantizer.descriptor
     try:
-        needed, what = opset_needed(d.format, d.granularity)
+        needed, what = opset_needed(descriptor.format, descriptor.granularity)
     except ExportError as error:
         raise ExportError(f"{name}: {error}") from None
-    if d.scale_format is not None:
+    if descriptor.scale_format is not None:
         raise ExportError(
-            f"{name}: has {d.scale_format} block scales; expected float32 ones, ONNX Q/DQ has no others"
+            f"{name}: has {descriptor.scale_format} block scales; expected float32 ones, "
+            "ONNX Q/DQ has no others"
         )
     if needed > TORCHSCRIPT_MAX and not modern:
-        if d.format.bits > 4 or d.block_size is not None:
+        if descriptor.format.bits > 4 or descriptor.block_size is not None:
             raise ExportError(
-                f"{name}: the TorchScript exporter ends at opset {TORCHSCRIPT_MAX}; expected opset {needed} for {what}. {_MODERN}"
+                f"{name}: the TorchScript exporter ends at opset {TORCHSCRIPT_MAX}; "
+                f"expected opset {needed} for {what}. {_MODERN}"
             )
-        needed = 13  # int4 travels as int8 and is narrowed afterwards, where the opset has it
+        needed = 13  # int4 is traced as int8 and narrowed later, where the opset has int4.
     if opset < needed:
         raise ExportError(
             f"{name}: opset {opset} has no QuantizeLinear for {what}; expected opset >= {needed}"

@@ -1,28 +1,32 @@
-"""What an export did, to read and to print."""
+"""The report of an export."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ExportReport"]
+from torchq.onnx.ir import Model, float_size, is_constant, nodes_of, opset_of
+from torchq.onnx.qdq import pair_name, quantizer_nodes, read_record
+
+__all__ = ["ExportReport", "report_on"]
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The file that :func:`torchq.export_onnx` or :func:`torchq.retarget_onnx` wrote.
+    """The file that :func:`torchq.export_onnx` or :func:`torchq.onnx.retarget_onnx` wrote.
 
     Attributes:
-        path: the file.
-        target: the runtime it was shaped for, or None for plain Q/DQ.
-        opset: of the default ONNX domain.
+        path: The file.
+        target: The runtime that it was shaped for, or None for plain Q/DQ.
+        opset: Version of the default ONNX domain.
         exporter: ``"dynamo"``, ``"torchscript"`` or ``"file"``.
-        size: bytes on disk, with external data.
-        float_size: bytes that the same initializers take in float32.
-        activations: names of the quantizers of activations that are in the file.
-        weights: names of the quantizers whose weights are stored as integers (or FP8).
-        merged: quantizers whose nodes another one provides, as they had the same input and range: name -> provider.
-        warnings: rules of the target that the model does not follow; each names a layer and a fix.
+        size: Bytes on disk, with external data.
+        float_size: Bytes that the same stored tensors take in float32.
+        activations: Names of the quantizers of activations in the file.
+        weights: Names of the quantizers whose weights are stored as integers or FP8.
+        merged: Quantizers whose Q/DQ nodes another quantizer provides, because both had the same
+            input and range: name -> name of the provider.
+        warnings: Rules of the target that the model does not follow; each names a layer and a fix.
     """
 
     path: Path
@@ -37,17 +41,47 @@ class ExportReport:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        share = (
-            f" ({self.size / self.float_size:.0%} of {_megabytes(self.float_size)} in float32)"
-            if self.float_size
-            else ""
-        )
+        share = ""
+        if self.float_size:
+            percent = f"{self.size / self.float_size:.0%}"
+            share = f" ({percent} of {_megabytes(self.float_size)} in float32)"
         lines = [
             f"{self.path}: {_megabytes(self.size)}{share}",
             f"opset {self.opset}, {self.exporter} exporter, target {self.target or 'any'}",
-            f"{len(self.weights)} weights stored quantized, {len(self.activations)} activations quantized, {len(self.merged)} merged",
+            f"{len(self.weights)} weights stored quantized, "
+            f"{len(self.activations)} activations quantized, {len(self.merged)} merged",
         ]
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def report_on(
+    model: Model,
+    path: Path,
+    target: str | None,
+    exporter: str,
+    size: int,
+    warnings: tuple[str, ...],
+) -> ExportReport:
+    """Return the report on a file, with names from its graph and its record."""
+    merged = dict(read_record(model).get("merged", {}))
+    weights = [
+        pair_name(node)
+        for node in nodes_of(model, "DequantizeLinear")
+        if is_constant(node.inputs[0])
+    ]
+    weights += [name for name, provider in merged.items() if provider in weights]
+    return ExportReport(
+        path=path,
+        target=target,
+        opset=opset_of(model),
+        exporter=exporter,
+        size=size,
+        float_size=float_size(model),
+        activations=tuple(quantizer_nodes(model)),
+        weights=tuple(weights),
+        merged=merged,
+        warnings=warnings,
+    )
 
 
 def _megabytes(size: int) -> str:

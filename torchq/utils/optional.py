@@ -1,30 +1,61 @@
-"""The optional packages of export, and the error that says how to get them."""
+"""Optional packages: imported where they are used, with an error that says how to get them."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from torchq.errors import MissingExtraError
 
-__all__ = ["need"]
+__all__ = ["OptionalModule", "import_optional"]
 
 
-def need(module: str, what: str, extra: str = "export") -> Any:
+def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
     """Import and return ``module``.
 
     Args:
-        module: dotted name, ``"onnx.helper"``.
-        what: who needs it, for the error text.
-        extra: the extra of torchq that brings it.
+        module: Dotted name, as in ``"onnx.helper"``.
+        needed_by: The function or feature that needs the module, for the text of the error.
+        extra: The extra of torchq that installs the package.
+
+    Returns:
+        The module.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: The package is not installed.
+
+    Example:
+        >>> import_optional("json", "this example").dumps([1])
+        '[1]'
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingExtraError(
-            f"{what}: {package} is not installed ({error}); expected it. Run pip install torchq[{extra}]"
+            f"{needed_by}: {package} is not installed ({error}). Run pip install torchq[{extra}]"
         ) from None
+
+
+class OptionalModule(ModuleType):
+    """A module that is imported when one of its names is read for the first time.
+
+    Args:
+        name: Dotted name of the module.
+        needed_by: The function or feature that needs the module, for the text of the error.
+        extra: The extra of torchq that installs the package.
+
+    Example:
+        >>> json = OptionalModule("json", "this example")
+        >>> json.dumps([1])
+        '[1]'
+    """
+
+    def __init__(self, name: str, needed_by: str, extra: str = "export") -> None:
+        super().__init__(name)
+        self._source = (name, needed_by, extra)
+
+    def __getattr__(self, name: str) -> Any:
+        """Import the real module, and return its attribute ``name``."""
+        return getattr(import_optional(*self._source), name)

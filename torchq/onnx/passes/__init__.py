@@ -1,1 +1,29 @@
-"""Passes over an ONNX graph."""
+"""Passes over ONNX graphs, in the order in which an export runs them.
+
+A pass is a function that changes a model in place; its docstring states the graph before and after.
+"""
+
+from torchq.onnx.ir import Pass
+from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
+from torchq.onnx.passes.fold_shapes import fold_shapes
+from torchq.onnx.passes.fold_weights import fold_weights
+from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, store_transposed
+from torchq.onnx.passes.merge_duplicates import merge_duplicates
+from torchq.onnx.passes.metadata import remove_debug_metadata
+from torchq.onnx.passes.name_quantizers import name_quantizers
+
+__all__ = ["EXPORT_PASSES"]
+
+#: What every exported graph goes through, before the passes of a target.
+EXPORT_PASSES: tuple[Pass, ...] = (
+    lift_constants,
+    fold_slices,
+    fold_scales,
+    name_quantizers,
+    fold_weights,
+    merge_duplicates,
+    fold_shapes,
+    store_transposed,
+    keep_integer_matmuls,
+    remove_debug_metadata,
+)

@@ -1,82 +1,90 @@
-"""What is known about shapes before a file runs, and arithmetic on them that needs no runtime."""
+"""Known lengths of dimensions, and arithmetic on them that needs no runtime."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchq.onnx.ir import Graph
-from torchq.onnx.passes.cleanup import attribute, evaluate
-from torchq.utils.optional import need
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    attribute,
+    computed_by,
+    data_type,
+    is_constant,
+    is_output,
+    names,
+    onnx_ir,
+    remove_unused,
+    replace_value,
+)
+from torchq.onnx.passes.fold_constants import evaluate
+from torchq.utils.optional import OptionalModule
 
 __all__ = ["Shape", "fold_shapes", "known_shapes"]
 
-#: The length of each dimension; a name, or None, where it is only known once the file runs.
-Shape = tuple[int | str | None, ...]
-_SMALL = 64  # elements; shapes, indexes and factors, no weights
-_ARITHMETIC = frozenset(
-    [
-        "Cast",
-        "Sqrt",
-        "Div",
-        "Mul",
-        "Add",
-        "Sub",
-        "Mod",
-        "Reshape",
-        "Unsqueeze",
-        "Squeeze",
-        "Concat",
-        "Slice",
-        "Gather",
-        "Pow",
-        "Reciprocal",
-    ]
+_onnx: Any = OptionalModule("onnx", "torchq.onnx")
+#: The length of each dimension; a name, or None, where it is only known when the file runs.
+Shape: TypeAlias = tuple[int | str | None, ...]
+_SMALL = 64  # Elements. Shapes, indexes and factors are smaller; weights are not.
+_ARITHMETIC = names(
+    "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal"
 )
-_NUMERIC = frozenset([1, 6, 7, 9, 11])  # float32, int32, int64, bool, float64
+_NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
 
-def known_shapes(graph: Graph) -> dict[str, Shape]:
-    """The shapes that follow from those of inputs and initializers, by value."""
-    onnx = need("onnx", "torchq.onnx")
-    slim = onnx.ModelProto(
-        ir_version=graph.model.ir_version,
-        opset_import=graph.model.opset_import,
-        functions=graph.model.functions,
-    )
+def known_shapes(model: Model) -> dict[str, Shape]:
+    """Return the shapes that follow from those of inputs and stored tensors, by name of the value.
+
+    Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
+    size of the example there.
+    """
+    graph = model.graph
+    slim = _onnx.ModelProto(ir_version=model.ir_version)
     slim.graph.name = "shapes"
-    slim.graph.node.extend(graph.proto.node)
-    for output in (
-        graph.proto.output
-    ):  # without the shape that is noted there: the TorchScript exporter takes the example's
-        slim.graph.output.append(
-            onnx.helper.make_tensor_value_info(output.name, output.type.tensor_type.elem_type, None)
-        )
-    slim.graph.input.extend(graph.proto.input)
-    for name, tensor in graph.initializers.items():
-        if math.prod(tensor.dims) <= _SMALL:
+    slim.opset_import.extend(
+        _onnx.helper.make_opsetid(domain, version)
+        for domain, version in graph.opset_imports.items()
+    )
+    slim.functions.extend(onnx_ir.to_proto(function) for function in model.functions.values())
+    slim.graph.node.extend(onnx_ir.to_proto(node) for node in graph)
+    slim.graph.input.extend(onnx_ir.to_proto(value) for value in graph.inputs)
+    slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
+    _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
+    # Inference makes up names for dimensions that it does not know.
+    names = {d.dim_param for value in slim.graph.input for d in value.type.tensor_type.shape.dim}
+    found = _onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
+    shapes = {value.name: tuple(value.shape.numpy()) for value in graph.initializers.values()}
+    for value in (*found.input, *found.value_info, *found.output):
+        kind = value.type.tensor_type
+        if kind.HasField("shape"):
+            shapes[value.name] = tuple(_length(dim, names) for dim in kind.shape.dim)
+    return shapes
+
+
+def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
+    """Add small stored tensors with their contents, and the shape alone of larger ones."""
+    for value in values:
+        if value.const_value.size <= _SMALL:
+            tensor = onnx_ir.to_proto(value.const_value)
+            tensor.name = value.name
             slim.graph.initializer.append(tensor)
-        elif name not in graph.inputs:
+        elif value.name not in inputs:
             slim.graph.input.append(
-                onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+                _onnx.helper.make_tensor_value_info(
+                    value.name, data_type(value).value, list(value.const_value.shape.numpy())
+                )
             )
-    found = onnx.shape_inference.infer_shapes(slim, data_prop=True).graph
-    typed = [
-        value
-        for value in (*found.input, *found.value_info, *found.output)
-        if value.type.tensor_type.HasField("shape")
-    ]
-    stored = {name: tuple(tensor.dims) for name, tensor in graph.initializers.items()}
-    names = {
-        dim.dim_param for value in slim.graph.input for dim in value.type.tensor_type.shape.dim
-    }  # inference makes up others
-    return stored | {
-        value.name: tuple(_length(dim, names) for dim in value.type.tensor_type.shape.dim)
-        for value in typed
-    }
+
+
+def _without_shape(value: Value) -> Any:
+    dtype = 0 if value.dtype is None else value.dtype.value
+    return _onnx.helper.make_tensor_value_info(value.name, dtype, None)
 
 
 def _length(dim: Any, names: set[str]) -> int | str | None:
@@ -85,102 +93,113 @@ def _length(dim: Any, names: set[str]) -> int | str | None:
     return str(dim.dim_param) if dim.dim_param and dim.dim_param in names else None
 
 
-def fold_shapes(graph: Graph) -> None:
-    """Compute what follows from known lengths: the scale of attention, the shapes that tensors are brought into.
+def fold_shapes(model: Model) -> None:
+    """Compute what follows from known lengths.
 
-    A reshape with one length unknown takes what is left for it, so a dynamic batch stays dynamic.
+    Before::
+
+        The target shape of a Reshape, and the scale of attention, are arithmetic on Shape
+        nodes.
+
+    After::
+
+        Both are stored tensors where the lengths are known. A Reshape with one unknown length
+        has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
     """
-    _fold_once(graph, {})  # inference follows no arithmetic on indexes
-    while _fold_once(graph, known_shapes(graph)):
+    _fold_once(model, {})  # Shape inference follows no arithmetic on indexes.
+    while _fold_once(model, known_shapes(model)):
         pass
 
 
-def _fold_once(graph: Graph, shapes: dict[str, Shape]) -> bool:
-    """Whether anything was known."""
-    before = len(graph.initializers)
-    for node in graph.nodes:
-        if node.op_type == "Reshape" and node.input[1] not in graph.initializers:
-            _reshape_to_known(graph, node, shapes)
-        if len(node.output) != 1 or graph.is_output(node.output[0]):
+def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
+    """Fold all that ``shapes`` allows; return True if there was anything."""
+    found = False
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and not is_constant(node.inputs[1]):
+            found |= _reshape_to_known(node, shapes)
+        if len(node.outputs) != 1 or is_output(node.outputs[0]):
             continue
-        if (value := _from_shape(graph, node, shapes)) is None and _is_small_arithmetic(
-            graph, node
-        ):
-            value = evaluate(graph, node.output[0], [node], {*node.input})
+        value = _from_shape(model, node, shapes)
+        if value is None and _is_small_arithmetic(node):
+            value = evaluate(model, node.outputs[0], [node])
         if value is not None:
-            graph.replace_uses(node.output[0], graph.add_initializer(node.output[0], value))
-    found = len(graph.initializers) > before
-    graph.reindex()
-    graph.prune()
+            name = str(node.outputs[0].name)
+            replace_value(node.outputs[0], add_initializer(model.graph, name, value))
+            found = True
+    remove_unused(model)
     return found
 
 
-def _is_small_arithmetic(graph: Graph, node: Any) -> bool:
-    tensors = [graph.initializers.get(name) for name in node.input if name]
-    stays_numeric = node.op_type in _ARITHMETIC and (
-        node.op_type != "Cast" or attribute(node, "to") in _NUMERIC
-    )
-    return stays_numeric and all(
-        tensor is not None and tensor.data_type in _NUMERIC and math.prod(tensor.dims) <= _SMALL
-        for tensor in tensors
+def _is_small_arithmetic(node: Node) -> bool:
+    """Return True for arithmetic on small stored tensors whose result numpy can hold."""
+    if node.op_type not in _ARITHMETIC or node.domain:
+        return False
+    if node.op_type == "Cast" and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC:
+        return False
+    return all(
+        is_constant(value)
+        and data_type(value).name in _NUMERIC
+        and value.const_value.size <= _SMALL
+        for value in node.inputs
+        if value is not None
     )
 
 
-def _from_shape(graph: Graph, node: Any, shapes: dict[str, Shape]) -> Tensor | None:
-    """The value of a Shape, or of what picks lengths out of one, where these lengths are known."""
+def _from_shape(model: Model, node: Node, shapes: dict[str, Shape]) -> Tensor | None:
+    """Return the value of a Shape, or of lengths picked from one, where these are known."""
     picks = node.op_type in ("Gather", "Slice") and all(
-        name in graph.initializers for name in node.input[1:] if name
+        is_constant(value) for value in node.inputs[1:] if value is not None
     )
-    source = graph.producer(node.input[0]) if picks else node if node.op_type == "Shape" else None
-    if (
-        source is None
-        or source.op_type != "Shape"
-        or source.attribute
-        or source.input[0] not in shapes
-    ):
-        return None
-    lengths = torch.tensor(
-        [length if isinstance(length, int) else -1 for length in shapes[source.input[0]]],
-        dtype=torch.int64,
-    )
+    source = node
     if picks:
-        lengths = evaluate(graph, node.output[0], [node], {*node.input}, {node.input[0]: lengths})
+        source = computed_by(node.inputs[0], "Shape")
+    if source is None or source.op_type != "Shape" or source.attributes:
+        return None
+    shape = shapes.get(source.inputs[0].name)
+    if shape is None:
+        return None
+    lengths = torch.tensor([n if isinstance(n, int) else -1 for n in shape], dtype=torch.int64)
+    if picks:
+        lengths = evaluate(model, node.outputs[0], [node], {node.inputs[0]: lengths})
     return None if bool((lengths < 0).any()) else lengths
 
 
-def _reshape_to_known(graph: Graph, node: Any, shapes: dict[str, Shape]) -> None:
-    """Store the shape that a tensor is brought into, where it has one open length at most."""
-    before, after = shapes.get(node.input[0], ()), shapes.get(node.output[0])
+def _reshape_to_known(node: Node, shapes: dict[str, Shape]) -> bool:
+    """Store the target shape of a Reshape if at most one of its lengths is unknown."""
+    before = shapes.get(node.inputs[0].name, ())
+    after = shapes.get(node.outputs[0].name)
     if after is None or 0 in after:
-        return
-    if (missing := _what_is_left(before, after)) is not None:
+        return False
+    missing = _what_is_left(before, after)
+    if missing is not None:
         after = tuple(missing if length is None else length for length in after)
     if sum(not isinstance(length, int) for length in after) > 1:
-        return
-    # 0 takes the length over, which keeps its name for those who infer shapes; -1 takes what is left.
-    takes_over = not attribute(node, "allowzero", 0)
-    kept = [
-        takes_over and isinstance(length, str) and before[i : i + 1] == (length,)
-        for i, length in enumerate(after)
-    ]
-    lengths = [
-        length if isinstance(length, int) else 0 if same else -1
-        for length, same in zip(after, kept, strict=True)
-    ]
-    node.input[1] = graph.add_initializer(
-        f"{node.output[0]}/shape", torch.tensor(lengths, dtype=torch.int64)
-    )
+        return False
+    may_keep = not attribute(node, "allowzero", 0)
+    lengths = []
+    for i, length in enumerate(after):
+        # 0 keeps a length and its name, for those who infer shapes; -1 is what is left.
+        if isinstance(length, int):
+            lengths.append(length)
+        elif may_keep and isinstance(length, str) and before[i : i + 1] == (length,):
+            lengths.append(0)
+        else:
+            lengths.append(-1)
+    name = f"{node.outputs[0].name}/shape"
+    stored = add_initializer(node.graph, name, torch.tensor(lengths, dtype=torch.int64))
+    node.replace_input_with(1, stored)
+    return True
 
 
 def _what_is_left(before: Shape, after: Shape) -> int | None:
-    """The one unknown length after a reshape, where the open lengths before and after are the same by name."""
+    """Return the one unknown length of a reshaped tensor whose open lengths stay the same."""
     if None in before or after.count(None) != 1 or _names(before) != _names(after):
         return None
     whole, part = (
         math.prod(length for length in shape if isinstance(length, int))
         for shape in (before, after)
     )
-    return whole // part
+    return whole // part if part else None
 
 
 def _names(shape: Shape) -> list[str]:

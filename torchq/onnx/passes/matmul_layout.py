@@ -1,243 +1,266 @@
-"""Storing the weights of matrix products as runtimes read them: input features first."""
+"""Weights of matrix multiplications in the layout that runtimes read: input features first."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from torchq.onnx.ir import Graph
-from torchq.onnx.passes.cleanup import TRANSPOSED, attribute, axis_of
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    add_node,
+    attribute,
+    computed_by,
+    data_type,
+    is_constant,
+    is_output,
+    nodes_of,
+    onnx_ir,
+    readers,
+    remove_unused,
+    replace_value,
+    value_of,
+)
 from torchq.onnx.passes.fold_shapes import known_shapes
+from torchq.onnx.qdq import axis_of, stored_weight
 
-__all__ = ["keep_products", "split_gemms", "store_transposed"]
+__all__ = ["TRANSPOSED", "keep_integer_matmuls", "split_gemms", "store_transposed"]
+
+#: Ends the names of weights that are stored transposed.
+TRANSPOSED = "/weight.T"
 
 
-def store_transposed(graph: Graph) -> None:
-    """Store a weight as (in, out) where the graph transposes it, or where only the weight of a Gemm is quantized, in blocks.
+def store_transposed(model: Model) -> None:
+    """Store weights as (in, out) where the graph transposes them at run time.
 
-    ``MatMul(x, DequantizeLinear(weight))`` with blocks along the input features is what ONNX Runtime turns into MatMulNBits; behind a
-    Transpose, or in a Gemm, it would dequantize the weight on every call.
+    Before::
+
+        ``MatMul(x, Transpose(DequantizeLinear(weight)))``, or a Gemm whose weight alone is
+        quantized, in blocks.
+
+    After::
+
+        ``MatMul(x, DequantizeLinear(weight.T))``. With blocks along the input features ONNX
+        Runtime makes MatMulNBits of it; behind a Transpose, or in a Gemm, it would dequantize the
+        weight on every call.
     """
-    gone = []
-    for node in graph.of("Transpose"):
-        dequantize = _own_weight(graph, node.input[0])
+    for node in nodes_of(model, "Transpose"):
+        dequantize = _own_matrix(node.inputs[0])
         if dequantize is not None and list(attribute(node, "perm", [1, 0])) == [1, 0]:
-            _transpose(graph, dequantize)
-            graph.replace_uses(node.output[0], dequantize.output[0])
-            gone.append(node)
-    for node in graph.of("Gemm"):
-        dequantize = _own_weight(graph, node.input[1])
-        source = graph.producer(node.input[0])
+            _transpose(dequantize)
+            replace_value(node.outputs[0], dequantize.outputs[0])
+    for node in nodes_of(model, "Gemm"):
+        dequantize = _own_matrix(node.inputs[1])
         if (
-            dequantize is None
-            or not attribute(dequantize, "block_size", 0)
-            or not _is_plain(node)
-            or (source is not None and source.op_type == "DequantizeLinear")
+            dequantize is not None
+            and attribute(dequantize, "block_size", 0)
+            and _is_plain(node)
+            and computed_by(node.inputs[0], "DequantizeLinear") is None
         ):
-            continue
-        _straighten(graph, node, dequantize)
-        gone.append(node)
-        _split(graph, node)
-    _without(graph, gone)
+            _straighten(node, dequantize)
+            _as_three_dimensional_matmul(node)
+    remove_unused(model)
 
 
-def split_gemms(graph: Graph) -> None:
-    """MatMul and Add instead of each Gemm of integers whose result is not quantized, and such that they stay two.
+def split_gemms(model: Model) -> None:
+    """Write integer Gemms as MatMul and Add where their result is not quantized.
 
-    ONNX Runtime multiplies integers to floats in a MatMul alone; a Gemm would dequantize its weight on every call.
+    ONNX Runtime multiplies integers to a float result in a MatMul alone; a Gemm would dequantize
+    its weight on every call.
+
+    Before::
+
+        Gemm of quantized operands, with a float result.
+
+    After::
+
+        MatMul, and an Add that ONNX Runtime does not fuse with it to a Gemm again.
     """
-    gone = []
-    for node in graph.of("Gemm"):
-        weight, source = _own_weight(graph, node.input[1]), graph.producer(node.input[0])
-        if (
-            weight is None
-            or not _is_plain(node)
-            or source is None
-            or source.op_type != "DequantizeLinear"
-            or _is_quantized(graph, node)
-        ):
+    for node in nodes_of(model, "Gemm"):
+        weight = _own_matrix(node.inputs[1])
+        source = computed_by(node.inputs[0], "DequantizeLinear")
+        if weight is None or source is None or not _is_plain(node) or _is_quantized(node):
             continue
-        _straighten(graph, node, weight)
-        gone.append(node)
-        _add_after(graph, node)
-    _without(graph, gone)
-    for add, index, rank in _sums(graph, flat=True):
-        if not _is_quantized(graph, add):
-            _add_in_front(graph, add, index, rank)
-    graph.sort()
+        _straighten(node, weight)
+        _as_matmul_and_add(node)
+    remove_unused(model)
+    for add, index, ndim in list(_adds_behind_matmuls(model, two_dimensional=True)):
+        if not _is_quantized(add):
+            _add_in_three_dimensions(add, index, ndim)
 
 
-def keep_products(graph: Graph) -> None:
-    """Store the bias that is added to the product with a quantized weight as (1, N), where the product has more dimensions than two.
+def keep_integer_matmuls(model: Model) -> None:
+    """Store a bias that is added to a product with a quantized weight as (1, N).
 
-    Where shapes are static, ONNX Runtime makes a Gemm of a MatMul and an Add of (N,) before it looks for quantized operands, and
-    dequantizes the weight on every call then: a transformer took four times as long. The sum is the same in every runtime. A sum that is
-    quantized right away stays: that Gemm runs on integers.
+    With static shapes ONNX Runtime makes a Gemm of a MatMul and an Add of (N,) before it looks for
+    quantized operands, and then dequantizes the weight on every call: a transformer took four
+    times as long. The result is the same in every runtime.
+
+    Before::
+
+        ``Add(MatMul(x, DequantizeLinear(w)), bias)``, x of three or more dimensions, bias (N,).
+
+    After::
+
+        The bias is (1, N). An Add whose result is quantized at once keeps (N,), because that
+        Gemm runs on integers.
     """
-    rows: dict[str, str] = {}
-    for add, index, _ in _sums(graph, flat=False):
-        add.input[index] = _widened(graph, add.input[index], 1, rows)
-    graph.sort()
-    graph.prune()
+    rows: dict[Value, Value] = {}
+    for add, index, _ in list(_adds_behind_matmuls(model, two_dimensional=False)):
+        add.replace_input_with(index, _with_leading_ones(add, add.inputs[index], 1, rows))
+    model.graph.sort()
 
 
-def _widened(graph: Graph, value: str, count: int, known: dict[str, str]) -> str:
-    """``value`` with so many dimensions of length 1 in front; ``known`` are those that have them."""
+def _with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, Value]) -> Value:
+    """Return ``value`` with ``count`` dimensions of length 1 in front; ``known`` is a cache."""
     if value not in known:
-        name = f"{value}/row"
-        if value in graph.initializers:
-            known[value] = graph.add_initializer(name, graph.value(value)[(None,) * count])
+        name = f"{value.name}/row"
+        if is_constant(value):
+            known[value] = add_initializer(add.graph, name, value_of(value)[(None,) * count])
         else:
-            known[value] = graph.fresh(name)
-            graph.add(
-                "Unsqueeze",
-                [value, graph.add_initializer(f"{name}/axes", torch.arange(count))],
-                known[value],
-            )
+            axes = add_initializer(add.graph, f"{name}/axes", torch.arange(count))
+            node = onnx_ir.node("Unsqueeze", [value, axes], name=name)
+            node.outputs[0].name = name
+            add.prepend(node)
+            known[value] = node.outputs[0]
     return known[value]
 
 
-def _sums(graph: Graph, flat: bool) -> list[tuple[Any, int, int]]:
-    """Each Add that a Gemm would take in, behind a product with a quantized weight; its other operand, and the dimensions of that.
+def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[Node, int, int]]:
+    """Yield each Add that ONNX Runtime would fuse with a MatMul of a quantized weight to a Gemm.
 
-    ``flat`` chooses products of two dimensions, whose Gemm takes a row or a matrix; of others it takes a row.
+    Args:
+        model: Any graph.
+        two_dimensional: Yield Adds of two-dimensional products, to which a Gemm adds a row or a
+            matrix; else Adds of products with more dimensions, to which it adds a row.
+
+    Yields:
+        The Add, the index of its other operand, and the number of dimensions of that operand.
     """
-    shapes = known_shapes(graph)
-    found = []
-    for product in graph.of("MatMul"):
-        weight, readers = graph.producer(product.input[1]), graph.readers(product.output[0])
+    shapes = known_shapes(model)
+    for matmul in nodes_of(model, "MatMul"):
+        weight, product = matmul.inputs[1].producer(), matmul.outputs[0]
         while weight is not None and weight.op_type == "Transpose":
-            weight = graph.producer(weight.input[0])
-        if (
-            weight is None
-            or weight.op_type != "DequantizeLinear"
-            or [reader.op_type for reader in readers] != ["Add"]
-        ):
+            weight = weight.inputs[0].producer()
+        users = readers(product)
+        if weight is None or weight.op_type != "DequantizeLinear" or is_output(product):
             continue
-        index = int(readers[0].input[0] == product.output[0])
-        rank, other = (
-            len(shapes.get(name, ())) for name in (product.output[0], readers[0].input[index])
-        )
-        after = graph.readers(readers[0].output[0])
-        if graph.is_output(product.output[0]) or (
-            after and all(reader.op_type == "QuantizeLinear" for reader in after)
-        ):
+        if [user.op_type for user in users] != ["Add"]:
             continue
-        if (rank, other) in ([(2, 1), (2, 2)] if flat else [(max(rank, 3), 1)]):
-            found.append((readers[0], index, other))
-    return found
+        index = int(users[0].inputs[0] is product)
+        ndim = len(shapes.get(product.name, ()))
+        other = len(shapes.get(users[0].inputs[index].name, ()))
+        after = readers(users[0].outputs[0])
+        if after and all(reader.op_type == "QuantizeLinear" for reader in after):
+            continue
+        if two_dimensional:
+            fits = ndim == 2 and other in (1, 2)
+        else:
+            fits = ndim >= 3 and other == 1
+        if fits:
+            yield users[0], index, other
 
 
-def _straighten(graph: Graph, gemm: Any, weight: Any) -> None:
-    """Store the weight as a MatMul wants it."""
+def _straighten(gemm: Node, weight: Node) -> None:
+    """Store the weight of a Gemm as a MatMul reads it."""
     if attribute(gemm, "transB", 0):
-        _transpose(graph, weight)
+        _transpose(weight)
 
 
-def _without(graph: Graph, gone: list[Any]) -> None:
-    graph.remove(gone)
-    graph.prune()
-    graph.sort()
+def _is_plain(gemm: Node) -> bool:
+    """Return True if a Gemm has no factors and does not transpose its first operand."""
+    defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    return all(attribute(gemm, name, default) == default for name, default in defaults.items())
 
 
-def _is_plain(node: Any) -> bool:
-    return all(
-        attribute(node, name, default) == default
-        for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
-    )
+def _is_quantized(node: Node) -> bool:
+    """Return True if the result is only read by QuantizeLinear, directly or behind a Relu or Clip.
 
-
-def _is_quantized(graph: Graph, node: Any) -> bool:
-    """Whether every reader of the result, behind an activation that a quantizer takes in, is a QuantizeLinear."""
-    readers = graph.readers(node.output[0])
-    while len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
-        readers = graph.readers(readers[0].output[0])
-    return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
-
-
-def _own_weight(graph: Graph, value: str) -> Any | None:
-    """The DequantizeLinear of a stored matrix that only one node reads."""
-    node = graph.producer(value)
-    if (
-        node is None
-        or node.op_type != "DequantizeLinear"
-        or node.input[0] not in graph.initializers
-        or len(graph.readers(value)) != 1
-    ):
-        return None
-    return node if len(graph.initializers[node.input[0]].dims) == 2 else None
-
-
-def _transpose(graph: Graph, dequantize: Any) -> None:
-    old = dequantize.input[0]
-    kind = graph.initializers[old].data_type
-    dequantize.input[0] = graph.add_initializer(
-        old.removesuffix("/weight") + TRANSPOSED, graph.value(old).t().contiguous(), kind
-    )
-    for index in range(1, len(dequantize.input)):
-        name = dequantize.input[index]
-        if name and len(graph.initializers[name].dims) == 2:
-            value, number = graph.value(name).t().contiguous(), graph.initializers[name].data_type
-            dequantize.input[index] = graph.add_initializer(name, value, number)
-    axis = axis_of(dequantize) % 2
-    for entry in dequantize.attribute:
-        if entry.name == "axis":
-            entry.i = 1 - axis
-    if (
-        not any(entry.name == "axis" for entry in dequantize.attribute)
-        and graph.initializers[dequantize.input[1]].dims
-    ):
-        dequantize.attribute.add(name="axis", i=1 - axis, type=2)
-    graph.reindex()
-
-
-def _split(graph: Graph, node: Any) -> None:
-    """MatMul and Add instead of a Gemm.
-
-    With a dimension in front that is taken away again: ONNX Runtime would make a Gemm of two-dimensional ones, before it looks for
-    weights in blocks.
+    A QuantizeLinear to unsigned codes includes these two activations.
     """
-    source, weight, *rest = node.input
-    bias, result = [name for name in rest if name], str(node.output[0])
-    del node.output[:]
-    if not bias:
-        graph.add("MatMul", [source, weight], result)
-        return
-    front = graph.add_initializer(f"{result}/front", torch.tensor([0]))
-    names = [graph.fresh(f"{result}/{scale}") for scale in ("unsqueezed", "product", "sum")]
-    graph.add("Unsqueeze", [source, front], names[0])
-    graph.add("MatMul", [names[0], weight], names[1])
-    graph.add("Add", [names[1], *bias], names[2])
-    graph.add("Squeeze", [names[2], front], result)
+    users = readers(node.outputs[0])
+    while len(users) == 1 and users[0].op_type in ("Relu", "Clip"):
+        users = readers(users[0].outputs[0])
+    return bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
 
 
-def _add_after(graph: Graph, node: Any) -> None:
-    """MatMul and Add instead of a Gemm; the bias with a dimension in front, or ONNX Runtime would make a Gemm of them again."""
-    source, weight, *rest = node.input
-    bias, result = [name for name in rest if name], str(node.output[0])
-    del node.output[:]
-    if not bias:
-        graph.add("MatMul", [source, weight], result)
-        return
-    front = graph.add_initializer(f"{result}/front", torch.tensor([0, 1]))
-    names = [graph.fresh(f"{result}/{scale}") for scale in ("product", "bias", "sum")]
-    graph.add("MatMul", [source, weight], names[0])
-    graph.add("Unsqueeze", [bias[0], front], names[1])
-    graph.add("Add", names[:2], names[2])
-    graph.add(
-        "Squeeze", [names[2], graph.add_initializer(f"{result}/first", torch.tensor([0]))], result
-    )
+def _own_matrix(value: Value) -> Node | None:
+    """Return the DequantizeLinear of a stored matrix that one node alone reads."""
+    node = stored_weight(value)
+    if node is None or len(readers(value)) != 1:
+        return None
+    return node if len(node.inputs[0].const_value.shape) == 2 else None
 
 
-def _add_in_front(graph: Graph, add: Any, index: int, rank: int) -> None:
-    """Let an Add with an operand of so many dimensions return three, of which the first is taken away again."""
-    result = str(add.output[0])
-    add.output[0] = graph.fresh(f"{result}/sum")
-    add.input[index] = _widened(graph, add.input[index], 3 - rank, {})
-    graph.add(
-        "Squeeze",
-        [add.output[0], graph.add_initializer(f"{result}/first", torch.tensor([0]))],
-        result,
-    )
-    graph.reindex()
+def _transpose(dequantize: Node) -> None:
+    """Store a matrix and its scales transposed."""
+    graph, old = dequantize.graph, dequantize.inputs[0]
+    name = str(old.name).removesuffix("/weight") + TRANSPOSED
+    for index, value in enumerate(dequantize.inputs):
+        if value is not None and len(value.const_value.shape) == 2:
+            new = add_initializer(
+                graph,
+                name if index == 0 else str(value.name),
+                value_of(value).t(),
+                data_type(value),
+            )
+            dequantize.replace_input_with(index, new)
+    dequantize.outputs[0].shape = None
+    if len(dequantize.inputs[1].const_value.shape):
+        axis = 1 - axis_of(dequantize) % 2
+        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", axis)
+
+
+def _operands(gemm: Node) -> tuple[Value, Value, Value | None]:
+    bias = gemm.inputs[2] if len(gemm.inputs) > 2 else None
+    return gemm.inputs[0], gemm.inputs[1], bias
+
+
+def _as_three_dimensional_matmul(gemm: Node) -> None:
+    """Write a Gemm as Unsqueeze, MatMul, Add and Squeeze.
+
+    ONNX Runtime would make a Gemm of a two-dimensional MatMul and Add, before it looks for weights
+    in blocks.
+    """
+    x, weight, bias = _operands(gemm)
+    name = str(gemm.outputs[0].name)
+    if bias is None:
+        result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
+    else:
+        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0]))
+        lifted = add_node(gemm, "Unsqueeze", [x, front], f"{name}/unsqueezed")
+        product = add_node(lifted.producer(), "MatMul", [lifted, weight], f"{name}/product")
+        total = add_node(product.producer(), "Add", [product, bias], f"{name}/sum")
+        result = add_node(total.producer(), "Squeeze", [total, front], f"{name}/squeezed")
+    replace_value(gemm.outputs[0], result)
+
+
+def _as_matmul_and_add(gemm: Node) -> None:
+    """Write a Gemm as MatMul and Add; the bias gets two leading dimensions of length 1.
+
+    ONNX Runtime would make a Gemm again if the bias had fewer dimensions.
+    """
+    x, weight, bias = _operands(gemm)
+    name = str(gemm.outputs[0].name)
+    result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
+    if bias is not None:
+        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0, 1]))
+        first = add_initializer(gemm.graph, f"{name}/first", torch.tensor([0]))
+        lifted = add_node(result.producer(), "Unsqueeze", [bias, front], f"{name}/bias")
+        total = add_node(lifted.producer(), "Add", [result, lifted], f"{name}/sum")
+        result = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
+    replace_value(gemm.outputs[0], result)
+
+
+def _add_in_three_dimensions(add: Node, index: int, ndim: int) -> None:
+    """Let an Add return three dimensions, and remove the first one behind it."""
+    result, name = add.outputs[0], str(add.outputs[0].name)
+    operand = _with_leading_ones(add, add.inputs[index], 3 - ndim, {})
+    operands = [operand, add.inputs[1 - index]]
+    total = add_node(add, "Add", operands[:: 1 if index == 0 else -1], f"{name}/sum")
+    first = add_initializer(add.graph, f"{name}/first", torch.tensor([0]))
+    squeezed = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
+    replace_value(result, squeezed)

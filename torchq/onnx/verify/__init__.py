@@ -1,1 +1,1 @@
-"""Proof that an ONNX file computes what the model simulates."""
+"""Comparing a file with its model, end to end and layer by layer in integer codes."""

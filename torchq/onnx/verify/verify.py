@@ -1,35 +1,37 @@
-"""Proof that a file computes what the model simulates: end to end, and layer by layer in integer codes."""
+"""``verify_onnx``: does a file compute what the model simulates?"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.functional import quantize
-from torchq.graph import call_model, tensors_in
+from torchq.functional import fake_quantize, quantize
+from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.onnx.example_call import named_tensors
 from torchq.onnx.export import unwrap
-from torchq.onnx.ir import Graph, load_graph
-from torchq.onnx.passes.cleanup import TRANSPOSED
-from torchq.onnx.verify.metrics import Codes, LayerAgreement, Outputs, VerifyReport
-from torchq.onnx.verify.qdq import Grid, activation_grids, grid_of, pair_name, read_record
+from torchq.onnx.ir import Model, Node, is_constant, load_model, nodes_of, readers, value_of
+from torchq.onnx.passes.matmul_layout import TRANSPOSED
+from torchq.onnx.qdq import pair_name, qparams_of, quantizer_nodes, read_record
+from torchq.onnx.verify.forced import ForcedFile, layers_behind
+from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
 from torchq.onnx.verify.session import Session
+from torchq.onnx.verify.simulation import Simulation, parameter_difference
 from torchq.utils import evaluating
-from torchq.utils.optional import need
 from torchq.workflow import quantizers
 
 __all__ = ["verify_onnx"]
+
+#: Dequantized weights differ by the rounding of one product.
+_WEIGHT_RTOL = 1e-6
 
 
 def verify_onnx(
@@ -39,68 +41,71 @@ def verify_onnx(
     *,
     num_batches: int | None = None,
     layers: bool = True,
+    measure: Measure | None = None,
 ) -> VerifyReport:
-    """Compare a file that :func:`torchq.export_onnx` wrote with its model, in ONNX Runtime on the CPU.
+    """Compare a file that :func:`torchq.export_onnx` wrote with its model, in ONNX Runtime.
 
-    *Layer by layer*: the graph runs unoptimised and every layer gets the model's own quantized values as input, so a difference is
-    that layer's doing. Codes may differ where a value lies on the border of two codes (a tie): sums are added in another order.
+    *Layer by layer*: the graph runs unoptimised, and every layer gets the model's own quantized
+    values as input, so a difference is the doing of that layer. Codes may differ where a value
+    lies on the border of two codes (a tie), because sums are added in another order. Scales, zero
+    points, types and stored weights must be the model's own, or what a target derives from them
+    (uint8 behind a ReLU, say); the model is then simulated with these.
 
-    *End to end*: the file as it is, unoptimised, and with the optimisations that make it run on integers. Those round biases to
-    int32 scales, so codes flip here and there.
-
-    A file for another target can have finer grids for some tensors (uint8 after ReLU); the model is then simulated with these.
+    *End to end*: the file as it is, against that simulation and against the unaltered model; and
+    with the optimisations that make it run on integers. These round biases to int32, so codes flip
+    here and there.
 
     Args:
-        model: the quantized model; run in eval mode, left as it was.
-        path: the file.
-        batches: as for :func:`torchq.calibrate`; inputs of the file are fed in order, or by name from a dict.
-        num_batches: stop after so many.
-        layers: compare layer by layer as well.
+        model: The quantized model; run in eval mode, left as it was.
+        path: The file.
+        batches: Batches as for :func:`torchq.calibrate`; see :func:`torchq.graph.call_model`.
+        num_batches: The number of batches to stop after.
+        layers: Compare layer by layer as well.
+        measure: The agreement of an output, as ``measure(expected, found)`` that returns numbers
+            between 0 and 1; default top-1 for float outputs of shape (batch, classes).
 
     Returns:
-        the agreement; ``print`` it, or ask ``report.ok``.
+        The agreement; ``print`` it, or ask ``report.ok``.
 
     Raises:
-        ExportError: no batch, the file does not belong to this model, or ONNX Runtime cannot run it.
-        MissingExtraError: onnx or onnxruntime is not installed.
+        ExportError: There is no batch, the file is broken or does not belong to this model, or
+            ONNX Runtime cannot run it.
+        MissingExtraError: A package of the extra "export" is not installed.
+
+    Example:
+        >>> torchq.verify_onnx(model, "model.onnx", test_batches).ok  # doctest: +SKIP
+        True
     """
-    model, graph = unwrap(model), load_graph(path)
-    known = quantizers(model)
-    grids = {
-        name: grid
-        for name, grid in activation_grids(graph).items()
-        if name.partition("#")[0] in known
-    }
-    merged = read_record(graph).get("merged", {})
-    plain, fast = Session(Path(path), optimize=False), _optimized(Path(path))
-    forced = _forced(load_graph(path), list(grids)) if layers and grids else None
-    exact, optimized = Outputs(plain.outputs), Outputs(plain.outputs)
-    codes = {name: Codes(name, grid.format.qmax) for name, grid in grids.items()}
+    model, path = unwrap(model), Path(path)
+    file = _File(model, path, layers)
+    plain, fast = Session(path, optimize=False), _optimized(path)
+    exact, unaltered, optimized = (Outputs(plain.outputs, measure) for _ in range(3))
     count = 0
-    calls: Counter[str] = Counter()
-    with torch.no_grad(), evaluating(model), _simulating(known, grids, merged, calls) as seen:
+    with torch.no_grad(), evaluating(model), file.simulation.active(model):
         for batch in islice(batches, num_batches):
-            seen.clear()
-            calls.clear()
-            expected = [t.cpu() for t in tensors_in(call_model(model, batch))]
-            feeds = plain.feeds(batch)
-            exact.add(expected, plain.run(feeds))
+            feeds = plain.feeds(named_tensors(model, *call_arguments(model, batch)))
+            expected = file.simulated(model, batch)
+            found = plain.run(feeds)
+            exact.add(expected, found)
             if fast is not None:
                 optimized.add(expected, fast.run(feeds))
-            if forced is not None:
-                _compare(forced, feeds, seen, grids, codes)
+            file.compare(feeds, expected)
+            unaltered.add(file.as_it_is(model, batch, expected), found)
             count += 1
     if not count:
         raise ExportError("verify_onnx: got no batch; expected at least one")
-    rows = [c.result() for c in codes.values()] + _weights(model, graph) if layers else []
-    rows.sort(key=LayerAgreement.badness, reverse=True)
     return VerifyReport(
-        os.fspath(path), exact.result(), () if fast is None else optimized.result(), tuple(rows)
+        os.fspath(path),
+        exact.result(),
+        unaltered.result(),
+        () if fast is None else optimized.result(),
+        file.rows(model),
+        file.last_layers(),
     )
 
 
 def _optimized(path: Path) -> Session | None:
-    """The file as ONNX Runtime optimises it; None where that fails, as with FP8 activations: the proof needs only the plain graph."""
+    """Return the file as ONNX Runtime optimises it; None where that fails, as with some FP8."""
     try:
         return Session(path, optimize=True)
     except ExportError as error:
@@ -108,132 +113,154 @@ def _optimized(path: Path) -> Session | None:
         return None
 
 
-Seen = dict[str, tuple[Tensor, Tensor, Tensor]]
+class _File:
+    """A file beside its model: the simulation, the forced run, and the counts of each layer."""
 
-
-@contextmanager
-def _simulating(
-    known: Mapping[str, TensorQuantizer],
-    grids: Mapping[str, Grid],
-    merged: Mapping[str, str],
-    calls: Counter[str],
-) -> Iterator[Seen]:
-    """Inside, quantizers note what they do, as (scales, codes, values) under the name in the file, and take over a grid that differs."""
-    seen: Seen = {}
-    handles = []
-
-    def hook(
-        quantizer: TensorQuantizer, args: tuple[Tensor, ...], out: Tensor, path: str
-    ) -> Tensor:
-        calls[path] += 1
-        own = path if calls[path] == 1 else f"{path}#{calls[path]}"
-        grid = grids.get(merged.get(own, own))
-        if grid is None:
-            return out
-        x = (
-            args[0]
-            if quantizer.pre_quant_scale is None
-            else args[0] * quantizer.pre_quant_scale.to(args[0].dtype)
-        )
-        scales = grid.scaled(x)
-        if _same(quantizer, grid):
-            codes = grid.scaled(out)
-            codes = (
-                codes.round_() if grid.format.is_integer else grid.format.snap_(codes)
-            )  # the division leaves a last bit
-        else:
-            codes = grid.codes(scales)
-            out = grid.values(codes).to(out.dtype)
-        seen[own] = (scales, codes, out.clone())  # the layer may work in place
-        return out
-
-    try:
-        for path, quantizer in known.items():
-            handles.append(
-                quantizer.register_forward_hook(
-                    lambda module, args, out, path=path: hook(module, args, out, path)
-                )
-            )
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _same(quantizer: TensorQuantizer, grid: Grid) -> bool:
-    """Whether the file quantizes as the model does (a zero point shifts the codes, not the grid)."""
-    scale = quantizer.calculate_qparams()[0].reshape(-1).cpu()
-    return (
-        torch.equal(scale, grid.scale.reshape(-1))
-        and grid.format.quant_max - grid.zero >= quantizer.descriptor.format.quant_max
-    )
-
-
-def _forced(graph: Graph, names: list[str]) -> Session:
-    """The graph with the value of every quantizer an input, and its codes, as floats, an output."""
-    helper = need("onnx.helper", "verify_onnx")
-    for name in names:
-        pair = {
-            node.op_type: node
-            for node in graph.of("QuantizeLinear", "DequantizeLinear")
-            if pair_name(node) == name
+    def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
+        self._graph = load_model(path)
+        known = quantizers(model)
+        nodes = {
+            name: node
+            for name, node in quantizer_nodes(self._graph).items()
+            if name.partition("#")[0] in known
         }
-        codes, value = pair["QuantizeLinear"].output[0], pair["DequantizeLinear"].output[0]
-        given = f"{name}/given"
-        graph.add("Cast", [codes], f"{name}/float codes", to=1)
-        graph.replace_uses(value, given)
-        graph.proto.input.append(helper.make_tensor_value_info(given, 1, None))
-        graph.proto.output.append(helper.make_tensor_value_info(f"{name}/float codes", 1, None))
-    with TemporaryDirectory() as folder:
-        graph.save(Path(folder, "forced.onnx"), check=False)  # the new inputs have no shapes
-        return Session(Path(folder, "forced.onnx"), optimize=False)
+        self._weights = _weight_nodes(self._graph)
+        self._merged = dict(read_record(self._graph).get("merged", {}))
+        self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
+        self.simulation = Simulation(known, self._qparams, self._merged)
+        self._forced: ForcedFile | None = None
+        self._missing: dict[str, None] = {}
+        if not layers or not (nodes or set(self._weights) & set(known)):
+            return
+        self._forced = ForcedFile(path, list(nodes))
+        self._codes = {
+            name: Codes(
+                name,
+                self._qparams[name].format.qmax,
+                _pair_difference(known[name.partition("#")[0]], node),
+                layers_behind(node.inputs[0]),
+            )
+            for name, node in nodes.items()
+        }
+        self._outputs = [
+            Codes(f"output {value.name}", 0.0, layers=layers_behind(value))
+            for value in self._graph.graph.outputs
+        ]
+
+    def simulated(self, model: nn.Module, batch: Any) -> list[Tensor]:
+        """Return the outputs of the model with the types of the file."""
+        self.simulation.as_in_file = True
+        return [t.cpu() for t in tensors_in(call_model(model, batch))]
+
+    def as_it_is(self, model: nn.Module, batch: Any, simulated: list[Tensor]) -> list[Tensor]:
+        """Return the outputs of the unaltered model; the simulated ones where they are the same."""
+        if not self.simulation.derives:
+            return simulated
+        self.simulation.as_in_file = False
+        return [t.cpu() for t in tensors_in(call_model(model, batch))]
+
+    def compare(self, feeds: Mapping[str, Tensor], expected: list[Tensor]) -> None:
+        """Compare codes and outputs of one batch; the last run of the model must be its own."""
+        if self._forced is None:
+            return
+        seen = self.simulation.seen
+        absent = [name for name in self._forced.names if name not in seen]
+        if absent:
+            raise ExportError(
+                f"{absent[0]}: is in the file but was not called in the model; "
+                "expected the model that was exported"
+            )
+        for name in self.simulation.called:
+            if self._merged.get(name, name) not in {*self._codes, *self._weights}:
+                self._missing[name] = None
+        values = {name: seen[name].values for name in self._forced.names}
+        codes, outputs = self._forced.run(feeds, values)
+        for name, found in codes.items():
+            scaled, wanted = seen[name].scaled.cpu(), seen[name].codes.cpu()
+            self._codes[name].add(scaled, wanted, self._qparams[name].centered(found))
+        for row, want, got in zip(self._outputs, expected, outputs, strict=True):
+            row.add_output(want, got)
+
+    def rows(self, model: nn.Module) -> tuple[LayerAgreement, ...]:
+        """Return the agreement of each quantizer, the worst first."""
+        if self._forced is None:
+            return ()
+        rows = [codes.result() for codes in self._codes.values()]
+        rows += _compare_weights(model, self._weights)
+        rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
+        rows.sort(key=LayerAgreement.badness, reverse=True)
+        return tuple(rows)
+
+    def last_layers(self) -> tuple[LayerAgreement, ...]:
+        """Return the agreement of each output, computed from the model's own codes."""
+        return () if self._forced is None else tuple(row.result() for row in self._outputs)
 
 
-def _compare(
-    forced: Session,
-    feeds: Mapping[str, Tensor],
-    seen: Seen,
-    grids: Mapping[str, Grid],
-    codes: Mapping[str, Codes],
-) -> None:
-    if missing := [name for name in grids if name not in seen]:
-        raise ExportError(
-            f"{missing[0]}: is in the file but was not called in the model; expected the model that was exported"
-        )
-    given = {f"{name}/given": seen[name][2].to(torch.float32) for name in grids}
-    found = forced.run({**feeds, **given}, [f"{name}/float codes" for name in grids])
-    for (name, grid), array in zip(grids.items(), found, strict=True):
-        scales, expected, _ = (t.cpu() for t in seen[name])
-        codes[name].add(scales, expected, array - grid.zero)
-
-
-def _weights(model: nn.Module, graph: Graph) -> list[LayerAgreement]:
-    """The stored weights against the model's codes."""
-    nodes = {
+def _weight_nodes(model: Model) -> dict[str, Node]:
+    """Return the DequantizeLinear of each stored weight by the name of its quantizer."""
+    return {
         pair_name(node): node
-        for node in graph.of("DequantizeLinear")
-        if node.input[0] in graph.initializers
+        for node in nodes_of(model, "DequantizeLinear")
+        if is_constant(node.inputs[0])
     }
-    paths = {id(q): name for name, q in quantizers(model).items()}
-    pairs = [
-        pair
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for pair in module.quantized_weights()
-    ]
-    rows = []
-    for quantizer, weight in pairs:
-        name = paths[id(quantizer)]
-        node = nodes.get(name)
-        if node is None or not quantizer.quantizing:
+
+
+def _pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
+    """Return what is wrong with the parameters of a Q/DQ pair; "" if nothing is."""
+    found = qparams_of(quantize)
+    text = parameter_difference(quantizer, found)
+    if text:
+        return text
+    for node in readers(quantize.outputs[0]):
+        if node.op_type != "DequantizeLinear":
             continue
-        d = quantizer.descriptor
-        expected = quantize(weight, quantizer.range_for(weight), d.format, d.granularity).float()
-        grid = grid_of(graph, node)
-        stored = graph.value(node.input[0]).float() - grid.zero
-        if str(node.input[0]).endswith(TRANSPOSED):
-            stored = stored.t()
-        codes = Codes(name, 0.0)
-        codes.add(stored, expected.cpu(), stored)
-        rows.append(codes.result())
+        for index, what in ((1, "scale"), (2, "zero point")):
+            if not _same_input(quantize, node, index):
+                return f"QuantizeLinear and DequantizeLinear have different {what}s"
+    return ""
+
+
+def _same_input(one: Node, other: Node, index: int) -> bool:
+    pair = [n.inputs[index] if len(n.inputs) > index else None for n in (one, other)]
+    if pair[0] is pair[1]:
+        return True
+    if not all(is_constant(value) for value in pair):
+        return False
+    first, second = (value_of(value) for value in pair)
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+def _compare_weights(model: nn.Module, nodes: Mapping[str, Node]) -> list[LayerAgreement]:
+    """Compare stored weights, their codes and their values, with those of the model."""
+    paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
+    rows = []
+    for module in model.modules():
+        if not isinstance(module, QuantModule):
+            continue
+        for quantizer, weight in module.quantized_weights():
+            name = paths[id(quantizer)]
+            if quantizer.quantizing and name in nodes:
+                rows.append(_compare_weight(name, quantizer, weight.detach(), nodes[name]))
     return rows
+
+
+def _compare_weight(
+    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
+) -> LayerAgreement:
+    d, amax = quantizer.descriptor, quantizer.range_for(weight)
+    codes = quantize(weight, amax, d.format, d.granularity).float().cpu()
+    values = fake_quantize(weight.float(), amax, d.format, d.granularity).cpu()
+    found, stored = qparams_of(node), value_of(node.inputs[0])
+    centered = found.centered(stored)
+    dequantized = found.dequantize(centered)
+    if str(node.inputs[0].name).endswith(TRANSPOSED):
+        centered, dequantized = centered.t(), dequantized.t()
+    difference = ""
+    if centered.shape == codes.shape:
+        same = torch.isclose(dequantized, values, rtol=_WEIGHT_RTOL, atol=0)
+        wrong = int((~same & (centered == codes)).sum())
+        if wrong:
+            difference = f"{wrong} equal codes have another value: their scales differ"
+    row = Codes(name, 0.0, difference, (name.removesuffix(".weight_quantizer"),))
+    row.add(centered, codes, centered)
+    return row.result()

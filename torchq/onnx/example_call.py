@@ -1,0 +1,108 @@
+"""The example call that torch's exporters trace, and which of its dimensions stay open."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ExportError
+from torchq.graph import call_arguments
+
+__all__ = ["ExampleCall", "argument_names", "named_tensors"]
+
+_BATCH = "batch"
+
+
+class ExampleCall:
+    """An example call of a model, and which dimensions of its tensors stay open.
+
+    Args:
+        model: A model in eval mode.
+        example: A tensor, positional arguments or keyword arguments.
+        dynamic_batch: Open the first dimension of the first tensor, and of all others of the same
+            length.
+        dynamic_shapes: More open dimensions by the name of the argument.
+        input_names: Names for the file.
+        output_names: Names for the file.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        open: Open dimensions and their names, by the name of the argument.
+
+    Raises:
+        ExportError: ``dynamic_shapes`` names an argument that is no tensor of the example.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        dynamic_batch: bool,
+        dynamic_shapes: Mapping[str, Mapping[int, str]] | None,
+        input_names: Sequence[str] | None,
+        output_names: Sequence[str] | None,
+    ) -> None:
+        self.model = model
+        self.args, self.kwargs = call_arguments(model, example)
+        tensors = named_tensors(model, self.args, self.kwargs)
+        self.input_names = list(tensors if input_names is None else input_names)
+        self.output_names = None if output_names is None else list(output_names)
+        asked = dynamic_shapes or {}
+        unknown = sorted(set(asked) - set(tensors))
+        if unknown:
+            raise ExportError(
+                f"export_onnx: dynamic_shapes names {unknown}; "
+                f"expected some of the tensor arguments {sorted(tensors)}"
+            )
+        self.open = {name: dict(asked.get(name, {})) for name in tensors}
+        if dynamic_batch:
+            self._open_batch(tensors)
+
+    def _open_batch(self, tensors: Mapping[str, Tensor]) -> None:
+        length = next((t.shape[0] for t in tensors.values() if t.dim()), None)
+        batched = {name: t for name, t in tensors.items() if t.dim() and t.shape[0] == length}
+        for name in batched:
+            self.open[name].setdefault(0, _BATCH)
+        if length == 1:  # torch.export takes a length of 1 for a constant.
+            doubled = {id(t): torch.cat([t, t]) for t in batched.values()}
+            self.args = tuple(doubled.get(id(value), value) for value in self.args)
+            self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
+
+    @property
+    def positional(self) -> tuple[Any, ...]:
+        """All arguments in the order of ``forward``, with defaults between them."""
+        if not self.kwargs:
+            return self.args
+        parameters = list(inspect.signature(self.model.forward).parameters.values())
+        rest = parameters[len(self.args) :]
+        last = max(i for i, p in enumerate(rest) if p.name in self.kwargs)
+        return (*self.args, *(self.kwargs.get(p.name, p.default) for p in rest[: last + 1]))
+
+    @property
+    def shapes(self) -> dict[str, dict[int, str]]:
+        """Open dimensions by name in the file, of the tensors that have any."""
+        pairs = zip(self.input_names, self.open.values(), strict=False)
+        return {name: dims for name, dims in pairs if dims}
+
+
+def named_tensors(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors among the arguments of a call, by the names that they have in a file."""
+    named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def argument_names(model: nn.Module, count: int) -> list[str]:
+    """Return the names of the first ``count`` positional arguments, ``input_0`` for ``*args``."""
+    names = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return [*names, *(f"input_{i}" for i in range(len(names), count))][:count]

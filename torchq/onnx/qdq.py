@@ -1,0 +1,214 @@
+"""QuantizeLinear and DequantizeLinear nodes: parameters, names, and the file's record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.formats import Format, IntFormat, by_name
+from torchq.onnx.ir import (
+    DataType,
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    attribute,
+    computed_by,
+    data_type,
+    is_constant,
+    nodes_of,
+    onnx_ir,
+    readers,
+    value_of,
+)
+
+__all__ = [
+    "QParams",
+    "activation_qparams",
+    "axis_of",
+    "data_type_of",
+    "element_type",
+    "format_of",
+    "pair_name",
+    "qparams_of",
+    "quantizer_nodes",
+    "read_record",
+    "set_qparams",
+    "shared_name",
+    "stored_weight",
+    "write_record",
+]
+
+_RECORD = "torchq"
+_FLOAT8 = {"FLOAT8E4M3FN": "e4m3", "FLOAT8E5M2": "e5m2"}
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Quantization parameters of a QuantizeLinear or DequantizeLinear node.
+
+    Attributes:
+        scale: Float32; no dimensions for one scale, one dimension for a scale per index of
+            ``axis``, as many as the tensor for blocks.
+        zero_point: The codes of 0.0, float32, of the shape of ``scale``.
+        format: The codes, as a format of torchq.
+        axis: The axis of several scales or of blocks.
+        block_size: Elements of one block; 0 without blocks.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    format: Format
+    axis: int = 1
+    block_size: int = 0
+
+    @property
+    def quant_min(self) -> float:
+        """The smallest code."""
+        return self.format.quant_min
+
+    @property
+    def quant_max(self) -> float:
+        """The largest code."""
+        return self.format.quant_max
+
+    def has_zero_point(self, code: float) -> bool:
+        """Return True if all zero points are ``code``."""
+        return bool((self.zero_point == code).all())
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return ``x / scale`` in float32, not rounded."""
+        return x.to(torch.float32) / self._aligned(self.scale, x)
+
+    def round(self, scaled: Tensor) -> Tensor:
+        """Return scaled values rounded and saturated to codes, less the zero point."""
+        if not self.format.is_integer:
+            return self.format.snap_(scaled.clone())
+        zero_point = self._aligned(self.zero_point, scaled)
+        rounded = scaled.round()
+        return rounded.clamp(self.quant_min - zero_point, self.quant_max - zero_point)
+
+    def centered(self, codes: Tensor) -> Tensor:
+        """Return codes as float32, less the zero point."""
+        return codes.to(torch.float32) - self._aligned(self.zero_point, codes)
+
+    def dequantize(self, centered: Tensor) -> Tensor:
+        """Return the values of codes from which the zero point was subtracted."""
+        return centered * self._aligned(self.scale, centered)
+
+    def _aligned(self, parameter: Tensor, x: Tensor) -> Tensor:
+        """Return a parameter in a shape that broadcasts with ``x``."""
+        parameter = parameter.to(x.device)
+        if self.block_size:
+            repeated = parameter.repeat_interleave(self.block_size, dim=self.axis)
+            return repeated.narrow(self.axis, 0, x.shape[self.axis])
+        if parameter.numel() == 1:
+            return parameter.reshape(())
+        return parameter.reshape([-1 if d == self.axis % x.dim() else 1 for d in range(x.dim())])
+
+
+def format_of(dtype: DataType) -> Format:
+    """Return torchq's format of an ONNX type that QuantizeLinear writes."""
+    return by_name(_FLOAT8.get(dtype.name, dtype.name.lower()))
+
+
+def data_type_of(format: Format) -> DataType:
+    """Return the ONNX type of an integer format that has one."""
+    return onnx_ir.DataType[format.name.upper()]
+
+
+def axis_of(node: Node) -> int:
+    """Return the axis of a QuantizeLinear or DequantizeLinear."""
+    return int(attribute(node, "axis", 1))
+
+
+def element_type(quantize: Node) -> DataType:
+    """Return the type that a QuantizeLinear writes."""
+    if len(quantize.inputs) > 2 and quantize.inputs[2] is not None:
+        return data_type(quantize.inputs[2])
+    chosen = attribute(quantize, "output_dtype", 0)
+    return onnx_ir.DataType(chosen) if chosen else onnx_ir.DataType.UINT8
+
+
+def qparams_of(node: Node) -> QParams:
+    """Return the parameters of a node whose scale and zero point are stored.
+
+    Args:
+        node: A QuantizeLinear, or a DequantizeLinear of a stored weight.
+    """
+    quantizes = node.op_type == "QuantizeLinear"
+    dtype = element_type(node) if quantizes else data_type(node.inputs[0])
+    scale = value_of(node.inputs[1]).to(torch.float32)
+    zero_point = torch.zeros_like(scale)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        zero_point = value_of(node.inputs[2]).to(torch.float32)
+    block_size = int(attribute(node, "block_size", 0))
+    return QParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
+
+
+def set_qparams(quantize: Node, qparams: QParams) -> None:
+    """Give a QuantizeLinear, and each DequantizeLinear of its codes, new per-tensor parameters."""
+    graph, name = quantize.graph, pair_name(quantize)
+    stored = torch.uint8 if not qparams.quant_min else torch.int8
+    if isinstance(qparams.format, IntFormat) and qparams.format.width > 8:
+        stored = torch.uint16 if not qparams.quant_min else torch.int16
+    zero_point = qparams.zero_point.to(torch.int32).reshape(qparams.scale.shape).to(stored)
+    inputs = (
+        add_initializer(graph, f"{name}/scale", qparams.scale),
+        add_initializer(graph, f"{name}/zero_point", zero_point),
+    )
+    pair = [n for n in readers(quantize.outputs[0]) if n.op_type == "DequantizeLinear"]
+    for node in (quantize, *pair):
+        node.resize_inputs(3)
+        node.replace_input_with(1, inputs[0])
+        node.replace_input_with(2, inputs[1])
+        node.attributes.pop("output_dtype", None)
+    quantize.outputs[0].type = onnx_ir.TensorType(data_type(inputs[1]))
+
+
+def pair_name(node: Node) -> str:
+    """Return the quantizer that a QuantizeLinear or DequantizeLinear is named after."""
+    return str(node.name or "").rpartition("/")[0]
+
+
+def shared_name(node: Node) -> str:
+    """Return the quantizer of a node without the number of the call, or else its output's name."""
+    return pair_name(node).partition("#")[0] or str(node.outputs[0].name)
+
+
+def quantizer_nodes(model: Model) -> dict[str, Node]:
+    """Return the QuantizeLinear of each quantizer of an activation, by name and in order."""
+    return {
+        pair_name(node): node
+        for node in nodes_of(model, "QuantizeLinear")
+        if str(node.name).endswith("/QuantizeLinear") and is_constant(node.inputs[1])
+    }
+
+
+def activation_qparams(model: Model) -> dict[str, QParams]:
+    """Return the parameters of each quantizer of an activation, by name and in order."""
+    return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}
+
+
+def stored_weight(value: Value) -> Node | None:
+    """Return the DequantizeLinear that computes ``value`` if it reads stored codes."""
+    node = computed_by(value, "DequantizeLinear")
+    return node if node is not None and is_constant(node.inputs[0]) else None
+
+
+def write_record(model: Model, **entries: Any) -> None:
+    """Note facts about the file in its metadata; entries with other keys stay."""
+    model.metadata_props[_RECORD] = json.dumps({**read_record(model), **entries})
+
+
+def read_record(model: Model) -> dict[str, Any]:
+    """Return what :func:`write_record` noted; nothing for other files."""
+    try:
+        found = json.loads(model.metadata_props.get(_RECORD, "{}"))
+    except (ValueError, RecursionError):
+        found = {}
+    return found if isinstance(found, dict) else {}

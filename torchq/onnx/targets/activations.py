@@ -1,0 +1,153 @@
+"""The integer types of activations: which sign, which zero point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchq.formats import IntFormat, by_name
+from torchq.onnx.ir import Model, Node, Value, attribute, is_constant, names, nodes_of, value_of
+from torchq.onnx.qdq import QParams, qparams_of, set_qparams, shared_name
+
+__all__ = ["ActivationTypes", "derived_qparams", "nonnegative_values", "retype_activations"]
+
+
+@dataclass(frozen=True)
+class ActivationTypes:
+    """The sign of the codes that a runtime wants for activations.
+
+    Attributes:
+        nonnegative: "unsigned" or "signed" codes for tensors that cannot be negative.
+        others: "unsigned" or "signed" codes for all other tensors.
+        widths: Bits of the activations that may be changed.
+    """
+
+    nonnegative: str
+    others: str
+    widths: tuple[int, ...] = (8,)
+
+
+#: Operators whose result is never negative, whatever they read.
+_POSITIVE = names("Relu Sigmoid Softmax HardSigmoid Abs Exp Softplus ReduceL2 ReduceSumSquare")
+#: Operators whose result is not negative if their first operand is not.
+_FIRST_OPERAND = names(
+    "MaxPool AveragePool GlobalAveragePool GlobalMaxPool ReduceMean ReduceMax ReduceSum "
+    "Reshape Flatten Transpose Squeeze Unsqueeze Slice Gather Split Expand Tile Identity "
+    "Dropout Cast DepthToSpace SpaceToDepth DequantizeLinear QuantizeLinear Sqrt Resize"
+)
+#: Operators whose result is not negative if none of their operands is.
+_ALL_OPERANDS = frozenset(["Concat", "Add", "Mul", "Max"])
+
+
+def nonnegative_values(model: Model) -> set[Value]:
+    """Return the values of the main graph that have no negative element, by the operators alone.
+
+    One walk in the order of the graph: a value is decided once, however many values lead to it.
+    """
+    found: set[Value] = set()
+    for node in model.graph:
+        if _is_nonnegative(node, found):
+            found.update(node.outputs)
+    return found
+
+
+def _is_nonnegative(node: Node, known: set[Value]) -> bool:
+    kind, operands = node.op_type, [value for value in node.inputs if value is not None]
+    if node.domain:
+        return False
+    if kind in _POSITIVE or (kind == "Clip" and _clips_at_zero(node)):
+        return True
+    if kind == "Resize" and attribute(node, "mode", "nearest") == "cubic":
+        return False
+    if kind in _FIRST_OPERAND:
+        operands = operands[:1]
+    elif kind not in _ALL_OPERANDS:
+        return False
+    return all(value in known for value in operands)
+
+
+def _clips_at_zero(node: Node) -> bool:
+    low = node.inputs[1] if len(node.inputs) > 1 else None
+    if low is not None:
+        return is_constant(low) and bool((value_of(low) >= 0).all())
+    return bool(attribute(node, "min", -1.0) >= 0)
+
+
+def retype_activations(model: Model, types: ActivationTypes) -> None:
+    """Write the codes of activations in the types that a runtime wants; the ranges stay.
+
+    Before::
+
+        QuantizeLinear to symmetric signed codes, or to unsigned codes with the zero point 0 or
+        in the middle.
+
+    After::
+
+        The wanted sign. Unsigned codes of a tensor that cannot be negative have the zero point
+        0 and the scale times 127/255: the same range, a finer grid of values. Unsigned codes of
+        other tensors have the zero point 128: the same grid. Activations with several scales stay.
+    """
+    nonnegative = nonnegative_values(model)
+    quantizers = nodes_of(model, "QuantizeLinear")
+    # All calls of one quantizer have the same parameters, so one negative tensor decides.
+    signed = {shared_name(node) for node in quantizers if node.inputs[0] not in nonnegative}
+    for node in quantizers:
+        stored = all(is_constant(v) for v in node.inputs[1:] if v is not None)
+        if not stored or node.inputs[1].const_value.size != 1:
+            continue
+        positive = shared_name(node) not in signed
+        new = _retyped(qparams_of(node), types, positive)
+        if new is not None:
+            set_qparams(node, new)
+
+
+def _retyped(old: QParams, types: ActivationTypes, positive: bool) -> QParams | None:
+    """Return the parameters with the wanted sign; None where they stay as they are."""
+    if not isinstance(old.format, IntFormat) or old.format.width not in types.widths:
+        return None
+    wanted = types.nonnegative if positive else types.others
+    if wanted == "unsigned" and old.format.signed and old.has_zero_point(0):
+        return _unsigned(old, finer=positive)
+    if wanted == "signed" and types.others == "signed" and not old.format.signed:
+        if old.has_zero_point(_half(old.format)):
+            return _signed(old, coarser=False)
+        if old.has_zero_point(0) and types.nonnegative == "signed":
+            return _signed(old, coarser=True)
+    return None
+
+
+def derived_qparams(own: QParams) -> tuple[QParams, ...]:
+    """Return the per-tensor parameters that some target writes for those of a model."""
+    if not isinstance(own.format, IntFormat):
+        return (own,)
+    if own.format.signed:
+        return own, _unsigned(own, finer=False), _unsigned(own, finer=True)
+    return own, _signed(own, coarser=True)
+
+
+def _half(format: IntFormat) -> int:
+    """Return the middle of the unsigned codes of the same width."""
+    return int(2 ** (format.width - 1))
+
+
+def _share(format: IntFormat) -> float:
+    """Return the scale of unsigned codes over that of signed codes with the same range."""
+    half = _half(format)
+    return (half - 1) / (2 * half - 1)  # 127/255 for 8 bits.
+
+
+def _unsigned(old: QParams, finer: bool) -> QParams:
+    """Return unsigned codes: with the zero point 0 on a finer grid, or in the middle."""
+    assert isinstance(old.format, IntFormat)
+    format, scale = by_name(f"uint{old.format.width}"), old.scale
+    zero_point = torch.full_like(scale, 0 if finer else _half(old.format))
+    return QParams(scale * _share(old.format) if finer else scale, zero_point, format)
+
+
+def _signed(old: QParams, coarser: bool) -> QParams:
+    """Return signed codes with the zero point 0, on a coarser grid for codes that began at 0."""
+    assert isinstance(old.format, IntFormat)
+    format = by_name(f"int{old.format.width}")
+    scale = old.scale / _share(old.format) if coarser else old.scale
+    return QParams(scale, torch.zeros_like(scale), format)

@@ -1,0 +1,177 @@
+"""ONNX Runtime on CPUs. Sources: what version 1.31 was seen to fuse, and measurements with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    add_node,
+    attribute,
+    computed_by,
+    fresh_name,
+    is_constant,
+    is_output,
+    nodes_of,
+    readers,
+    replace_value,
+    value_of,
+)
+from torchq.onnx.passes.fold_shapes import known_shapes
+from torchq.onnx.passes.matmul_layout import split_gemms
+from torchq.onnx.targets.activations import ActivationTypes
+from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
+from torchq.onnx.targets.checks import (
+    check_fused_norms,
+    check_one_range_per_tensor,
+    dequantized,
+    layer_name,
+    leads_only_to_quantizers,
+    weight_of,
+)
+
+__all__ = ["ONNXRUNTIME"]
+
+_RESHAPES = ("Flatten", "Reshape", "Squeeze")
+
+
+def pool_means(model: Model) -> None:
+    """Write means of quantized images as GlobalAveragePool, the form with an integer kernel.
+
+    Before::
+
+        DequantizeLinear -> ReduceMean over both dimensions of four-dimensional tensors.
+
+    After::
+
+        DequantizeLinear -> GlobalAveragePool, with a Squeeze where the mean drops dimensions.
+    """
+    shapes = known_shapes(model)
+    for node in nodes_of(model, "ReduceMean"):
+        axes = attribute(node, "axes")
+        if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
+            axes = value_of(node.inputs[1]).tolist()
+        if dequantized(node.inputs[0]) is None or axes is None:
+            continue
+        four = len(shapes.get(node.inputs[0].name, ())) == 4
+        if not four or sorted(axis % 4 for axis in axes) != [2, 3]:
+            continue
+        name = str(node.outputs[0].name)
+        pooled = add_node(node, "GlobalAveragePool", [node.inputs[0]], f"{name}/pooled")
+        if not attribute(node, "keepdims", 1):
+            axes = add_initializer(model.graph, f"{name}/axes", torch.tensor([2, 3]))
+            pooled = add_node(pooled.producer(), "Squeeze", [pooled, axes], f"{name}/squeezed")
+        replace_value(node.outputs[0], pooled)
+
+
+def quantize_pooled(model: Model) -> None:
+    """Quantize what pooling of codes returns right away, so that its kernel returns codes.
+
+    Before::
+
+        DequantizeLinear -> pooling -> reshapes -> QuantizeLinear.
+
+    After::
+
+        A Q/DQ pair with the parameters of that QuantizeLinear follows the pooling.
+    """
+    for node in nodes_of(model, "GlobalAveragePool", "AveragePool"):
+        reader = _only_reader(node)
+        if dequantized(node.inputs[0]) is None or reader is None:
+            continue
+        if reader.op_type not in _RESHAPES:
+            continue
+        while reader is not None and reader.op_type in _RESHAPES:
+            reader = _only_reader(reader)
+        if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
+            continue
+        _insert_pair(node, list(reader.inputs[1:]))
+
+
+def quantize_concatenated(model: Model) -> None:
+    """Quantize the result of operators that move equally quantized values once more.
+
+    Before::
+
+        All operands of a Concat or MaxPool come from DequantizeLinear with the same
+        parameters, and a node reads the result in float.
+
+    After::
+
+        A Q/DQ pair with these parameters follows. It changes no value, and completes the
+        pattern of an integer kernel.
+    """
+    for node in nodes_of(model, "Concat", "MaxPool"):
+        pairs = [dequantized(value) for value in node.inputs]
+        settings = {tuple(pair.inputs[1:]) for pair in pairs if pair is not None}
+        if None in pairs or len(settings) != 1 or is_output(node.outputs[0]):
+            continue
+        if not leads_only_to_quantizers(node.outputs[0]):
+            _insert_pair(node, list(settings.pop()))
+
+
+def _only_reader(node: Node) -> Node | None:
+    users = readers(node.outputs[0])
+    return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
+
+
+def _insert_pair(node: Node, parameters: list[Value]) -> None:
+    """Insert a QuantizeLinear and a DequantizeLinear behind a node."""
+    name, result = fresh_name(node.graph, f"{node.name}/same"), node.outputs[0]
+    users = list(result.uses())
+    codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
+    value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
+    for user, index in users:
+        user.replace_input_with(index, value)
+
+
+def check_float_outputs(model: Model) -> Iterator[str]:
+    """Yield quantized convolutions whose output is not quantized."""
+    for node in nodes_of(model, "Conv"):
+        if weight_of(node) is None or dequantized(node.inputs[0]) is None:
+            continue
+        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip"):
+            yield (
+                f"{layer_name(node)}: its output is not quantized, so it runs in float; use "
+                "quantize_ with target='onnxruntime', or put torchq.nn.QuantIdentity() behind it, "
+                "or exclude it"
+            )
+
+
+def check_transposed_convolutions(model: Model) -> Iterator[str]:
+    """Yield transposed convolutions with a quantized input, which only costs time."""
+    for node in nodes_of(model, "ConvTranspose"):
+        if computed_by(node.inputs[0], "DequantizeLinear") is not None:
+            yield (
+                f"{layer_name(node)}: ONNX Runtime has no integer ConvTranspose; "
+                "switch its input quantizer off"
+            )
+
+
+ONNXRUNTIME = OnnxTarget(
+    name="onnxruntime",
+    # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
+    operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
+    modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
+    float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
+    # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
+    # convolution in float.
+    activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
+    passes=(pool_means, quantize_pooled, quantize_concatenated, split_gemms),
+    checks=(
+        check_float_outputs,
+        check_transposed_convolutions,
+        check_one_range_per_tensor,
+        check_fused_norms,
+    ),
+    limits=(
+        "GELU, Hardswish, Hardsigmoid, LayerNorm and bilinear resizing have no integer kernel.",
+        "Products of 8-bit weights and uint8 codes overflow 16 bits on x86 CPUs without VNNI or "
+        "AMX; use torchq.recipes.int8(reduce_range=True) there.",
+    ),
+)

@@ -1,0 +1,89 @@
+"""Qualcomm QNN (the HTP backend), read through ONNX Runtime's QNN execution provider.
+
+Sources: the provider's documentation (quantized models as Q/DQ, uint8 or uint16 activations,
+symmetric int8 weights) and pull request 20154 of microsoft/onnxruntime (several scales for the
+weight of a convolution). Files are checked against these rules; none was run on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
+from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of
+from torchq.onnx.targets.activations import ActivationTypes
+from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
+from torchq.onnx.targets.checks import (
+    LAYERS,
+    check_fused_norms,
+    check_one_range_per_tensor,
+    layer_name,
+    leads_only_to_quantizers,
+    scales_of,
+    weight_of,
+)
+
+__all__ = ["QNN"]
+
+
+def check_activation_types(model: Model) -> Iterator[str]:
+    """Yield activations that are not uint8 or uint16 with one scale."""
+    for node in nodes_of(model, "QuantizeLinear"):
+        if not all(is_constant(value) for value in node.inputs[1:]):
+            continue
+        format = format_of(element_type(node))
+        if not format.is_integer or format.signed or format.bits not in (8, 16):
+            yield f"{pair_name(node)}: QNN takes uint8 or uint16 activations; use 8 or 16 bits"
+        if len(scales_of(node)) > 1:
+            yield (
+                f"{pair_name(node)}: QNN takes one scale for an activation; "
+                "use a descriptor without axis"
+            )
+
+
+def check_weights(model: Model) -> Iterator[str]:
+    """Yield weights that are not symmetric int8, or have scales per channel outside a Conv."""
+    for node in nodes_of(model, *LAYERS):
+        weight = weight_of(node)
+        if weight is None:
+            continue
+        if data_type(weight.inputs[0]).name != "INT8" or not qparams_of(weight).has_zero_point(0):
+            yield f"{layer_name(node)}: QNN takes symmetric int8 weights; use 8 signed bits"
+        if node.op_type != "Conv" and len(scales_of(weight)) > 1:
+            yield (
+                f"{layer_name(node)}: QNN takes one scale for the weight of a {node.op_type}; "
+                "use quantize_ with target='qnn', or a weight descriptor without axis"
+            )
+
+
+def check_float_outputs(model: Model) -> Iterator[str]:
+    """Yield layers with a quantized weight whose output is not quantized."""
+    for node in nodes_of(model, *LAYERS):
+        if weight_of(node) is None:
+            continue
+        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Add"):
+            yield (
+                f"{layer_name(node)}: its output is not quantized, and QNN's kernels are integer "
+                "from end to end; put torchq.nn.QuantIdentity() behind it"
+            )
+
+
+QNN = OnnxTarget(
+    name="qnn",
+    operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
+    modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
+    per_tensor_weights=(
+        "type:torch.nn.modules.linear.*",
+        "type:torch.nn.modules.conv.ConvTranspose[123]d",
+        "type:torch.nn.modules.activation.MultiheadAttention",
+    ),
+    activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned", widths=(8, 16)),
+    checks=(
+        check_activation_types,
+        check_weights,
+        check_float_outputs,
+        check_one_range_per_tensor,
+        check_fused_norms,
+    ),
+    limits=("Biases stay float; the provider quantizes them.",),
+)

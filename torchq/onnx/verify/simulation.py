@@ -1,0 +1,186 @@
+"""The model with the types of a file: what its quantizers compute, and what they should."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchq.functional.onnx_ops import onnx_type
+from torchq.nn import TensorQuantizer
+from torchq.onnx.qdq import QParams
+from torchq.onnx.targets.activations import derived_qparams
+
+__all__ = ["Seen", "Simulation", "parameter_difference"]
+
+#: Scales that a target derives are rounded to float32 once or twice.
+_RTOL = 1e-6
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of a quantizer.
+
+    Attributes:
+        scaled: Its input over the scale of the file, not rounded.
+        codes: Its codes, less the zero point of the file.
+        values: Its output.
+    """
+
+    scaled: Tensor
+    codes: Tensor
+    values: Tensor
+
+
+class Simulation:
+    """Hooks on the quantizers of a model, which note what they compute under the names of a file.
+
+    A target may write an activation in another type than the model has, such as uint8 behind a
+    ReLU. Where the file has parameters that a target derives from the model's own, the model is
+    simulated with these; any other parameters are an error of the file, and the model keeps its
+    own.
+
+    Args:
+        quantizers: The quantizers of the model by dotted path.
+        qparams: The parameters in the file by name.
+        merged: Quantizers whose nodes another one provides: name -> provider.
+
+    Attributes:
+        seen: The calls of the last run, by name.
+        called: The names of all active quantizers in the last run, also those not in the file.
+        derives: True if the file has parameters of a target that are not the model's own.
+        as_in_file: Simulate with the parameters of the file; False runs the model as it is.
+    """
+
+    def __init__(
+        self,
+        quantizers: Mapping[str, TensorQuantizer],
+        qparams: Mapping[str, QParams],
+        merged: Mapping[str, str],
+    ) -> None:
+        self._quantizers, self._qparams, self._merged = quantizers, qparams, merged
+        self._calls: Counter[str] = Counter()
+        self.seen: dict[str, Seen] = {}
+        self.called: list[str] = []
+        self.as_in_file = True
+        self._derived = {
+            name: not _is_own(quantizers[name.partition("#")[0]], found)
+            and not parameter_difference(quantizers[name.partition("#")[0]], found)
+            for name, found in qparams.items()
+        }
+        self.derives = any(self._derived.values())
+
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[None]:
+        """Note the calls of quantizers inside the ``with`` block, from each run of ``model``."""
+        observing = [(quantizer, quantizer.observing) for quantizer in self._quantizers.values()]
+        handles = [model.register_forward_pre_hook(lambda *_: self._start())]
+        try:
+            for path, quantizer in self._quantizers.items():
+                quantizer.observing = False
+                handles.append(
+                    quantizer.register_forward_hook(
+                        lambda module, args, out, path=path: self._note(module, args, out, path)
+                    )
+                )
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for quantizer, before in observing:
+                quantizer.observing = before
+
+    def _start(self) -> None:
+        self._calls.clear()
+        self.seen.clear()
+        self.called.clear()
+
+    def _note(
+        self, quantizer: TensorQuantizer, args: tuple[Tensor, ...], out: Tensor, path: str
+    ) -> Tensor:
+        self._calls[path] += 1
+        name = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
+        if quantizer.quantizing:
+            self.called.append(name)
+        in_file = self._merged.get(name, name)
+        found = self._qparams.get(in_file)
+        if found is None or not self.as_in_file:
+            return out
+        x = args[0]
+        if quantizer.pre_quant_scale is not None:
+            x = x * quantizer.pre_quant_scale.to(x.dtype)
+        scaled = found.scaled(x)
+        if self._derived[in_file]:
+            codes = _codes_as_in_file(quantizer, found, scaled)
+            out = found.dequantize(found.round(scaled)).to(out.dtype)
+        else:
+            own = _own_layout(quantizer, found)
+            codes = own.scaled(out)  # The division leaves a last bit.
+            codes = codes.round_() if own.format.is_integer else own.format.snap_(codes)
+        self.seen[name] = Seen(scaled, codes, out.clone())  # The layer may work in place.
+        return out
+
+
+def _codes_as_in_file(quantizer: TensorQuantizer, found: QParams, scaled: Tensor) -> Tensor:
+    """Return the codes of a derived type; a negative value that it cannot hold keeps its code.
+
+    A target takes unsigned codes from 0 for tensors that cannot be negative; a negative value
+    there is an error of the file, which clips it.
+    """
+    if found.has_zero_point(0) and not found.format.signed:
+        return scaled.round().clamp_(max=found.quant_max)
+    return found.round(scaled)
+
+
+def _own_layout(quantizer: TensorQuantizer, found: QParams) -> QParams:
+    """Return the parameters of the model, in the layout that the file has."""
+    scale = quantizer.calculate_qparams()[0].detach().float().cpu()
+    format = quantizer.descriptor.format
+    if scale.numel() != found.scale.numel():
+        return QParams(scale.reshape(-1)[:1].reshape(()), torch.zeros(()), format)
+    scale = scale.reshape(found.scale.shape)
+    return QParams(scale, torch.zeros_like(scale), format, found.axis, found.block_size)
+
+
+def _is_own(quantizer: TensorQuantizer, found: QParams) -> bool:
+    """Return True if the file has the model's scale; a zero point only shifts the codes."""
+    scale = quantizer.calculate_qparams()[0].detach().float().reshape(-1).cpu()
+    highest = found.quant_max - float(found.zero_point.reshape(-1)[0])
+    return (
+        scale.shape == found.scale.reshape(-1).shape
+        and torch.allclose(scale, found.scale.reshape(-1), rtol=_RTOL, atol=0)
+        and highest >= quantizer.descriptor.format.quant_max
+    )
+
+
+def parameter_difference(quantizer: TensorQuantizer, found: QParams) -> str:
+    """Return how the parameters in a file differ from all that a target may write; "" if not."""
+    own = _own_layout(quantizer, found)
+    stored = onnx_type(own.format)[0]
+    if stored.bits == 4:  # Activations of 4 bits are written as 8 bits, clipped.
+        stored = onnx_type(found.format)[0] if found.format.bits == 8 else stored
+    own = QParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
+    candidates = derived_qparams(own) if own.scale.numel() == 1 else (own,)
+    for candidate in candidates:
+        if candidate.format.name == found.format.name and _equal(candidate, found):
+            return ""
+    wanted = " or ".join(sorted({_text(candidate) for candidate in candidates}))
+    return f"the file has {_text(found)}; expected {wanted}"
+
+
+def _equal(one: QParams, other: QParams) -> bool:
+    return (
+        one.scale.numel() == other.scale.numel()
+        and torch.allclose(one.scale.reshape(-1), other.scale.reshape(-1), rtol=_RTOL, atol=0)
+        and torch.equal(one.zero_point.reshape(-1), other.zero_point.reshape(-1))
+    )
+
+
+def _text(qparams: QParams) -> str:
+    scale, zero_point = qparams.scale.reshape(-1), qparams.zero_point.reshape(-1)
+    more = ", ..." if scale.numel() > 1 else ""
+    return f"{qparams.format.name}, scale {scale[0]:.4g}{more}, zero point {zero_point[0]:g}"
