@@ -1,4 +1,4 @@
-"""Multi-head attention whose projections are the layers that linear layers become."""
+"""Multi-head attention with deployed projections."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ __all__ = ["DeployedMultiheadAttention"]
 
 #: The letters of query, key and value.
 _NAMES = "qkv"
+#: The plain attributes that are those of the float layer.
+_SETTINGS = ("embed_dim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn")
 
 
 class DeployedMultiheadAttention(ProjectedAttention):
-    """:class:`torch.nn.MultiheadAttention` for inference, its projections on the kernels of linear layers: same arguments and results.
+    """A :class:`torch.nn.MultiheadAttention` for inference with projections on integer kernels.
 
-    Scores, softmax and their product with the values are computed in floating point; where the operands of these products are
-    quantized that is simulated.
+    Arguments and results of :meth:`forward` are those of the float layer. Scores, softmax and the
+    product with the values are computed in floating point; quantized operands of the two matrix
+    products are simulated.
 
     Args:
-        module: the layer that this one takes the place of; it says all but the projections.
-        in_proj: the projections of query, key and value. One of several inputs with the same range is called by their letters
-            (``"qkv"``, ``"kv"``) and gives their projections side by side.
+        module: the layer that this one replaces; it gives everything but the projections.
+        in_proj: the projections of query, key and value. A projection of several inputs with the
+            same range is named by their letters (``"qkv"``, ``"kv"``) and returns their
+            projections side by side.
         out_proj: the output projection.
     """
 
@@ -35,24 +39,17 @@ class DeployedMultiheadAttention(ProjectedAttention):
         self, module: QuantMultiheadAttention, in_proj: Mapping[str, nn.Module], out_proj: nn.Module
     ) -> None:
         super().__init__()
-        for name in (
-            "embed_dim",
-            "num_heads",
-            "head_dim",
-            "dropout",
-            "batch_first",
-            "add_zero_attn",
-        ):
+        for name in _SETTINGS:
             setattr(self, name, getattr(module, name))
         for name in ("bias_k", "bias_v"):
             extra = getattr(module, name)
             self.register_buffer(name, None if extra is None else extra.detach().clone())
         for slot in self.products:
-            self.add_module(
-                f"{slot}_quantizer", active(getattr(module, f"{slot}_quantizer")) or nn.Identity()
-            )
+            quantizer = active(getattr(module, f"{slot}_quantizer"))
+            self.add_module(f"{slot}_quantizer", quantizer or nn.Identity())
         self.in_proj, self.out_proj = nn.ModuleDict(in_proj), out_proj
-        # torch's encoder layer asks for it, and has a fused kernel that would pass by the projections where there is one.
+        # torch's encoder layer asks for it; a layer that has one runs on torch's fused kernel,
+        # which would pass by the projections.
         self.in_proj_bias = None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
@@ -61,9 +58,9 @@ class DeployedMultiheadAttention(ProjectedAttention):
         for names, layer in self.in_proj.items():
             source = wide = None
             for position, name in enumerate(names):
-                if (
-                    wide is None or given[name] is not source
-                ):  # different tensors of the same range: rare, what is too much is dropped
+                # Different tensors that share a range are rare: the layer then computes all its
+                # projections for each, of which one slice is kept.
+                if wide is None or given[name] is not source:
                     source = given[name]
                     wide = layer(_quantized(layer, source))
                 found[name] = wide.narrow(-1, position * self.embed_dim, self.embed_dim)
@@ -75,7 +72,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
-        """The weights of query, key and value as floating point, made anew: for code that reads them, or their dtype or device.
+        """A new tensor with the weights of query, key and value, for code that reads them.
 
         None where the widths of the inputs differ, as in torch's layer.
         """
@@ -88,18 +85,21 @@ class DeployedMultiheadAttention(ProjectedAttention):
         return torch.cat([found[name] for name in _NAMES]) if same else None
 
     def summary_row(self) -> tuple[str, int, str]:
-        """For :func:`torchq.summary`; the projections have rows of their own."""
+        """Return kernel, bytes and a note for :func:`torchq.summary`.
+
+        The projections have rows of their own.
+        """
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))
         simulated = any(active(quantizer) for quantizer in self._quantizers(self.products))
-        return (
-            "float",
-            size,
-            "both products" + (", their quantized operands simulated" if simulated else ""),
-        )
+        note = "both products" + (", their quantized operands simulated" if simulated else "")
+        return "float", size, note
 
 
 def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
-    """Codes, where the layer takes them: given numbers, it would search them for negative ones, which there are in all likelihood."""
+    """Return ``x`` as codes where the layer reads them.
+
+    Given numbers, an integer layer would look for negative ones, which nearly always exist here.
+    """
     return layer.codes(x) if isinstance(layer, Int8Linear) else x
 
 
@@ -107,23 +107,23 @@ def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
 def _attention(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     assert isinstance(module, QuantMultiheadAttention)
     layers = []
-    for name, projection in zip(
-        ("query", "key", "value", "output"), _projections(module), strict=True
-    ):
+    names = ("query", "key", "value", "output")
+    for name, projection in zip(names, _projections(module), strict=True):
         layer = lower(projection, reduce_range)
         if isinstance(layer, str):
             return f"projection of the {name}: {layer}"
         layers.append(layer)
-    return DeployedMultiheadAttention(module, _joined(layers[:3]), layers[3])
+    return DeployedMultiheadAttention(module, _merge_projections(layers[:3]), layers[3])
 
 
 def _projections(module: QuantMultiheadAttention) -> list[QuantLinear]:
-    """The four projections as layers of their own, with the quantizers of ``module``."""
-    biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
+    """Return the four projections as linear layers with the quantizers of ``module``."""
+    in_biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
+    biases = [*in_biases, module.out_proj.bias]
     result = []
     slots = zip(module.projections, module.weight_slots, strict=True)
     for (of_input, of_weight), weight, bias in zip(
-        slots, module.projection_weights(), [*biases, module.out_proj.bias], strict=True
+        slots, module.projection_weights(), biases, strict=True
     ):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -131,47 +131,41 @@ def _projections(module: QuantMultiheadAttention) -> list[QuantLinear]:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         linear = convert_(layer)
         assert isinstance(linear, QuantLinear)
-        linear.input_quantizer, linear.weight_quantizer = (
-            getattr(module, f"{slot}_quantizer") for slot in (of_input, of_weight)
-        )
+        linear.input_quantizer = getattr(module, f"{of_input}_quantizer")
+        linear.weight_quantizer = getattr(module, f"{of_weight}_quantizer")
         result.append(linear)
     return result
 
 
-def _joined(layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The projections of query, key and value, those on one qparams as one layer: their inputs are likely to be one tensor."""
+def _merge_projections(layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the projections of query, key and value; those that read the same codes as one.
+
+    Inputs with the same range are likely to be one tensor, as in self-attention.
+    """
     groups: dict[str, list[nn.Module]] = {}
     for name, layer in zip(_NAMES, layers, strict=True):
-        names = next(
-            (names for names, others in groups.items() if _same_input(others[0], layer)), ""
-        )
+        alike = [names for names, others in groups.items() if _reads_same_codes(others[0], layer)]
+        names = alike[0] if alike else ""
         groups[names + name] = [*groups.pop(names, []), layer]
-    return {names: _stacked(members) for names, members in groups.items()}
+    return {names: _concatenate(members) for names, members in groups.items()}
 
 
-def _same_input(a: nn.Module, b: nn.Module) -> bool:
-    if (
-        not (isinstance(a, Int8Linear) and isinstance(b, Int8Linear))
-        or a.weight_codes.shape[1] != b.weight_codes.shape[1]
-    ):
+def _reads_same_codes(a: nn.Module, b: nn.Module) -> bool:
+    """Return True if two layers read an input of the same width and quantization parameters."""
+    if not (isinstance(a, Int8Linear) and isinstance(b, Int8Linear)):
         return False
-    return (
-        a.input_qparams == b.input_qparams
-        and a.pre_quant_scale is None
-        and b.pre_quant_scale is None
-    )
+    scaled = a.pre_quant_scale is not None or b.pre_quant_scale is not None
+    same_width = a.weight_codes.shape[1] == b.weight_codes.shape[1]
+    return same_width and a.input_qparams == b.input_qparams and not scaled
 
 
-def _stacked(layers: list[nn.Module]) -> nn.Module:
-    """One layer that computes the results of all, side by side."""
+def _concatenate(layers: list[nn.Module]) -> nn.Module:
+    """Return one layer that computes the results of all, side by side."""
     first, members = layers[0], [layer for layer in layers if isinstance(layer, Int8Linear)]
     if len(layers) == 1 or not isinstance(first, Int8Linear):
         return first
-    codes, scales = (
-        torch.cat([getattr(layer, name) for layer in members])
-        for name in ("weight_codes", "weight_scale")
-    )
+    codes = torch.cat([layer.weight_codes for layer in members])
+    scales = torch.cat([layer.weight_scale for layer in members])
     biases = [layer.bias for layer in members if layer.bias is not None]
-    return Int8Linear(
-        codes, scales, torch.cat(biases) if biases else None, first.input_qparams, first.dtype, None
-    )
+    bias = torch.cat(biases) if biases else None
+    return Int8Linear(codes, scales, bias, first.input_qparams, first.dtype, None)

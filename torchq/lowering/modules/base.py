@@ -345,6 +345,7 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         return f"{name} uint8 x int8 -> {out}", self._size(), note
 
     def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
         shape = "x".join(map(str, self.weight_codes.shape))
         out = self.dtype if self.output_qparams is None else self.output_qparams
         activation = f"{self.activation}{self.arguments or ''}"

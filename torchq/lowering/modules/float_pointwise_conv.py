@@ -1,4 +1,7 @@
-"""Convolutions of single pixels, as in squeeze-and-excitation: too small for integer kernels, whose calls take longer than the work."""
+"""The convolution of a single pixel, as in squeeze-and-excitation.
+
+Such a convolution is too small for an integer kernel, whose call takes longer than its work.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,19 @@ from torchq.lowering.ops.onednn import Run
 
 __all__ = ["FloatPointwiseConv"]
 
-#: Weights up to which multiplying floats is faster: reading four times the bytes takes less time than the integer kernel's call.
-_MOST_WEIGHTS = 2**17
+#: The number of weights up to which multiplying floats is faster: reading four times the bytes
+#: takes less time than calling the integer kernel.
+_MAX_WEIGHTS = 2**17
 
 
 class FloatPointwiseConv(Int8Conv):
-    """A convolution whose image is one pixel, computed in floating point from the rounded input: what the simulation computes.
+    """A convolution of one pixel, computed in floating point from the rounded input.
+
+    This is what the simulation computes. Anything but one floating-point pixel for each image goes
+    to the integer kernel.
 
     Args:
-        layer: with a 1 x 1 kernel; its tensors are shared.
+        layer: an integer convolution for which :meth:`fits` holds; its tensors are shared.
     """
 
     def __init__(self, layer: Int8Conv) -> None:
@@ -30,53 +37,38 @@ class FloatPointwiseConv(Int8Conv):
 
     @staticmethod
     def fits(layer: nn.Module | None) -> bool:
-        """Whether ``layer`` may become one."""
-        if (
-            not isinstance(layer, Int8Conv)
-            or layer.weight_codes.numel() > _MOST_WEIGHTS
-            or layer.pre_quant_scale is not None
-        ):
+        """Return True if ``layer`` is a small 1 x 1 convolution that may become this one."""
+        if not isinstance(layer, Int8Conv) or layer.pre_quant_scale is not None:
             return False
-        return (
-            layer.weight_codes.shape[2:] == (1, 1)
-            and layer.params.groups == 1
-            and layer.border is None
-            and not any(layer.params.padding)
-        )
+        codes, params = layer.weight_codes, layer.params
+        pointwise = codes.shape[2:] == (1, 1) and params.groups == 1
+        padded = layer.border is not None or any(params.padding)
+        return pointwise and not padded and codes.numel() <= _MAX_WEIGHTS
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See :class:`Int8Conv`; anything but one floating-point pixel for each image goes to the integer kernel."""
-        other = (
-            x.dtype is torch.uint8
-            or x.shape[2:] != (1, 1)
-            or residual is not None
-            or self.output_qparams is not None
-        )
-        if other or torch.compiler.is_compiling():
+        """Return the convolution of ``x``; see :meth:`Int8Conv.forward`."""
+        pixel = x.dtype is not torch.uint8 and x.shape[2:] == (1, 1)
+        plain = residual is None and self.output_qparams is None
+        if not pixel or not plain or torch.compiler.is_compiling():
             return super().forward(x, residual)
-        run: Run = self._kernel("pixels", self._bind_pixels)
+        run: Run = self._kernel("pixel", self._bind_pixel)
         return run(x)
 
-    def _bind_pixels(self) -> Run:
-        qparams, name, arguments, dtype = (
-            self.input_qparams,
-            self.activation,
-            self.arguments,
-            self.dtype,
-        )
-        bounds = (qparams.quant_min - qparams.zero_point, qparams.quant_max - qparams.zero_point)
+    def _bind_pixel(self) -> Run:
+        """Return the layer as a function of (N, C, 1, 1)."""
+        q, name, arguments, dtype = self.input_qparams, self.activation, self.arguments, self.dtype
+        bounds = (q.quant_min - q.zero_point, q.quant_max - q.zero_point)
         weight, bias = dequantized(self.weight_codes, self.weight_scale).flatten(1), self.bias
 
         def run(x: Tensor) -> Tensor:
-            rounded = torch.fake_quantize_per_tensor_affine(
-                x.flatten(1).to(torch.float32), qparams.scale, 0, *bounds
-            )
+            flat = x.flatten(1).to(torch.float32)
+            rounded = torch.fake_quantize_per_tensor_affine(flat, q.scale, 0, *bounds)
             y = activation(F.linear(rounded, weight, bias), name, arguments)
-            return y.to(dtype).view(x.shape[0], weight.shape[0], 1, 1)
+            return y.to(dtype).view(len(x), len(weight), 1, 1)
 
         return run
 
     def summary_row(self) -> tuple[str, int, str]:
-        """For :func:`torchq.summary`."""
+        """Return kernel, bytes and a note for :func:`torchq.summary`."""
         _, size, fused = super().summary_row()
         return "float32, one pixel", size, fused

@@ -78,5 +78,6 @@ class Fp8Linear(DeployedLayer):
         return kernel, self._size(), "; ".join(filter(None, (note, problem)))
 
     def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
         out, inner = self.weight_codes.shape
         return f"in={inner}, out={out}, {self.weight_format}, input={self.descriptor}"

@@ -96,6 +96,7 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
         return onednn.bind_conv(shape, weights, params, after.epilogue())
 
     def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
         return f"{self.input_qparams} -> {self.output_qparams}"
 
 

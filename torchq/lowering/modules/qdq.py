@@ -27,6 +27,7 @@ class QParamsModule(QParamsStateMixin):
         self.qparams = qparams
 
     def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
         return str(self.qparams)
 
 

@@ -51,5 +51,6 @@ class WeightOnlyLinear(DeployedLayer):
         return f"weight-only int{self.bits}", self._size(), note
 
     def extra_repr(self) -> str:
+        """Return the settings that ``repr`` shows."""
         out, blocks = self.weight_codes.shape[0], self.weight_scale.shape[1]
         return f"out={out}, int{self.bits}, blocks={blocks}"

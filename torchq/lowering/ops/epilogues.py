@@ -1,4 +1,4 @@
-"""The functions that kernels apply to their result before it is rounded."""
+"""The activations that kernels apply to their result before it is rounded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ACTIVATIONS", "Activation", "activation"]
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation.
+    """An activation of an epilogue.
 
     Attributes:
         function: ``(x, *arguments) -> y`` in plain torch.
-        onednn: what oneDNN's post-op is called.
-        algorithm: and its variant.
-        on_conv: whether torch's convolution operator takes it; its linear operator takes all.
+        onednn: the name of oneDNN's post-op.
+        algorithm: the variant of the post-op.
+        on_conv: True where torch's convolution operator takes it; its linear operator takes all.
     """
 
     function: Callable[..., Tensor]
@@ -30,6 +30,7 @@ class Activation:
     on_conv: bool = True
 
 
+#: Name -> activation.
 ACTIVATIONS: Registry[str, Activation] = Registry("activation")
 ACTIVATIONS.add("none", Activation(lambda x: x, "none"))
 ACTIVATIONS.add("relu", Activation(F.relu, "relu"))
@@ -43,5 +44,5 @@ ACTIVATIONS.add("hardswish", Activation(F.hardswish, "hardswish"))
 
 
 def activation(x: Tensor, name: str, arguments: Sequence[float]) -> Tensor:
-    """Apply an activation by name."""
+    """Return an activation of ``x`` by its name in :data:`ACTIVATIONS`."""
     return ACTIVATIONS[name].function(x, *arguments)

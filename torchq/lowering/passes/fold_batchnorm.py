@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
+from torchq.fusion.linear_map.kernel_algebra import batch_norm_affine
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.conv import Int8Conv
@@ -44,11 +45,7 @@ def fold_batchnorm(editor: GraphEditor, node: fx.Node) -> bool:
 def _fold(
     layer: Int8Conv, norm: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, var: torch.Tensor
 ) -> None:
-    scale = torch.rsqrt(var.double() + norm.eps)
-    shift = -mean.double() * scale
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-        shift = shift * norm.weight.double() + norm.bias.double()
+    scale, shift = batch_norm_affine(mean, var, norm.weight, norm.bias, norm.eps)
     scale, shift = layer.per_row(scale), layer.per_row(shift)
     if layer.bias is not None:
         shift = shift + layer.bias.double() * scale
