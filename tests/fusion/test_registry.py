@@ -118,6 +118,7 @@ def test_what_is_not_linear_is_turned_away_at_a_small_size(name):
 
 
 LINEAR = {
+    "methods": lambda x: x.add(x, alpha=2).add(1.5).sub(0.5).mul(3.0).div(2.0).neg(),
     "crop": lambda x: x[:, :, 1:-1, 2:],
     "pad": lambda x: F.pad(x, (1, 0, 2, 1)),
     "pad and pool": lambda x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 1),

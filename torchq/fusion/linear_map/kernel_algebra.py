@@ -1,10 +1,13 @@
-"""Exact algebra on ``(kernel, bias)`` pairs, in float64. No modules here.
+"""Exact algebra on ``(kernel, bias)`` pairs, in float64, without modules.
 
-Layouts are torch's: a convolution kernel is ``(out, in / groups, *window)``, a linear weight ``(out, in)`` (a convolution
-without window), a transposed convolution kernel ``(in, out / groups, *window)``. A BatchNorm in eval mode is the
-per-channel map ``scale * y + shift``. A bias of None counts as zero; every result has one. All of it is differentiable.
+Layouts are torch's: a convolution kernel is ``(out, in / groups, *window)``, a linear weight
+``(out, in)`` (a convolution without window), a transposed convolution kernel
+``(in, out / groups, *window)``. A BatchNorm in eval mode is the per-channel map
+``scale * y + shift``. A bias of None counts as zero; every result has a bias. All functions are
+differentiable.
 
-Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, "Diverse Branch Block" (2103.13425) section 3.2 (transforms I-VI).
+Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, and "Diverse Branch Block" (2103.13425)
+section 3.2, transforms I to VI.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torchq.errors import FuseError
 
 __all__ = [
     "KernelBias",
+    "add_branches",
     "avg_pool_kernel",
     "batch_norm_affine",
     "compose",
@@ -30,12 +34,16 @@ __all__ = [
     "identity_kernel",
     "pad_kernel",
     "regroup_kernel",
-    "add_branches",
 ]
 
 
 class KernelBias(NamedTuple):
-    """A linear map: ``kernel`` (see the module docstring for layouts) and ``bias`` of shape ``(out,)``, both float64."""
+    """A linear map.
+
+    Attributes:
+        kernel: float64; see the module docstring for its layout.
+        bias: float64, ``(out,)``.
+    """
 
     kernel: Tensor
     bias: Tensor
@@ -44,9 +52,18 @@ class KernelBias(NamedTuple):
 def batch_norm_affine(
     mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a BatchNorm in eval mode, float64 ``(channels,)``: ``weight / sqrt(var + eps)``, ``bias - mean * scale``.
+    """Return scale and shift of a BatchNorm in eval mode.
 
-    ``weight`` None counts as one and ``bias`` None as zero (``affine=False``).
+    ``scale = weight / sqrt(var + eps)`` and ``shift = bias - mean * scale``.
+
+    Args:
+        mean, var: the running statistics, ``(channels,)``.
+        weight: ``(channels,)``; None counts as one (``affine=False``).
+        bias: ``(channels,)``; None counts as zero.
+        eps: added to the variance.
+
+    Returns:
+        Two float64 tensors ``(channels,)``.
     """
     inverse = torch.rsqrt(var.double() + eps)
     scale = inverse if weight is None else weight.double() * inverse
@@ -55,6 +72,7 @@ def batch_norm_affine(
 
 
 def _per_output(vector: Tensor, kernel: Tensor) -> Tensor:
+    """Return ``vector`` laid out to multiply axis 0 of ``kernel``."""
     return vector.reshape(-1, *[1] * (kernel.dim() - 1))
 
 
@@ -71,20 +89,26 @@ def fold_affine_after(
     groups: int = 1,
     transposed: bool = False,
 ) -> KernelBias:
-    """The layer that computes ``scale * layer(x) + shift`` (BatchNorm after a layer), for any groups and spatial_dims.
+    """Return the layer that computes ``scale * layer(x) + shift``: a BatchNorm behind a layer.
 
     Args:
-        kernel: see the module docstring; ``transposed`` selects the layout of a transposed convolution.
+        kernel: of any spatial dimensions; see the module docstring for layouts.
         bias: ``(out,)`` or None.
         scale: ``(out,)``.
         shift: ``(out,)``.
-        groups: only needed for transposed kernels, where the output channel of entry ``[i, j]`` depends on the group of ``i``.
+        groups: only needed for transposed kernels, where the output channel of entry ``[i, j]``
+            depends on the group of ``i``.
+        transposed: the kernel has the layout of a transposed convolution.
+
+    Raises:
+        FuseError: the number of scales is not that of the output channels.
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     out = kernel.shape[1] * groups if transposed else kernel.shape[0]
     if scale.numel() != out:
         raise FuseError(
-            f"fold_affine_after: got {scale.numel()} scales for {out} output channels; expected one per channel"
+            f"fold_affine_after: got {scale.numel()} scales for {out} output channels;"
+            " expected one per channel"
         )
     if transposed:
         grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
@@ -104,33 +128,42 @@ def fold_affine_before(
     groups: int = 1,
     transposed: bool = False,
 ) -> KernelBias:
-    """The layer that computes ``layer(scale * x + shift)`` (BatchNorm, ImplicitA before a layer).
+    """Return the layer that computes ``layer(scale * x + shift)``: a BatchNorm before a layer.
 
-    Exact only where the layer sees no implicit zeros (no zero padding) or ``shift`` is zero: the caller checks. For a transposed
-    convolution a non-zero shift is right only where every output position sees the whole window (window 1).
+    The result is exact only where the layer sees no implicit zeros (no zero padding) or ``shift``
+    is zero, which the caller checks. For a transposed convolution a shift other than zero is
+    right only where every output position sees the whole window (a window of one).
+
+    Args:
+        kernel: of any spatial dimensions; see the module docstring for layouts.
+        bias: ``(out,)`` or None.
+        scale: ``(in,)``.
+        shift: ``(in,)``.
+        groups: the layer's groups.
+        transposed: the kernel has the layout of a transposed convolution.
+
+    Raises:
+        FuseError: the number of scales is not that of the input channels.
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     channels = kernel.shape[0] if transposed else kernel.shape[1] * groups
     if scale.numel() != channels:
         raise FuseError(
-            f"fold_affine_before: got {scale.numel()} scales for {channels} input channels; expected one per channel"
+            f"fold_affine_before: got {scale.numel()} scales for {channels} input channels;"
+            " expected one per channel"
         )
-    summed = kernel.flatten(2).sum(-1) if kernel.dim() > 2 else kernel
+    taps = kernel.flatten(2).sum(-1) if kernel.dim() > 2 else kernel
+    taps = taps.reshape(groups, -1, taps.shape[1])
+    by_group = shift.reshape(groups, -1)
     if transposed:
-        extra = torch.einsum(
-            "gij,gi->gj", summed.reshape(groups, -1, summed.shape[1]), shift.reshape(groups, -1)
-        ).flatten()
-        return KernelBias(
-            kernel * _per_output(scale, kernel), extra + _bias(bias, kernel, extra.numel())
-        )
-    grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
-    factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
-    extra = torch.einsum(
-        "goi,gi->go", summed.reshape(groups, -1, summed.shape[1]), shift.reshape(groups, -1)
-    ).flatten()
-    return KernelBias(
-        (grouped * factor).reshape(kernel.shape), extra + _bias(bias, kernel, extra.numel())
-    )
+        extra = torch.einsum("gij,gi->gj", taps, by_group).flatten()
+        folded = kernel * _per_output(scale, kernel)
+    else:
+        extra = torch.einsum("goi,gi->go", taps, by_group).flatten()
+        grouped = kernel.reshape(groups, -1, *kernel.shape[1:])
+        factor = scale.reshape(groups, 1, -1, *[1] * (kernel.dim() - 2))
+        folded = (grouped * factor).reshape(kernel.shape)
+    return KernelBias(folded, extra + _bias(bias, kernel, extra.numel()))
 
 
 def identity_kernel(
@@ -141,9 +174,17 @@ def identity_kernel(
     at: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The kernel of ``x -> x``: a one at window position ``at`` (default the centre) of ``[i, i mod (channels / groups)]``.
+    """Return the kernel of ``x -> x``: a one in ``[i, i mod (channels / groups)]``.
 
-    Upstream converters fill a diagonal of the ``(channels, channels / groups)`` matrix instead, which is wrong for groups > 1.
+    Some converters of the original repositories fill a diagonal of the
+    ``(channels, channels / groups)`` matrix instead, which is wrong for groups > 1.
+
+    Args:
+        channels: input and output channels.
+        groups: a divisor of ``channels``.
+        window: the extent of each spatial axis.
+        at: the position of the ones in the window; default the centre.
+        device: default the CPU.
     """
     per_group = channels // groups
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
@@ -162,7 +203,15 @@ def avg_pool_kernel(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The kernel of an average pool that counts its padding: ``1 / divisor`` (default: the window's size) on the channel diagonal."""
+    """Return the kernel of an average pool that counts its padding.
+
+    Args:
+        channels: input and output channels.
+        groups: a divisor of ``channels``.
+        window: the extent of each spatial axis.
+        divisor: what the window's sum is divided by; default the window's size.
+        device: default the CPU.
+    """
     per_group = channels // groups
     kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device=device)
     rows = torch.arange(channels, device=device)
@@ -171,18 +220,27 @@ def avg_pool_kernel(
 
 
 def pad_kernel(kernel: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """Put ``before`` / ``after`` zero taps around the window, one number per window axis.
+    """Return ``kernel`` with zero taps around its window.
 
-    To align a branch of padding ``p1`` with one of padding ``p2`` put ``p2 - p1`` taps before.
+    To align a branch of padding ``p1`` with one of padding ``p2``, ``p2 - p1`` taps are put
+    before its window.
+
+    Args:
+        kernel: ``(out, in / groups, *window)``.
+        before, after: the number of taps at either end of each spatial axis; negative for a crop.
     """
-    flat = [
-        amount for pair in zip(reversed(before), reversed(after), strict=True) for amount in pair
-    ]
+    pairs = zip(reversed(before), reversed(after), strict=True)
+    flat = [amount for pair in pairs for amount in pair]
     return F.pad(kernel, flat) if flat else kernel
 
 
 def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
-    """The dense kernel of a dilated one: ``rate - 1`` zero taps between neighbours, so the window is ``rate * (k - 1) + 1`` wide."""
+    """Return the dense kernel of a dilated one, whose window is ``rate * (k - 1) + 1`` wide.
+
+    Args:
+        kernel: ``(out, in / groups, *k)``.
+        rate: the dilation of each spatial axis; there are ``rate - 1`` zero taps between taps.
+    """
     window = [r * (k - 1) + 1 for r, k in zip(rate, kernel.shape[2:], strict=True)]
     dense = kernel.new_zeros(*kernel.shape[:2], *window)
     taps = (slice(None), slice(None), *(slice(None, None, r) for r in rate))
@@ -191,7 +249,19 @@ def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
 
 
 def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
-    """Write a kernel of ``groups`` groups with fewer ones, filling with zeros. ``new_groups`` must divide ``groups``."""
+    """Return a kernel of ``groups`` groups written with fewer groups, filled up with zeros.
+
+    Args:
+        kernel: ``(out, in / groups, *window)``.
+        groups: those of ``kernel``.
+        new_groups: a divisor of ``groups``.
+
+    Returns:
+        ``(out, in / new_groups, *window)``.
+
+    Raises:
+        FuseError: ``new_groups`` does not divide ``groups``.
+    """
     if groups % new_groups:
         raise FuseError(
             f"regroup_kernel: got {new_groups} groups for a kernel of {groups}; expected a divisor"
@@ -210,11 +280,18 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
 def add_branches(
     branches: Sequence[KernelBias], coefficients: Sequence[float | Tensor] | None = None
 ) -> KernelBias:
-    """``sum(c * branch)`` of branches of one shape. A coefficient is a number or one value per output channel; zero is a legal one."""
+    """Return the sum of ``coefficient * branch`` over branches of one shape.
+
+    Args:
+        branches: at least one.
+        coefficients: a number or one value per output channel for each branch; default one.
+            Zero is a legal coefficient.
+    """
     kernel = torch.zeros_like(branches[0].kernel)
     bias = torch.zeros_like(branches[0].bias)
     for branch, coefficient in zip(branches, coefficients or [1.0] * len(branches), strict=True):
-        factor = torch.as_tensor(coefficient, dtype=torch.float64, device=kernel.device).reshape(-1)
+        factor = torch.as_tensor(coefficient, dtype=torch.float64, device=kernel.device)
+        factor = factor.reshape(-1)
         kernel = kernel + _per_output(factor, kernel) * branch.kernel
         bias = bias + factor * branch.bias
     return KernelBias(kernel, bias)
@@ -223,36 +300,28 @@ def add_branches(
 def compose(
     first: KernelBias, second: KernelBias, *, groups: int = 1, stride: Sequence[int] | None = None
 ) -> KernelBias:
-    """The one layer that does ``second(first(x))``, where ``second`` sees no padding.
+    """Return the one layer that computes ``second(first(x))``, where ``second`` has no padding.
+
+    The kernels are convolved in full: the window is ``(k2 - 1) * stride + k1``.
 
     Args:
         first: kernel ``(mid, in / groups, *window)``.
-        second: kernel ``(out, mid / groups, *window)``; bring both to common groups with :func:`regroup_kernel`.
+        second: kernel ``(out, mid / groups, *window)``; :func:`regroup_kernel` brings both to
+            common groups.
         groups: the common number of groups.
-        stride: of ``first``; the taps of ``second`` lie this far apart on the input.
-
-    The kernels are convolved in full: the window is ``(k2 - 1) * stride + k1``.
+        stride: the stride of ``first``; the taps of ``second`` lie this far apart on the input.
     """
-    spatial_dims = first.kernel.dim() - 2
-    one, two = (k if spatial_dims else k[:, :, None] for k in (first.kernel, second.kernel))
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
-        max(spatial_dims, 1) - 1
-    ]
+    dims = first.kernel.dim() - 2
+    one, two = (k if dims else k[:, :, None] for k in (first.kernel, second.kernel))
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[max(dims, 1) - 1]
     out, mid = two.shape[0] // groups, two.shape[1]
-    per_output = (
-        two.reshape(groups, out, mid, *two.shape[2:])
-        .transpose(0, 1)
-        .reshape(out, groups * mid, *two.shape[2:])
-    )
-    full = convolve(
-        per_output, one, stride=tuple(stride or [1] * max(spatial_dims, 1)), groups=groups
-    )
-    kernel = (
-        full.reshape(out, groups, one.shape[1], *full.shape[2:])
-        .transpose(0, 1)
-        .reshape(out * groups, one.shape[1], *full.shape[2:])
-    )
-    passed = fold_affine_before(
-        second.kernel, second.bias, torch.ones_like(first.bias), first.bias, groups=groups
-    ).bias
-    return KernelBias(kernel if spatial_dims else kernel[:, :, 0], passed)
+    by_group = two.reshape(groups, out, mid, *two.shape[2:])
+    per_output = by_group.transpose(0, 1).reshape(out, groups * mid, *two.shape[2:])
+    steps = tuple(stride or [1] * max(dims, 1))
+    full = convolve(per_output, one, stride=steps, groups=groups)
+    window, per_group = full.shape[2:], one.shape[1]
+    by_output = full.reshape(out, groups, per_group, *window)
+    kernel = by_output.transpose(0, 1).reshape(out * groups, per_group, *window)
+    ones = torch.ones_like(first.bias)
+    passed = fold_affine_before(second.kernel, second.bias, ones, first.bias, groups=groups)
+    return KernelBias(kernel if dims else kernel[:, :, 0], passed.bias)

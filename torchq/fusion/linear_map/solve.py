@@ -1,48 +1,54 @@
-"""The two engines that turn a callable into one kernel: affine collapse, and extraction from gradients.
+"""Finding the one kernel that a callable is, by affine collapse or from its gradients.
 
-Both run on the CPU in float64. :func:`linear_map` tries the first, then the second, and checks the result on random inputs, so
-nothing that is not exactly one convolution gets through.
+Both engines run on the CPU in float64. :func:`linear_map` tries collapse, then extraction, and
+checks the result on random inputs, so nothing that is not exactly one convolution passes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.fusion.linear_map.kernel_algebra import KernelBias
-from torchq.fusion.linear_map.symbolic import Geometry, NotAffine
+from torchq.fusion.linear_map.symbolic import Affine, Geometry, NotAffine
 from torchq.fusion.linear_map.symbolic_ops import AffineTensor
 
-__all__ = ["apply_map", "collapse", "extract", "linear_map", "relative_error"]
+__all__ = ["Function", "apply_map", "collapse", "extract", "linear_map", "relative_error"]
 
 TOLERANCE = 1e-10  # float64, relative to the largest output
-_CHUNK = 2**22  # input elements per gradient pass: bounds the memory of extraction
+_CHUNK = 2**22  # input elements per gradient pass, which bounds the memory of extraction
 _WIDEST = 129  # no known block reaches further
-_SMALLEST = 11  # input size to begin with
+_SMALLEST = 11  # the input size to begin with
 
 Function = Callable[[Tensor], Tensor]
 
 
 def apply_map(x: Tensor, geometry: Geometry, value: KernelBias) -> Tensor:
-    """Run a map of symmetric padding on ``x`` of shape ``(N, channels, *spatial)``."""
+    """Run a map.
+
+    Args:
+        x: ``(N, in_channels, *spatial)``.
+        geometry: a geometry of symmetric padding.
+        value: the map's kernel and bias.
+    """
     if geometry.spatial_dims == 0:
         return F.linear(x, value.kernel, value.bias)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[geometry.spatial_dims - 1]
-    return convolve(
-        x, value.kernel, value.bias, geometry.stride, geometry.before, 1, geometry.groups
-    )
+    kernel, bias = value
+    return convolve(x, kernel, bias, geometry.stride, geometry.before, 1, geometry.groups)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest absolute difference over the largest finite magnitude of ``want``.
+    """Return the largest absolute difference over the largest finite magnitude of ``want``.
 
-    Infinities and NaN count as equal to themselves; elsewhere they, and differing shapes, give an infinite error.
+    Infinities and NaN count as equal to themselves; elsewhere they, and differing shapes, give an
+    infinite error.
     """
     if got.shape != want.shape:
         return math.inf
@@ -54,48 +60,69 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def collapse(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, KernelBias]:
-    """Engine A: run ``function`` on a symbolic input and read off the map.
+def collapse(
+    function: Function, in_channels: int, spatial_dims: int
+) -> tuple[Geometry, KernelBias]:
+    """Run ``function`` on a symbolic input and return the map that comes out (engine A).
+
+    Args:
+        function: maps ``(N, in_channels, *spatial)`` in float64 on the CPU.
+        in_channels: the channels of its input.
+        spatial_dims: 0 for ``(N, in_channels)``.
 
     Raises:
-        NotAffine: an operation is not linear, or not one that :mod:`torchq.fusion.linear_map.symbolic_ops` knows.
+        NotAffine: an operation is not linear, or is missing in
+            :mod:`torchq.fusion.linear_map.symbolic_ops`.
     """
+    source: Any = AffineTensor.identity(object(), in_channels, spatial_dims)
     with torch.no_grad():
-        result = function(AffineTensor.identity(object(), channels, spatial_dims))  # type: ignore[arg-type]
+        result: Any = function(source)
         if not isinstance(result, AffineTensor):
             raise NotAffine(f"the result is a {type(result).__name__}, not a map of the input")
         return result.symmetric()
 
 
-def _taps_read(
-    function: Function, channels: int, spatial_dims: int, size: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """For one size: output size, central output position, and first and last input position that it reads, per axis."""
-    x = torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64, requires_grad=True)
+class _Taps(NamedTuple):
+    """What the central output of a function reads, with one number per spatial axis."""
+
+    out_size: list[int]
+    centre: list[int]
+    first: list[int]
+    last: list[int]
+
+
+def _taps_read(function: Function, in_channels: int, spatial_dims: int, size: int) -> _Taps:
+    """Return the first and last input position that the central output reads, for one size."""
+    shape = (1, in_channels, *[size] * spatial_dims)
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
     y = function(x)
-    if y.dim() != spatial_dims + 2:
-        raise NotAffine(f"the result has {y.dim()} dimensions, the input {spatial_dims + 2}")
-    centre = [n // 2 for n in y.shape[2:]]
+    if y.dim() != len(shape):
+        raise NotAffine(f"the result has {y.dim()} dimensions, the input {len(shape)}")
+    out_size = list(y.shape[2:])
+    centre = [n // 2 for n in out_size]
     at: tuple[Any, ...] = (slice(None), slice(None), *centre)
     # Random weights keep one channel's tap from cancelling another's.
     (grad,) = torch.autograd.grad((y[at] * torch.rand_like(y[at])).sum(), x)
     touched = (grad != 0).nonzero()[:, 2:]
     if not len(touched):
-        return list(y.shape[2:]), centre, centre, centre
-    return list(y.shape[2:]), centre, touched.amin(0).tolist(), touched.amax(0).tolist()
+        return _Taps(out_size, centre, centre, centre)
+    return _Taps(out_size, centre, touched.amin(0).tolist(), touched.amax(0).tolist())
 
 
-def _output_size(function: Function, channels: int, spatial_dims: int, size: int, axis: int) -> int:
-    """Extent of the result along a spatial axis, or its channels (axis -1), for an input of ``size``."""
+def _output_shape(
+    function: Function, in_channels: int, spatial_dims: int, size: int
+) -> torch.Size:
     with torch.no_grad():
-        return function(
-            torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64)
-        ).shape[axis + 2]
+        shape = (1, in_channels, *[size] * spatial_dims)
+        return function(torch.zeros(shape, dtype=torch.float64)).shape
 
 
-def _check_additive(function: Function, channels: int, spatial_dims: int) -> None:
-    """Turn away what is not linear at a small size: looking for the window of a wide block takes minutes."""
-    x = torch.zeros(4, channels, *[_SMALLEST] * spatial_dims, dtype=torch.float64)
+def _check_additive(function: Function, in_channels: int, spatial_dims: int) -> None:
+    """Raise :class:`NotAffine` at a small size for what is not linear.
+
+    Looking for the window of a wide block first would take minutes.
+    """
+    x = torch.zeros(4, in_channels, *[_SMALLEST] * spatial_dims, dtype=torch.float64)
     x[1:3].normal_(generator=torch.Generator().manual_seed(0))
     x[3] = x[1] + x[2]
     with torch.no_grad():
@@ -104,99 +131,107 @@ def _check_additive(function: Function, channels: int, spatial_dims: int) -> Non
         raise NotAffine("the result for a sum is not the sum of the results")
 
 
-def _find_geometry(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, int]:
-    """The geometry with one group, and an input size at which the central output sees no border."""
+def _find_geometry(
+    function: Function, in_channels: int, spatial_dims: int
+) -> tuple[Geometry, int]:
+    """Return the geometry with one group, and an input size whose centre sees no border."""
     for size in (_SMALLEST, 23, 47, 95, 2 * _WIDEST):
-        outs, centre, first, last = _taps_read(function, channels, spatial_dims, size)
-        if all(f > 0 and last_ < size - 1 for f, last_ in zip(first, last, strict=True)):
+        taps = _taps_read(function, in_channels, spatial_dims, size)
+        if min(taps.first, default=1) > 0 and max(taps.last, default=0) < size - 1:
             break
     else:
         raise NotAffine(f"the window is wider than {_WIDEST}")
-    axes = []
-    larger = _taps_read(function, channels, spatial_dims, 2 * size + 1)[0]
+    larger = _taps_read(function, in_channels, spatial_dims, 2 * size + 1).out_size
+    windows, befores, afters, strides = [], [], [], []
     for axis in range(spatial_dims):
-        stride = max(1, round((size + 1) / max(1, larger[axis] - outs[axis])))
-        before = centre[axis] * stride - first[axis]
-        window = last[axis] - first[axis] + 1
-        # A stride hides up to stride - 1 rows at the far end; the size at which none is hidden tells the padding.
-        extent = max(
-            (_output_size(function, channels, spatial_dims, size + n, axis) - 1) * stride - size - n
-            for n in range(stride)
-        )
-        axes.append((window, before, extent + window - before, stride))
-    out = _output_size(function, channels, spatial_dims, size, -1)
-    windows, befores, afters, strides = zip(*axes, strict=True)
-    return Geometry(channels, out, 1, windows, befores, afters, strides), size
+        stride = max(1, round((size + 1) / max(1, larger[axis] - taps.out_size[axis])))
+        before = taps.centre[axis] * stride - taps.first[axis]
+        window = taps.last[axis] - taps.first[axis] + 1
+        # A stride hides up to stride - 1 rows at the far end. The size at which none is hidden
+        # tells the padding.
+        sizes = range(size, size + stride)
+        shapes = [_output_shape(function, in_channels, spatial_dims, n) for n in sizes]
+        outs = [shape[axis + 2] for shape in shapes]
+        extent = max((out - 1) * stride - n for out, n in zip(outs, sizes, strict=True))
+        windows.append(window)
+        befores.append(before)
+        afters.append(extent + window - before)
+        strides.append(stride)
+    out_channels = _output_shape(function, in_channels, spatial_dims, size)[1]
+    axes = (tuple(windows), tuple(befores), tuple(afters), tuple(strides))
+    return Geometry(in_channels, out_channels, 1, *axes), size
 
 
-def extract(function: Function, channels: int, spatial_dims: int) -> tuple[Geometry, KernelBias]:
-    """Engine B: read the kernel of a callable off its gradients; nothing needs to be known about its insides.
+def extract(
+    function: Function, in_channels: int, spatial_dims: int
+) -> tuple[Geometry, KernelBias]:
+    """Read the kernel of a callable from its gradients, whatever is inside (engine B).
 
-    The kernel of output channel ``c`` is the gradient of that channel, at a position away from the border, with respect to the
-    input. The padding at the far end follows from the output size; for a stride it is determined up to rows that are never read.
+    The kernel of output channel ``c`` is the gradient of that channel, at a position away from
+    the border, with respect to the input. The padding at the far end follows from the output
+    size; for a stride it is determined up to rows that are never read.
+
+    Args:
+        function: maps ``(N, in_channels, *spatial)`` in float64 on the CPU.
+        in_channels: the channels of its input.
+        spatial_dims: 0 for ``(N, in_channels)``.
 
     Raises:
-        NotAffine: the gradient depends on nothing finite, or the shapes are not those of a convolution.
+        NotAffine: the gradient depends on nothing finite, or the shapes are not those of a
+            convolution.
     """
     if spatial_dims == 0:
-        return _extract_linear(function, channels)
-    _check_additive(function, channels, spatial_dims)
-    geometry, size = _find_geometry(function, channels, spatial_dims)
-    centre = [
-        ((size + e) // s + 1) // 2 for e, s in zip(geometry.extent, geometry.stride, strict=True)
-    ]
-    first = [o * s - b for o, s, b in zip(centre, geometry.stride, geometry.before, strict=True)]
-    seen = (
-        slice(None),
-        slice(None),
-        *(slice(f, f + w) for f, w in zip(first, geometry.window, strict=True)),
-    )
-    rows = []
-    per_pass = max(1, _CHUNK // (channels * size**spatial_dims))
-    for start in range(0, geometry.out_channels, per_pass):
-        count = min(per_pass, geometry.out_channels - start)
-        x = torch.zeros(
-            count, channels, *[size] * spatial_dims, dtype=torch.float64, requires_grad=True
-        )
-        at: tuple[Any, ...] = (torch.arange(count), torch.arange(start, start + count), *centre)
-        (grad,) = torch.autograd.grad(function(x)[at].sum(), x)
-        rows.append(grad[seen])
-    kernel = torch.cat(rows)
+        return _extract_linear(function, in_channels)
+    _check_additive(function, in_channels, spatial_dims)
+    geometry, size = _find_geometry(function, in_channels, spatial_dims)
+    ends = zip(geometry.extent, geometry.stride, strict=True)
+    centre = [((size + extent) // stride + 1) // 2 for extent, stride in ends]
+    kernel = _kernel_from_gradients(function, geometry, size, centre)
     middle: tuple[Any, ...] = (0, slice(None), *centre)
     with torch.no_grad():
-        bias = function(torch.zeros(1, channels, *[size] * spatial_dims, dtype=torch.float64))[
-            middle
-        ]
+        empty = torch.zeros(1, in_channels, *[size] * spatial_dims, dtype=torch.float64)
+        bias = function(empty)[middle]
     groups = _finest_groups(kernel)
-    merged = Geometry(
-        channels,
-        geometry.out_channels,
-        groups,
-        geometry.window,
-        geometry.before,
-        geometry.after,
-        geometry.stride,
-    )
+    merged = replace(geometry, groups=groups)
     return _as_affine(merged, KernelBias(_take_groups(kernel, groups), bias)).symmetric()
 
 
-def _as_affine(geometry: Geometry, value: KernelBias) -> AffineTensor:
-    return AffineTensor(object(), geometry, lambda: value)
+def _kernel_from_gradients(
+    function: Function, geometry: Geometry, size: int, centre: list[int]
+) -> Tensor:
+    """Return the kernel ``(out_channels, in_channels, *window)``, a few output channels a pass."""
+    axes = zip(centre, geometry.stride, geometry.before, geometry.window, strict=True)
+    window = [slice(o * s - b, o * s - b + w) for o, s, b, w in axes]
+    seen = (slice(None), slice(None), *window)
+    spatial = [size] * geometry.spatial_dims
+    per_pass = max(1, _CHUNK // (geometry.in_channels * math.prod(spatial)))
+    rows = []
+    for start in range(0, geometry.out_channels, per_pass):
+        count = min(per_pass, geometry.out_channels - start)
+        shape = (count, geometry.in_channels, *spatial)
+        x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        at: tuple[Any, ...] = (torch.arange(count), torch.arange(start, start + count), *centre)
+        (grad,) = torch.autograd.grad(function(x)[at].sum(), x)
+        rows.append(grad[seen])
+    return torch.cat(rows)
 
 
-def _extract_linear(function: Function, channels: int) -> tuple[Geometry, KernelBias]:
+def _as_affine(geometry: Geometry, value: KernelBias) -> Affine:
+    return Affine(object(), geometry, lambda: value)
+
+
+def _extract_linear(function: Function, in_channels: int) -> tuple[Geometry, KernelBias]:
     with torch.no_grad():
-        bias = function(torch.zeros(1, channels, dtype=torch.float64))
-        columns = function(torch.eye(channels, dtype=torch.float64))
+        bias = function(torch.zeros(1, in_channels, dtype=torch.float64))
+        columns = function(torch.eye(in_channels, dtype=torch.float64))
     if columns.dim() != 2:
         raise NotAffine(f"the result has {columns.dim()} dimensions, the input 2")
-    return Geometry(channels, columns.shape[1], 1, (), (), (), ()), KernelBias(
-        (columns - bias).T.contiguous(), bias[0]
-    )
+    geometry = Geometry(in_channels, columns.shape[1], 1, (), (), (), ())
+    return geometry, KernelBias((columns - bias).T.contiguous(), bias[0])
 
 
 def _finest_groups(kernel: Tensor) -> int:
-    """The largest number of groups that the non-zero entries allow."""
+    """Return the largest number of groups that the non-zero entries allow."""
     used = kernel.flatten(2).abs().amax(-1) > 0
     out, channels = used.shape
     common = math.gcd(out, channels)
@@ -208,6 +243,7 @@ def _finest_groups(kernel: Tensor) -> int:
 
 
 def _take_groups(kernel: Tensor, groups: int) -> Tensor:
+    """Return the diagonal blocks of a kernel of one group, as a kernel of ``groups`` groups."""
     out, channels = kernel.shape[:2]
     blocks = kernel.reshape(groups, out // groups, groups, channels // groups, *kernel.shape[2:])
     index = torch.arange(groups)
@@ -215,32 +251,34 @@ def _take_groups(kernel: Tensor, groups: int) -> Tensor:
 
 
 def linear_map(
-    function: Function, channels: int, spatial_dims: int, hint: Geometry | None = None
+    function: Function, in_channels: int, spatial_dims: int, hint: Geometry | None = None
 ) -> tuple[Geometry, KernelBias, float]:
-    """The one convolution (or linear layer) that ``function`` is, with the relative error on random inputs.
+    """Return the one convolution (or linear layer) that ``function`` is.
 
     Args:
-        function: of a float64 CPU tensor ``(N, channels, *spatial)``; eval mode.
-        channels: of its input.
-        spatial_dims: spatial dimensions; 0 for ``(N, channels)``.
-        hint: the geometry of the block's main layer; the result is written with its window, padding and groups where that is exact.
+        function: maps ``(N, in_channels, *spatial)`` in float64 on the CPU, in eval mode.
+        in_channels: the channels of its input.
+        spatial_dims: 0 for ``(N, in_channels)``.
+        hint: the geometry of the block's main layer. The result is written with its window,
+            padding and groups where that is exact.
+
+    Returns:
+        Geometry, kernel and bias, and the relative error on random inputs.
 
     Raises:
-        NotAffine: ``function`` is no such map; the text says why.
+        NotAffine: ``function`` is not such a map; the text says why.
     """
     reasons = []
     for engine in (collapse, extract):
         try:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-            ):  # whatever the caller's mode, extraction needs gradients
-                geometry, value = engine(function, channels, spatial_dims)
+            # Extraction needs gradients, whatever the caller's mode.
+            with torch.inference_mode(False), torch.enable_grad():
+                geometry, value = engine(function, in_channels, spatial_dims)
             geometry, value = _like(geometry, value, hint)
             error = _check(function, geometry, value)
         except NotAffine as reason:
             reasons.append(str(reason))
-        except Exception as reason:  # the forward is the user's: whatever it raises on a symbolic input means "not this way"
+        except Exception as reason:  # the user's forward may raise anything on a symbolic input
             reasons.append(f"{type(reason).__name__}: {reason}")
         else:
             if error <= TOLERANCE:
@@ -252,38 +290,31 @@ def linear_map(
 def _like(
     geometry: Geometry, value: KernelBias, hint: Geometry | None
 ) -> tuple[Geometry, KernelBias]:
-    """Write the map with the hint's window and groups, where it fits in."""
-    if hint is None or (geometry.in_channels, geometry.out_channels, geometry.stride) != (
-        hint.in_channels,
-        hint.out_channels,
-        hint.stride,
-    ):
+    """Return the map written with the hint's window and groups, where it can be."""
+    if hint is None or geometry.stride != hint.stride:
+        return geometry, value
+    if (geometry.in_channels, geometry.out_channels) != (hint.in_channels, hint.out_channels):
         return geometry, value
     groups = hint.groups if geometry.groups % hint.groups == 0 else geometry.groups
-    room = [
-        (h - b, hw - w - (h - b))
-        for h, b, hw, w in zip(
-            hint.before, geometry.before, hint.window, geometry.window, strict=True
-        )
-    ]
-    fits = all(min(pair) >= 0 for pair in room)
-    window, pads = (hint.window, hint.before) if fits else (geometry.window, geometry.before)
-    target = Geometry(
-        geometry.in_channels, geometry.out_channels, groups, window, pads, pads, geometry.stride
-    )
-    return target, _as_affine(geometry, value).fitted(target)
+    window, padding = geometry.window, geometry.before
+    axes = zip(hint.before, padding, hint.window, window, strict=True)
+    room = [(h - b, hw - w - (h - b)) for h, b, hw, w in axes]
+    if all(min(pair) >= 0 for pair in room):
+        window, padding = hint.window, hint.before
+    channels = (geometry.in_channels, geometry.out_channels)
+    target = Geometry(*channels, groups, window, padding, padding, geometry.stride)
+    return target, _as_affine(geometry, value).fit(target)
 
 
 def _check(function: Function, geometry: Geometry, value: KernelBias) -> float:
-    """Compare on random inputs of two sizes, borders included."""
+    """Return the relative error on random inputs of two sizes, borders included."""
     generator = torch.Generator().manual_seed(0)
     error = 0.0
-    reach = max((w for w in geometry.window), default=1)
-    for batch, extra in itertools.product((2,), (1, 4)):
+    reach = max(geometry.window, default=1)
+    for extra in (1, 4):
         spatial = [reach + extra + axis for axis in range(geometry.spatial_dims)]
-        x = torch.randn(
-            batch, geometry.in_channels, *spatial, dtype=torch.float64, generator=generator
-        )
+        shape = (2, geometry.in_channels, *spatial)
+        x = torch.randn(shape, dtype=torch.float64, generator=generator)
         with torch.no_grad():
             error = max(error, relative_error(apply_map(x, geometry, value), function(x)))
     return error

@@ -1,8 +1,9 @@
-"""What torch functions make of a map that stands in for a tensor.
+"""Operators on maps: what torch functions return for a map that stands for a tensor.
 
-A block's own ``forward`` is run on an :class:`AffineTensor`: its Python control flow is followed for real, its convolutions,
-BatchNorms, sums, scalings, crops and average pools build up one map, and everything else raises :class:`NotAffine`. Rules are keyed by
-the name of the function, so ``a + b``, ``torch.add(a, b)`` and ``a.add_(b)`` are one.
+A block's own ``forward`` is run on an :class:`AffineTensor`. Its Python control flow is followed
+for real; its convolutions, BatchNorms, additions, scalings, crops and average pools build up one
+map, and everything else raises :class:`NotAffine`. Operators are found by the name of the
+function, so ``a + b``, ``torch.add(a, b)`` and ``a.add_(b)`` are one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torchq.fusion.linear_map import kernel_algebra
 from torchq.fusion.linear_map.symbolic import Affine, Geometry, Ints, NotAffine
 from torchq.utils import Registry
 
-__all__ = ["AffineTensor", "OPERATORS"]
+__all__ = ["OPERATORS", "AffineTensor"]
 
-#: Name of a torch function -> what it does to a map; the first argument is a map or (for commuted operators) a constant.
-OPERATORS: Registry[str, Callable[..., Any]] = Registry("affine rule")
+#: Name of a torch function -> the same function of maps. Its first argument is a map or (for
+#: commuted operators) a constant.
+OPERATORS: Registry[str, Callable[..., Any]] = Registry("operator on maps")
 
 
 class AffineTensor(Affine):
@@ -30,20 +32,21 @@ class AffineTensor(Affine):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call the operator that has the name of ``func``."""
         name = getattr(func, "__name__", str(func))
-        rule = OPERATORS.get(name)
-        if rule is None:
+        operator = OPERATORS.get(name)
+        if operator is None:
             raise NotAffine(f"{name} is not linear and shift-invariant, or not known to be")
-        return rule(*args, **(kwargs or {}))
+        return operator(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        rule = None if name.startswith("_") else OPERATORS.get(name)
-        if rule is None:
+        operator = None if name.startswith("_") else OPERATORS.get(name)
+        if operator is None:
             raise NotAffine(f"Tensor.{name} is not linear and shift-invariant, or not known to be")
-        return lambda *args, **kwargs: rule(self, *args, **kwargs)
+        return lambda *args, **kwargs: operator(self, *args, **kwargs)
 
     def dim(self) -> int:
-        """Dimensions of the tensor that this stands for, with the batch."""
+        """Return the dimensions of the tensor that this stands for, with the batch."""
         return self.geometry.spatial_dims + 2
 
     @property
@@ -52,7 +55,11 @@ class AffineTensor(Affine):
         return self.dim()
 
     def size(self, axis: int | None = None) -> int:
-        """Only the number of channels is known."""
+        """Return the number of channels; no other size is known.
+
+        Raises:
+            NotAffine: another axis was asked for.
+        """
         if axis != 1:
             raise NotAffine("the forward looks at the size of the input")
         return self.geometry.out_channels
@@ -84,6 +91,8 @@ class AffineTensor(Affine):
 
 
 def _operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that enters a function under the names of torch functions."""
+
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             OPERATORS.add(name, function)
@@ -93,13 +102,13 @@ def _operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _constant(value: Any, like: AffineTensor) -> Tensor:
-    """A number, or one value per channel laid out to broadcast against ``(N, C, *spatial)``."""
+    """Return a constant that broadcasts against ``(N, C, *spatial)`` as ``(1,)`` or ``(C,)``."""
     tensor = torch.as_tensor(value).double()
     if tensor.numel() == 1:
         return tensor.reshape(1)
-    spatial_dims, channels = like.geometry.spatial_dims, like.geometry.out_channels
-    aligned = (1,) * (spatial_dims + 2 - tensor.dim()) + tuple(tensor.shape)
-    if aligned != (1, channels, *(1,) * spatial_dims):
+    dims, channels = like.geometry.spatial_dims, like.geometry.out_channels
+    aligned = (1,) * (dims + 2 - tensor.dim()) + tuple(tensor.shape)
+    if aligned != (1, channels, *(1,) * dims):
         raise NotAffine(f"a constant of shape {tuple(tensor.shape)} is not one value per channel")
     return tensor.reshape(-1)
 
@@ -111,11 +120,11 @@ def _add(a: Any, b: Any, *, alpha: float = 1.0) -> AffineTensor:
     elif alpha != 1:
         b = b * alpha
     if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
-        return a.add(b)
+        return a.add_map(b)
     value, constant = (a, b) if isinstance(a, AffineTensor) else (b, a)
     if isinstance(constant, (int, float)) and constant == 0:  # sum([...]) starts at 0
         return value
-    return value.scaled(None, _constant(constant, value))
+    return value.scale(None, _constant(constant, value))
 
 
 @_operator("sub", "sub_", "__sub__", "__isub__")
@@ -133,14 +142,14 @@ def _mul(a: Any, b: Any) -> AffineTensor:
     if isinstance(a, AffineTensor) and isinstance(b, AffineTensor):
         raise NotAffine("a product of two maps")
     value, constant = (a, b) if isinstance(a, AffineTensor) else (b, a)
-    return value.scaled(_constant(constant, value), None)
+    return value.scale(_constant(constant, value), None)
 
 
 @_operator("div", "div_", "__truediv__", "__itruediv__", "true_divide")
 def _div(a: Any, b: Any) -> AffineTensor:
     if isinstance(b, AffineTensor):
         raise NotAffine("a division by a map")
-    return a.scaled(1.0 / _constant(b, a), None)
+    return a.scale(1.0 / _constant(b, a), None)
 
 
 @_operator("neg", "__neg__", "negative")
@@ -186,20 +195,20 @@ def _batch_norm(
 ) -> AffineTensor:
     if training or running_mean is None or running_var is None:
         raise NotAffine("BatchNorm uses the statistics of the batch")
-    if running_mean.numel() != a.geometry.out_channels:
-        raise NotAffine(
-            f"BatchNorm of {running_mean.numel()} channels on {a.geometry.out_channels}"
-        )
-    return a.scaled(
-        *kernel_algebra.batch_norm_affine(running_mean, running_var, weight, bias, eps), layers=1
-    )
+    channels = a.geometry.out_channels
+    if running_mean.numel() != channels:
+        raise NotAffine(f"BatchNorm of {running_mean.numel()} channels on {channels}")
+    affine = kernel_algebra.batch_norm_affine(running_mean, running_var, weight, bias, eps)
+    return a.scale(*affine, layers=1)
 
 
 def _ints(value: Any, spatial_dims: int) -> Ints:
+    """Return one number per spatial axis."""
     given = (value,) if isinstance(value, int) else tuple(value)
     return given * spatial_dims if len(given) == 1 else given
 
 
+@_operator("conv1d", "conv2d", "conv3d")
 def _conv(
     a: Any,
     weight: Any,
@@ -211,38 +220,29 @@ def _conv(
 ) -> AffineTensor:
     if not isinstance(a, AffineTensor) or isinstance(weight, Affine):
         raise NotAffine("a convolution whose weight depends on the input")
-    spatial_dims = weight.dim() - 2
-    rate = _ints(dilation, spatial_dims)
+    dims = weight.dim() - 2
+    rate = _ints(dilation, dims)
     window = tuple(r * (k - 1) + 1 for r, k in zip(rate, weight.shape[2:], strict=True))
-    if isinstance(padding, str):
-        before = tuple((w - 1) // 2 if padding == "same" else 0 for w in window)
-        after = tuple(
-            w - 1 - b if padding == "same" else 0 for w, b in zip(window, before, strict=True)
-        )
+    if padding == "same":
+        before = tuple((w - 1) // 2 for w in window)
+        after = tuple(w - 1 - b for w, b in zip(window, before, strict=True))
+    elif isinstance(padding, str):
+        before = after = (0,) * dims
     else:
-        before = after = _ints(padding, spatial_dims)
-    geometry = Geometry(
-        weight.shape[1] * groups,
-        weight.shape[0],
-        groups,
-        window,
-        before,
-        after,
-        _ints(stride, spatial_dims),
-    )
-    return a.convolved(weight, bias, geometry, rate)
-
-
-_operator("conv1d", "conv2d", "conv3d")(_conv)
+        before = after = _ints(padding, dims)
+    channels, out = weight.shape[1] * groups, weight.shape[0]
+    steps = _ints(stride, dims)
+    return a.convolve(weight, bias, Geometry(channels, out, groups, window, before, after, steps), rate)
 
 
 @_operator("linear")
 def _linear(a: AffineTensor, weight: Tensor, bias: Tensor | None = None) -> AffineTensor:
     if a.geometry.spatial_dims:
         raise NotAffine("a linear layer on feature maps")
-    return a.convolved(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
+    return a.convolve(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
 
 
+@_operator("avg_pool1d", "avg_pool2d", "avg_pool3d")
 def _avg_pool(
     a: AffineTensor,
     kernel_size: Any,
@@ -252,53 +252,43 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> AffineTensor:
-    spatial_dims, channels = a.geometry.spatial_dims, a.geometry.out_channels
-    window, pads = _ints(kernel_size, spatial_dims), _ints(padding, spatial_dims)
+    dims, channels = a.geometry.spatial_dims, a.geometry.out_channels
+    window, pads = _ints(kernel_size, dims), _ints(padding, dims)
     if ceil_mode or (any(pads) and not count_include_pad):
         raise NotAffine("an average pool whose divisor varies with the position")
-    step = window if stride is None or stride == [] else _ints(stride, spatial_dims)
+    steps = window if stride is None or stride == [] else _ints(stride, dims)
     kernel = kernel_algebra.avg_pool_kernel(
         channels, channels, window, divisor_override, device=a.device
     )
-    return a.convolved(
-        kernel, None, Geometry(channels, channels, channels, window, pads, pads, step)
-    )
-
-
-_operator("avg_pool1d", "avg_pool2d", "avg_pool3d")(_avg_pool)
+    geometry = Geometry(channels, channels, channels, window, pads, pads, steps)
+    return a.convolve(kernel, None, geometry)
 
 
 @_operator("pad")
 def _pad(
     a: AffineTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> AffineTensor:
-    spatial_dims = a.geometry.spatial_dims
-    if mode != "constant" or value or len(pad) > 2 * spatial_dims:
+    dims = a.geometry.spatial_dims
+    if mode != "constant" or value or len(pad) > 2 * dims:
         raise NotAffine(f"padding by {mode} {value or ''}".rstrip())
-    full = list(pad) + [0] * (2 * spatial_dims - len(pad))
-    return a.padded(tuple(reversed(full[0::2])), tuple(reversed(full[1::2])))
+    full = list(pad) + [0] * (2 * dims - len(pad))
+    return a.pad(tuple(reversed(full[0::2])), tuple(reversed(full[1::2])))
 
 
 @_operator("__getitem__", "getitem")
 def _crop(a: AffineTensor, index: Any) -> AffineTensor:
-    spatial_dims = a.geometry.spatial_dims
     slices = index if isinstance(index, tuple) else (index,)
-    whole = slice(None)
-    if (
-        any(not isinstance(s, slice) or s.step not in (None, 1) for s in slices)
-        or slices[:2] != (whole, whole)
-        or len(slices) != spatial_dims + 2
-    ):
+    plain = all(isinstance(part, slice) and part.step in (None, 1) for part in slices)
+    everything = slice(None)
+    if not plain or slices[:2] != (everything, everything) or len(slices) != a.dim():
         raise NotAffine("an index that is not a crop")
     before, after = [], []
     for part in slices[2:]:
         start, stop = part.start or 0, part.stop
-        if (
-            not isinstance(start, int)
-            or start < 0
-            or not (stop is None or (isinstance(stop, int) and stop < 0))
-        ):
+        from_start = isinstance(start, int) and start >= 0
+        to_end = stop is None or (isinstance(stop, int) and stop < 0)
+        if not (from_start and to_end):
             raise NotAffine("a crop that depends on the size of the input")
         before.append(-start)
         after.append(stop or 0)
-    return a.padded(tuple(before), tuple(after))
+    return a.pad(tuple(before), tuple(after))
