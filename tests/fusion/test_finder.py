@@ -176,3 +176,91 @@ def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right()
         report = fuse_(model, verify=False)
         assert len(report.fused) == fused
     assert "folding it into 0 would be off by" in report.reason("1")
+
+
+class PlainConv(nn.Conv2d):
+    pass
+
+
+class PlainTransposed(nn.ConvTranspose2d):
+    pass
+
+
+class PlainNorm(nn.BatchNorm2d):
+    pass
+
+
+class PlainIdentity(nn.Identity):
+    pass
+
+
+class PlainDropout(nn.Dropout2d):
+    pass
+
+
+class PlainFlatten(nn.Flatten):
+    pass
+
+
+class PlainLinear(nn.Linear):
+    pass
+
+
+class Doubles(nn.Dropout):
+    def forward(self, x):
+        return 2 * x
+
+
+class Shifts(nn.Identity):
+    def forward(self, x):
+        return x + 1
+
+
+class Transposes(nn.ReLU):
+    def forward(self, x):
+        return x[:, :, None].expand(-1, -1, 4)
+
+
+def test_a_subclass_without_a_forward_of_its_own_is_its_base():
+    torch.manual_seed(0)
+    model = randomized(
+        nn.Sequential(
+            PlainConv(3, 4, 3),
+            PlainIdentity(),
+            PlainDropout(),
+            PlainNorm(4),
+            PlainTransposed(4, 2, 2),
+            PlainNorm(2),
+            PlainFlatten(),
+            PlainLinear(50, 4),
+            PlainLinear(4, 4),
+            nn.BatchNorm1d(4),
+        ).double()
+    )
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    report = fuse_(model).require_all()
+    assert len(report.fused) == 3
+    assert error(outputs(model, x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("between", [Doubles, Shifts])
+def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between):
+    torch.manual_seed(0)
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), between(), nn.BatchNorm2d(4)).double())
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    report = fuse_(model)
+    assert report.fused == ()
+    assert "its input comes from 1, not from a convolution or linear layer" in report.reason("2")
+    assert torch.equal(outputs(model, x), want)
+
+
+def test_an_activation_with_a_forward_of_its_own_may_change_the_dimensions():
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), Transposes(), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    model = randomized(nn.Sequential(*layers).double())
+    x = torch.randn(2, 4, dtype=torch.float64)
+    want = outputs(model, x)
+    assert "the dimensions of its result are unknown" in fuse_(model).reason("3")
+    assert torch.equal(outputs(model, x), want)

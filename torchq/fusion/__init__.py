@@ -1,4 +1,7 @@
-"""Exact merging of BatchNorms and parallel linear branches, before quantization. See docs/fuse.md."""
+"""Exact merging of BatchNorms and parallel linear branches, before quantization.
+
+See docs/fuse.md.
+"""
 
 from torchq.fusion.api import fuse_
 from torchq.fusion.batchnorm.fold import ConstantPad

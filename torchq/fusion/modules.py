@@ -53,9 +53,9 @@ def is_norm(module: nn.Module | None) -> TypeGuard[Any]:
 
 
 def is_plain(module: nn.Module | None, *classes: type[nn.Module]) -> bool:
-    """Return True if ``module`` is one of ``classes`` of torch.nn and computes what that class does.
+    """Return True if ``module`` is of one of ``classes`` and computes what that class does.
 
-    A subclass counts if it has no ``forward`` of its own.
+    A subclass of a class of torch.nn counts if it has no ``forward`` of its own.
     """
     return isinstance(module, classes) and _inherits_forward(module)
 

@@ -1,4 +1,4 @@
-"""What was fused, what was not, and why."""
+"""The report of ``fuse_``: what was fused, what was not, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchq.errors import FuseError
+from torchq.utils import wrap
 
 __all__ = ["FuseReport", "Fusion", "Refusal"]
+
+_INDENT = "      "  # of the later lines of a row that is wider than the terminal
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,15 @@ class Fusion:
 
     Attributes:
         name: path of the layer or block that carries the result.
-        kind: ``"norm after layer"``, ``"norm before layer"`` or the family of a re-parameterised block.
-        parts: paths of what was absorbed.
+        kind: ``"norm after layer"``, ``"norm before layer"`` or the family of a
+            re-parameterised block.
+        parts: paths of the modules that were merged into it.
         error: largest difference on random inputs in float64, relative to the largest output.
-        found_by: ``"fx"``, ``"recorder"`` or ``"names"``.
-        scale: for BatchNorms the largest ``|weight / sqrt(var + eps)|``; a large one (a dead channel) ruins per-tensor ranges.
-        spread_before, spread_after: largest over median per-channel magnitude of the weight; None where there was no single weight.
+        found_by: ``"fx"``, ``"recorder"``, ``"names"`` or ``"gradients"``.
+        scale: for BatchNorms the largest ``|weight / sqrt(var + eps)|``; a large one (a dead
+            channel) ruins per-tensor ranges.
+        spread_before, spread_after: largest over median per-channel magnitude of the weight; None
+            where there was no single weight.
     """
 
     name: str
@@ -33,27 +39,46 @@ class Fusion:
     spread_before: float | None = None
     spread_after: float | None = None
 
+    def __str__(self) -> str:
+        """Return one row of the report."""
+        details = [self.kind, self.found_by, f"error {self.error:.0e}"]
+        if self.spread_after is not None:
+            before = "" if self.spread_before is None else f"{self.spread_before:.1f} -> "
+            details.append(f"spread {before}{self.spread_after:.1f}")
+        parts = ", ".join(self.parts)
+        return f"{self.name or '(root)'}  <- {parts}  [{', '.join(details)}]"
+
 
 @dataclass(frozen=True)
 class Refusal:
-    """A BatchNorm or block that was left alone, and the reason."""
+    """A BatchNorm or block that was left as it is, and the reason.
+
+    Attributes:
+        name: its path.
+        reason: why merging it would not be exact, or not safe.
+    """
 
     name: str
     reason: str
 
+    def __str__(self) -> str:
+        """Return one row of the report."""
+        return f"{self.name or '(root)'}  refused: {self.reason}"
+
 
 @dataclass(frozen=True)
 class FuseReport:
-    """Result of :func:`torchq.fuse_`; ``print`` shows it as a table.
+    """The result of :func:`torchq.fuse_`; ``print`` shows it as a table.
 
     Attributes:
         fused: what was merged (with ``dry_run`` or after a failed check: what would have been).
-        refused: what was not.
-        applied: whether the model was changed.
+        refused: what was not merged.
+        applied: the model was changed.
         error: relative difference of the whole model on the example; None where it was not run.
-        tolerance: what ``error`` had to stay below.
+        tolerance: the limit of ``error``.
         notes: remarks on how the model was followed and compared.
-        record: the structure of each fusion, as JSON data; see :func:`torchq.fusion.fusion_record`.
+        record: the structure of each fusion, as JSON data; see
+            :func:`torchq.fusion.fusion_record`.
     """
 
     fused: tuple[Fusion, ...] = ()
@@ -70,14 +95,14 @@ class FuseReport:
         return max((fusion.error for fusion in self.fused), default=0.0)
 
     def reason(self, name: str) -> str | None:
-        """Why ``name`` was refused; None if it was not."""
+        """Return why the module at path ``name`` was refused; None if it was not."""
         return next((refusal.reason for refusal in self.refused if refusal.name == name), None)
 
     def require_all(self) -> FuseReport:
-        """Return the report, or raise where something was refused.
+        """Return the report, or raise if something was refused.
 
         Raises:
-            FuseError: lists every refusal.
+            FuseError: the text lists every refusal.
         """
         if self.refused:
             listed = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in self.refused)
@@ -87,18 +112,11 @@ class FuseReport:
         return self
 
     def __str__(self) -> str:
-        head = f"{len(self.fused)} fused, {len(self.refused)} refused, {'applied' if self.applied else 'model unchanged'}"
+        """Return a summary and a row for each merge, refusal and note, wrapped to the terminal."""
+        state = "applied" if self.applied else "model unchanged"
+        head = f"{len(self.fused)} fused, {len(self.refused)} refused, {state}"
         if self.error is not None:
             head += f", whole model off by {self.error:.1e} (limit {self.tolerance:.0e})"
-        rows = [
-            f"  {f.name or '(root)'}  <- {', '.join(f.parts)}  [{f.kind}, {f.found_by}, error {f.error:.0e}{_spread(f)}]"
-            for f in self.fused
-        ]
-        rows += [f"  {r.name or '(root)'}  refused: {r.reason}" for r in self.refused]
-        return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
-
-
-def _spread(fusion: Fusion) -> str:
-    if fusion.spread_before is None or fusion.spread_after is None:
-        return "" if fusion.spread_after is None else f", spread {fusion.spread_after:.1f}"
-    return f", spread {fusion.spread_before:.1f} -> {fusion.spread_after:.1f}"
+        rows = [f"  {row}" for row in (*self.fused, *self.refused)]
+        rows += [f"  note: {note}" for note in self.notes]
+        return "\n".join(wrap(row, indent=_INDENT) for row in (head, *rows))

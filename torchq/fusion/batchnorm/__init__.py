@@ -1,1 +1,1 @@
-"""Folding BatchNorm into the layer beside it."""
+"""Folding a BatchNorm into the layer beside it."""

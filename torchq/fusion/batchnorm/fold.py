@@ -1,4 +1,4 @@
-"""Planning and carrying out one fold: new numbers, a check in float64, an edit of the module tree."""
+"""One fold: new numbers for the layers, and an edit of the module tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes unchanged through what: modules that do nothing, the rank of linear layers, shifts at the border of convolutions."""
+"""What passes a value on: calls that change nothing, that move features, that keep dimensions."""
 
 from __future__ import annotations
 
@@ -6,84 +6,95 @@ from typing import Any
 
 from torch import nn
 
-from torchq.fusion.modules import TRANSPOSED, is_norm, norm_affine
+from torchq.fusion.modules import TRANSPOSED, is_norm, is_plain, norm_affine
+from torchq.fusion.quantized import RescalesOutput
 from torchq.graph import Call, Flow
 
-__all__ = ["border", "does_nothing", "inferred_rank", "moves_features", "paddable"]
+__all__ = ["border_obstacle", "does_nothing", "inferred_ndim", "moves_features", "paddable"]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_KEEP_NDIM = (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU)
 
 
 def does_nothing(call: Call) -> bool:
-    """Whether ``call`` gives back what it gets: an Identity, or dropout in eval mode."""
-    dropout = (
-        isinstance(call.module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
-        and not call.module.training
-    )
-    return type(call.module) is nn.Identity or dropout
+    """Return True if ``call`` returns its input: an Identity, or dropout in eval mode."""
+    module = call.module
+    if is_plain(module, nn.Identity):
+        return True
+    return module is not None and is_plain(module, *_DROPOUTS) and not module.training
 
 
 def moves_features(call: Call) -> tuple[int, ...]:
-    """The rank of the tensor whose last axis, the features of a linear layer, ``call`` brings to axis 1; empty if it does no such thing."""
+    """Return the ndim of the tensor whose last axis ``call`` brings to axis 1.
+
+    The last axis holds the features of a linear layer. The result has one number, or none if
+    ``call`` does no such thing.
+    """
+    arguments = call.arguments
     if call.name == "flatten":
-        return (3,) if tuple(a for a in call.arguments if isinstance(a, int)) == (0, 1) else ()
-    flat = (
-        call.arguments[0]
-        if len(call.arguments) == 1 and isinstance(call.arguments[0], (tuple, list))
-        else call.arguments
-    )
-    return (
-        (len(flat),)
-        if call.name == "permute" and tuple(flat) in ((0, 2, 1), (0, 3, 1, 2), (0, 4, 1, 2, 3))
-        else ()
-    )
+        axes = tuple(value for value in arguments if isinstance(value, int))
+        return (3,) if axes == (0, 1) else ()
+    if call.name != "permute":
+        return ()
+    if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
+        arguments = tuple(arguments[0])
+    moved = ((0, 2, 1), (0, 3, 1, 2), (0, 4, 1, 2, 3))
+    return (len(arguments),) if tuple(arguments) in moved else ()
 
 
-def inferred_rank(flow: Flow, call: Call) -> int | None:
-    """2 where the call's input was flattened from axis 1 on; layers, norms and elementwise modules in between keep the rank."""
+def inferred_ndim(flow: Flow, call: Call) -> int | None:
+    """Return 2 if the input of ``call`` was flattened from axis 1 on, else None for unknown.
+
+    Linear layers, BatchNorms and elementwise modules in between keep the number of dimensions.
+    """
     while len(call.inputs) == 1:
         call = flow.calls[call.inputs[0]]
-        if type(call.module) is nn.Flatten and (call.module.start_dim, call.module.end_dim) == (
-            1,
-            -1,
-        ):
+        if _flattens(call):
             return 2
-        if call.name == "flatten" and call.module is None and call.arguments in ((1,), (1, -1)):
-            return 2
-        if not (
-            isinstance(call.module, (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU))
-            or is_norm(call.module)
-            or does_nothing(call)
-        ):
+        if not (_keeps_ndim(call.module) or does_nothing(call)):
             return None
     return None
 
 
-def border(layer: Any) -> str | None:
-    """Why a shift before ``layer`` does not pass through it at the border, or None."""
+def _keeps_ndim(module: nn.Module | None) -> bool:
+    if isinstance(module, nn.Linear) and isinstance(module, RescalesOutput):
+        return True  # a quantized linear layer has a forward of its own
+    return is_plain(module, *_KEEP_NDIM) or is_norm(module)
+
+
+def _flattens(call: Call) -> bool:
+    """Return True if ``call`` flattens everything from axis 1 on."""
+    module: Any = call.module
+    if is_plain(module, nn.Flatten):
+        return (module.start_dim, module.end_dim) == (1, -1)
+    return module is None and call.name == "flatten" and call.arguments in ((1,), (1, -1))
+
+
+def border_obstacle(layer: Any) -> str | None:
+    """Return why a shift before ``layer`` does not pass through it at the border, or None."""
     if isinstance(layer, nn.Linear):
         return None
+    single_tap = set(layer.kernel_size) == {1}
     if isinstance(layer, TRANSPOSED):
-        plain = (
-            set(layer.kernel_size) == {1}
-            and set(layer.stride) == {1}
-            and not any(layer.padding)
-            and not any(layer.output_padding)
-        )
+        padded = any(layer.padding) or any(layer.output_padding)
+        if single_tap and set(layer.stride) == {1} and not padded:
+            return None
         return (
-            None
-            if plain
-            else "is transposed: how many taps overlap varies with the position, so a shift before it does not fold"
+            "is transposed: how many taps overlap varies with the position, so a shift before it"
+            " does not fold"
         )
-    if (
-        layer.padding_mode != "zeros"
-        or layer.padding == "valid"
-        or (layer.padding != "same" and not any(layer.padding))
-    ):
+    if layer.padding_mode != "zeros" or layer.padding == "valid":
         return None
-    if set(layer.kernel_size) == {1} and layer.padding == "same":
+    if layer.padding == "same" and single_tap:
         return None
-    return "pads with zeros, which a shift before it would change at the border; constant_pad=True pads explicitly instead"
+    if layer.padding != "same" and not any(layer.padding):
+        return None
+    return (
+        "pads with zeros, which a shift before it would change at the border;"
+        " constant_pad=True pads explicitly instead"
+    )
 
 
 def paddable(layer: Any, norm: Any) -> bool:
-    """Whether the zero point of ``norm`` exists in every channel, to pad ``layer`` with explicitly."""
+    """Return True if every channel of ``norm`` has a value that it maps to zero, to pad with."""
     return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())

@@ -1,1 +1,1 @@
-"""Turning a callable that is one linear map into one kernel."""
+"""Finding the one kernel of a callable that is one linear map."""

@@ -57,7 +57,8 @@ def batch_norm_affine(
     ``scale = weight / sqrt(var + eps)`` and ``shift = bias - mean * scale``.
 
     Args:
-        mean, var: the running statistics, ``(channels,)``.
+        mean: the running mean, ``(channels,)``.
+        var: the running variance, ``(channels,)``.
         weight: ``(channels,)``; None counts as one (``affine=False``).
         bias: ``(channels,)``; None counts as zero.
         eps: added to the variance.
@@ -227,7 +228,8 @@ def pad_kernel(kernel: Tensor, before: Sequence[int], after: Sequence[int]) -> T
 
     Args:
         kernel: ``(out, in / groups, *window)``.
-        before, after: the number of taps at either end of each spatial axis; negative for a crop.
+        before: taps at the low end of each spatial axis; negative for a crop.
+        after: taps at the high end of each spatial axis; negative for a crop.
     """
     pairs = zip(reversed(before), reversed(after), strict=True)
     flat = [amount for pair in pairs for amount in pair]

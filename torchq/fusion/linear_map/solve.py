@@ -109,9 +109,7 @@ def _taps_read(function: Function, in_channels: int, spatial_dims: int, size: in
     return _Taps(out_size, centre, touched.amin(0).tolist(), touched.amax(0).tolist())
 
 
-def _output_shape(
-    function: Function, in_channels: int, spatial_dims: int, size: int
-) -> torch.Size:
+def _output_shape(function: Function, in_channels: int, spatial_dims: int, size: int) -> torch.Size:
     with torch.no_grad():
         shape = (1, in_channels, *[size] * spatial_dims)
         return function(torch.zeros(shape, dtype=torch.float64)).shape
@@ -131,9 +129,7 @@ def _check_additive(function: Function, in_channels: int, spatial_dims: int) -> 
         raise NotAffine("the result for a sum is not the sum of the results")
 
 
-def _find_geometry(
-    function: Function, in_channels: int, spatial_dims: int
-) -> tuple[Geometry, int]:
+def _find_geometry(function: Function, in_channels: int, spatial_dims: int) -> tuple[Geometry, int]:
     """Return the geometry with one group, and an input size whose centre sees no border."""
     for size in (_SMALLEST, 23, 47, 95, 2 * _WIDEST):
         taps = _taps_read(function, in_channels, spatial_dims, size)
@@ -162,9 +158,7 @@ def _find_geometry(
     return Geometry(in_channels, out_channels, 1, *axes), size
 
 
-def extract(
-    function: Function, in_channels: int, spatial_dims: int
-) -> tuple[Geometry, KernelBias]:
+def extract(function: Function, in_channels: int, spatial_dims: int) -> tuple[Geometry, KernelBias]:
     """Read the kernel of a callable from its gradients, whatever is inside (engine B).
 
     The kernel of output channel ``c`` is the gradient of that channel, at a position away from

@@ -150,7 +150,9 @@ class Affine:
         Args:
             geometry: the geometry of the new map.
             build: computes its kernel.
-            layers, additions, cost: what the new map adds to the counts of this one.
+            layers: further convolutions, BatchNorms and pools.
+            additions: further additions of maps.
+            cost: further multiplications per output position.
         """
         counts = (self.layers + layers, self.additions + additions, self.cost + cost)
         return type(self)(self.source, geometry, build, *counts, device=self.device)
@@ -161,7 +163,8 @@ class Affine:
         """Return ``scale * self + shift``.
 
         Args:
-            scale, shift: one value per channel, or one for all; None for no change.
+            scale: one value per channel, or one for all; None for one.
+            shift: one value per channel, or one for all; None for zero.
             layers: the number of layers that this stands for.
         """
 
@@ -190,13 +193,16 @@ class Affine:
             weight: ``(out_channels, in_channels / groups, *kernel_size)``.
             bias: ``(out_channels,)`` or None.
             geometry: that of the dense convolution.
-            dilation: spreads ``weight`` over the window of ``geometry``; None for one that is dense.
+            dilation: spreads ``weight`` over the window of ``geometry``; None: it is dense.
 
         Raises:
             NotAffine: the convolution pads this map with zeros where the map would not be zero.
         """
         first = self.geometry
-        if geometry.in_channels != first.out_channels or geometry.spatial_dims != first.spatial_dims:
+        if (
+            geometry.in_channels != first.out_channels
+            or geometry.spatial_dims != first.spatial_dims
+        ):
             raise NotAffine(
                 f"a layer for {geometry.in_channels} channels follows {first.out_channels}"
             )
@@ -226,7 +232,8 @@ class Affine:
         """Raise :class:`NotAffine` unless zeros around this map are zeros around the source.
 
         Args:
-            before, after: the number of zeros at either end of each spatial axis.
+            before: the number of zeros at the low end of each spatial axis.
+            after: the number of zeros at the high end of each spatial axis.
         """
         inner = self.geometry
         for axis, pads in enumerate(zip(before, after, strict=True)):
@@ -242,7 +249,8 @@ class Affine:
         """Return this map with zeros around it, or with negative numbers a crop of it.
 
         Args:
-            before, after: the number of zeros at either end of each spatial axis.
+            before: the number of zeros at the low end of each spatial axis.
+            after: the number of zeros at the high end of each spatial axis.
 
         Raises:
             NotAffine: zeros around this map are not zeros around the source.
@@ -293,7 +301,7 @@ class Affine:
         return KernelBias(kernel_algebra.pad_kernel(kernel, before, after), self.value.bias)
 
     def symmetric(self) -> tuple[Geometry, KernelBias]:
-        """Return the map with equal, non-negative padding at both ends, as torch's layers have it."""
+        """Return the map with equal padding at both ends, as torch's layers have it."""
         g = self.geometry
         padding = tuple(max(b, a, 0) for b, a in zip(g.before, g.after, strict=True))
         ends = zip(g.window, padding, g.before, g.after, strict=True)

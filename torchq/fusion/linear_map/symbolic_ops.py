@@ -232,7 +232,9 @@ def _conv(
         before = after = _ints(padding, dims)
     channels, out = weight.shape[1] * groups, weight.shape[0]
     steps = _ints(stride, dims)
-    return a.convolve(weight, bias, Geometry(channels, out, groups, window, before, after, steps), rate)
+    return a.convolve(
+        weight, bias, Geometry(channels, out, groups, window, before, after, steps), rate
+    )
 
 
 @_operator("linear")

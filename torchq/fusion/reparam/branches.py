@@ -156,7 +156,7 @@ def branches_of(block: nn.Module, rule: BlockRule) -> Branches:
 
 
 def _linear_part(block: nn.Module, rule: BlockRule) -> nn.Module:
-    """Return a second module of the block's class with the same branches, and nothing behind them."""
+    """Return a module of the block's class with the same branches and nothing behind them."""
     own = (*block.children(), *block.parameters(recurse=False), *block.buffers(recurse=False))
     twin = copy_module(block, sharing=own)
     branches = set(attributes_like(block, rule.branches))

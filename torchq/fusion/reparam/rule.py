@@ -196,7 +196,7 @@ def _bypassed(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
 
 
 def attributes_like(block: nn.Module, globs: tuple[str, ...]) -> list[str]:
-    """Return the attributes of ``block``, own or registered, that match, in the order of ``globs``."""
+    """Return the attributes of ``block`` that match, in the order of ``globs``."""
     own = [
         *vars(block),
         *(name for name, _ in block.named_children()),

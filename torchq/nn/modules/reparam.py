@@ -66,7 +66,7 @@ class QuantBranches(OutputScaling, QuantModule, Branches):
         return merged.train(self.training)
 
     def _batch_statistics(self, x: Tensor) -> dict[str, Tensor]:
-        """Run the branches on ``x``; return mean and variance of each training BatchNorm's input."""
+        """Return mean and variance of the input of each BatchNorm in training mode."""
         norms = {
             name: norm
             for name, norm in self.branches.named_modules()
