@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.fusion.batchnorm.fold import plan_fold
 from torchq.fusion.batchnorm.flow import find_flow
+from torchq.fusion.batchnorm.fold import plan_fold
 from torchq.fusion.batchnorm.pairs import find_pairs
 from torchq.fusion.modules import is_norm
 from torchq.fusion.reparam.blocks import plan_blocks
