@@ -191,7 +191,7 @@ class Int8ConvTranspose(Int8Conv):
             apart = y.unflatten(-1, (self.params.groups, *strides, -1))
             pairs = [axis for i in range(spatial_dims) for axis in (1 + i, 2 + spatial_dims + i)]
             together = apart.permute(0, *pairs, 1 + spatial_dims, -1)
-            y = together.reshape(len(y), *lengths, y.shape[-1] // self.phases).movedim(-1, 1)
+            y = together.reshape(y.shape[0], *lengths, y.shape[-1] // self.phases).movedim(-1, 1)
         for i, (axis, size) in enumerate(zip(self.axes, sizes, strict=True)):
             if size != y.shape[2 + i]:
                 y = y.narrow(2 + i, axis.start, size)
