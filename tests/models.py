@@ -7,9 +7,10 @@ otherwise.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["RepVGGBlock", "StagedNet"]
+__all__ = ["ConvBNReLU", "ConvNet", "SamePadConv2d", "StagedNet", "image_batches"]
 
 
 class StagedNet(nn.Module):
@@ -33,27 +34,39 @@ class StagedNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class RepVGGBlock(nn.Module):
-    """The block of RepVGG: a 3x3 and a 1x1 convolution and the identity, each with BatchNorm.
-
-    Input (N, in_channels, H, W), output (N, out_channels, H, W).
-    """
+class ConvBNReLU(nn.Sequential):
+    """A 3x3 convolution with BatchNorm and ReLU. Input (N, in_channels, H, W)."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.nonlinearity = nn.ReLU()
-        self.rbr_dense = nn.Sequential()
-        self.rbr_dense.add_module(
-            "conv", nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, 3, padding=1),
+            nn.BatchNorm2d(out_channels, eps=1e-3, momentum=0.03),
+            nn.ReLU(),
         )
-        self.rbr_dense.add_module("bn", nn.BatchNorm2d(out_channels))
-        self.rbr_1x1 = nn.Sequential()
-        self.rbr_1x1.add_module("conv", nn.Conv2d(in_channels, out_channels, 1, bias=False))
-        self.rbr_1x1.add_module("bn", nn.BatchNorm2d(out_channels))
-        self.rbr_identity = nn.BatchNorm2d(in_channels) if in_channels == out_channels else None
+
+
+class ConvNet(nn.Module):
+    """Three blocks, a residual addition, and a linear head. Input (N, 3, H, W), output (N, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvBNReLU(3, 8)
+        self.left, self.right = ConvBNReLU(8, 8), ConvBNReLU(8, 8)
+        self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "rbr_reparam"):
-            return self.nonlinearity(self.rbr_reparam(x))
-        identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
-        return self.nonlinearity(self.rbr_dense(x) + self.rbr_1x1(x) + identity)
+        x = self.stem(x)
+        return self.head((x + self.right(self.left(x))).mean((2, 3)))
+
+
+class SamePadConv2d(nn.Conv2d):
+    """A convolution with a forward of its own, as in timm and EfficientNet ports."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, [1, 1, 1, 1]))
+
+
+def image_batches(count: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return images (4, 3, 8, 8), the same in every call."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(count)]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests import models
+from tests.fusion.zoo import RepVGGBlock
 from torchq.compat import pytorch_quantization
 from torchq.utils.registry import Registry
 
@@ -65,7 +66,7 @@ def common() -> dict[str, Any]:
 
 def with_branches() -> dict[str, Any]:
     """Return the common names around a model of re-parameterised blocks."""
-    model = nn.Sequential(models.RepVGGBlock(3, 3), models.RepVGGBlock(3, 3))
+    model = nn.Sequential(RepVGGBlock(3, 3), RepVGGBlock(3, 3))
     return {**common(), "model": model.eval()}
 
 

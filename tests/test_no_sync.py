@@ -38,7 +38,7 @@ def test_the_detector_catches_it(name: str) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute statistics as off the CPU, where nothing may look at values."""
     for module in (binning, histogram):
-        monkeypatch.setattr(module, "on_host", lambda x: False)
+        monkeypatch.setattr(module, "is_on_host", lambda x: False)
 
 
 COLLECTORS: list[tuple[str, Granularity]] = [

@@ -50,7 +50,7 @@ NAMES = models.list_models(module=models)
 
 @pytest.fixture
 def cheap_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip initial weights, which need more time than running most models; one fill replaces them."""
+    """Skip initial weights, which need more time than most models; one fill replaces them."""
     for name in RANDOM:
         monkeypatch.setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
 

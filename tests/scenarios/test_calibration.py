@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchq
-from tests.scenarios.models import ConvNet, batches
+from tests.models import ConvNet, image_batches
 from torchq.errors import CalibrationError
 from torchq.workflow import quantizers
 
@@ -17,7 +17,7 @@ from torchq.workflow import quantizers
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_s13_poisoned_batch_is_named_and_the_others_are_intact(value: float) -> None:
     """The head alone sees the bad number, because a hook puts it there."""
-    data, clean, model = batches(3), ConvNet(), ConvNet()
+    data, clean, model = image_batches(3), ConvNet(), ConvNet()
     model.load_state_dict(clean.state_dict())
     calls = []
 
@@ -72,9 +72,9 @@ def test_s15_calibrated_in_inference_mode_then_trained() -> None:
         model = ConvNet()
         torchq.quantize_(model, recipe)
         with torch.inference_mode():
-            torchq.calibrate(model, batches(), progress=False)
+            torchq.calibrate(model, image_batches(), progress=False)
         assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model(batches()[0]).square().sum().backward()
+        model(image_batches()[0]).square().sum().backward()
         optimizer.step()
         assert bool(model.head.weight.isfinite().all())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.scenarios.models import ConvNet, batches
+from tests.models import ConvNet, image_batches
 from torchq import QuantConfig
 from torchq.workflow import quantizers
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def calibrated(config: QuantConfig | None = None) -> ConvNet:
     model = ConvNet().eval()
     torchq.quantize_(model, config)
-    torchq.calibrate(model, batches(), progress=False)
+    torchq.calibrate(model, image_batches(), progress=False)
     return model
 
 
@@ -45,7 +45,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
-    model, x = calibrated(), batches()[0]
+    model, x = calibrated(), image_batches()[0]
     state = {
         k: SHAPES[shape](v) if k.endswith("amax") else v for k, v in model.state_dict().items()
     }
@@ -66,7 +66,7 @@ def test_s17_strict_state_dict_into_an_uncalibrated_model(shape: str) -> None:
 
 @pytest.mark.parametrize("stage", ["uncalibrated", "calibrated", "trained"])
 def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> None:
-    model, x = fresh() if stage == "uncalibrated" else calibrated(), batches()[0]
+    model, x = fresh() if stage == "uncalibrated" else calibrated(), image_batches()[0]
     if stage == "trained":
         model(x).sum().backward()
     expected = model(x).detach()
@@ -86,7 +86,7 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
 
 def test_s19_exponential_moving_average() -> None:
     """As ultralytics does it, over 20 steps of QAT: fixed ranges stay, the average is quantized and near the model."""
-    model, x = calibrated().train(), batches()[0]
+    model, x = calibrated().train(), image_batches()[0]
     average = copy.deepcopy(model).eval()
     for p in average.parameters():
         p.requires_grad_(False)
@@ -120,16 +120,16 @@ def test_s20_resume_keeps_the_ranges() -> None:
     with pytest.warns(
         UserWarning, match=r"8 quantizers are calibrated already and keep their ranges .*force=True"
     ):
-        torchq.calibrate(resumed, [9 * x for x in batches()], progress=False)
+        torchq.calibrate(resumed, [9 * x for x in image_batches()], progress=False)
     assert all(torch.equal(resumed.state_dict()[key], value) for key, value in state.items())
-    torchq.calibrate(resumed, [9 * x for x in batches()], progress=False, force=True)
+    torchq.calibrate(resumed, [9 * x for x in image_batches()], progress=False, force=True)
     assert not torch.equal(
         resumed.stem[0].input_quantizer.amax, state["stem.0.input_quantizer.amax"]
     )
 
 
 def test_s21_checkpoint_of_the_ancestor() -> None:
-    model, x = calibrated(), batches()[0]
+    model, x = calibrated(), image_batches()[0]
     names = {
         "input_quantizer.amax": "_input_quantizer._amax",
         "weight_quantizer.amax": "_weight_quantizer._amax",
@@ -149,7 +149,7 @@ def test_s21_checkpoint_of_the_ancestor() -> None:
 
 @pytest.mark.parametrize("move", ["half", "double", "bfloat16", "to", "meta"])
 def test_s22_moves_keep_the_ranges(move: str) -> None:
-    model, x = calibrated(), batches()[0]
+    model, x = calibrated(), image_batches()[0]
     before = {n: q.amax.clone() for n, q in quantizers(model).items()}
     if move == "meta":
         state = model.state_dict()
@@ -174,10 +174,10 @@ def test_s22_moves_keep_the_ranges(move: str) -> None:
 def test_s22_gpu(device: torch.device) -> None:
     """Built, calibrated and loaded wherever the model is: never a tensor on another device."""
     model = fresh().to(device)
-    torchq.calibrate(model, batches(), progress=False)
+    torchq.calibrate(model, image_batches(), progress=False)
     twin = fresh().to(device)
     twin.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})
-    x = batches()[0].to(device)
+    x = image_batches()[0].to(device)
     assert twin(x).device.type == device.type and all(
         q.amax.device.type == device.type for q in quantizers(twin).values()
     )

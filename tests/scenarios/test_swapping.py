@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Conv2d, Linear
 
 import torchq
-from tests.scenarios.models import ConvNet, batches
+from tests.models import ConvNet, SamePadConv2d, image_batches
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.nn import QuantConv2d, QuantLinear, QuantModule
@@ -55,7 +55,7 @@ def test_s04_optimizer_built_before_swap() -> None:
     ids, before = [id(p) for p in model.parameters()], conv.weight.detach().clone()
     torchq.quantize_(model)
     assert [id(p) for p in model.parameters()] == ids
-    y = frozen(conv(batches()[0].requires_grad_()).bfloat16())
+    y = frozen(conv(image_batches()[0].requires_grad_()).bfloat16())
     assert y.dtype is torch.bfloat16
     y.float().sum().backward()
     optimizer.step()
@@ -99,21 +99,14 @@ def test_s05_shared_module_and_tied_weights() -> None:
     twin.load_state_dict(plain, strict=True)  # a float checkpoint too
 
 
-class SamePad(nn.Conv2d):
-    """timm's way."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(nn.functional.pad(x, [1, 1, 1, 1]))
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_s06_subclass_weight_norm_and_attention() -> None:
     """Each is quantized, with an effect, or reported; never silently float."""
     x = torch.randn(2, 3, 8, 8)
     normed = nn.utils.weight_norm(Conv2d(3, 3, 3))
-    model = nn.Sequential(SamePad(3, 3, 3), normed)
+    model = nn.Sequential(SamePadConv2d(3, 3, 3), normed)
     report = torchq.quantize_(model)
-    assert [d.name for d in report.skipped] == ["0"] and "SamePad" in report.skipped[0].reason
+    assert [d.name for d in report.skipped] == ["0"] and "SamePadConv2d" in report.skipped[0].reason
     assert [d.name for d in report.replaced] == ["1"]
     quantized = model(x)
     with torchq.disabled(model, "1"):
@@ -143,9 +136,9 @@ def test_s07_user_placed_quantizer_on_a_residual() -> None:
     model = Residual().eval()
     own = model.residual
     torchq.quantize_(model)
-    torchq.calibrate(model, batches(), progress=False)
+    torchq.calibrate(model, image_batches(), progress=False)
     assert model.residual is own and own.calibrated
-    x = batches()[0]
+    x = image_batches()[0]
     quantized = model(x)
     with torchq.disabled(model, "residual"):
         assert not torch.equal(model(x), quantized)
@@ -177,7 +170,7 @@ def test_s08_control_flow_and_structured_data() -> None:
 
 
 def test_s09_exclude_disable_and_restore_after_an_exception() -> None:
-    plain, model, x = ConvNet().eval(), ConvNet().eval(), batches()[0]
+    plain, model, x = ConvNet().eval(), ConvNet().eval(), image_batches()[0]
     model.load_state_dict(plain.state_dict())
     torchq.quantize_(model, exclude=["head"])
     assert type(model.head) is Linear and isinstance(model.stem[0], QuantModule)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.contracts.quantize_contract import expected, layouts, same
-from tests.scenarios.models import ConvNet, batches
+from tests.models import ConvNet, image_batches
 from torchq import QuantConfig, QuantDescriptor, TensorQuantizer
 from torchq.formats import INT8, PerTensor
 
@@ -57,7 +57,7 @@ def test_s24_autocast_trains(recipe: str) -> None:
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
     model = ConvNet().to(device)
     torchq.quantize_(model, torchq.recipes.by_name(recipe))
-    data = [x.to(device) for x in batches()]
+    data = [x.to(device) for x in image_batches()]
     with torch.autocast(device, dtype):
         torchq.calibrate(model, data, progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -115,8 +115,8 @@ def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
 def test_s26_compiled_whole_equals_eager(recipe: str) -> None:
     model = ConvNet().double().train()
     torchq.quantize_(model, torchq.recipes.by_name(recipe))
-    torchq.calibrate(model, batches(dtype=torch.float64), progress=False)
-    assert_compiled_trains_equally(model, batches(dtype=torch.float64)[0])
+    torchq.calibrate(model, image_batches(dtype=torch.float64), progress=False)
+    assert_compiled_trains_equally(model, image_batches(dtype=torch.float64)[0])
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -135,9 +135,9 @@ def test_s28_frozen_batchnorm_and_its_settings() -> None:
     torchq.quantize_(model, QuantConfig(torchq.recipes.int8().rules))
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
-    torchq.calibrate(model, batches(), progress=False)
+    torchq.calibrate(model, image_batches(), progress=False)
     torchq.qat.freeze_bn_(model)
     before = [m.running_mean.clone() for m in norms if m.running_mean is not None]
     model.train()
-    model(batches()[0]).square().mean().backward()
+    model(image_batches()[0]).square().mean().backward()
     assert all(torch.equal(m.running_mean, b) for m, b in zip(norms, before, strict=True))  # type: ignore[arg-type]

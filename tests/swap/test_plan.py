@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import torchq
+from tests.models import SamePadConv2d
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 
@@ -28,13 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.stem(x)).mean((2, 3)))
-
-
-class SamePad(nn.Conv2d):
-    """As timm's Conv2dSame: pads by itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(nn.functional.pad(x, [1, 1, 1, 1]))
 
 
 def replaced(config: QuantConfig | None = None, **options: Any) -> list[str]:
@@ -174,9 +168,9 @@ class OwnAttention(nn.MultiheadAttention):
     ("make", "name", "reason"),
     [
         (
-            lambda: SamePad(3, 4, 3),
+            lambda: SamePadConv2d(3, 4, 3),
             "1",
-            r"a subclass of Conv2d with code .*; register a twin with torchq.register\(.*SamePad\)",
+            r"a subclass of Conv2d with code .*; register a twin with torchq.register\(.*SamePadConv2d\)",
         ),
         (own_forward, "1", "forward was replaced on the instance"),
         (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "1", "parametrized; bake it"),
@@ -212,7 +206,7 @@ def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, rea
 
 
 def test_report_reads_well() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), SamePad(1, 1, 3), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), SamePadConv2d(1, 1, 3), nn.Linear(2, 2))
     lines = str(torchq.plan(model, exclude="2")).splitlines()
     assert (
         len(
@@ -225,7 +219,7 @@ def test_report_reads_well() -> None:
     )  # aligned
     skipped = (
         "a subclass of Conv2d with code of its own may compute something else; "
-        f"register a twin with torchq.register({__name__}.SamePad)"
+        "register a twin with torchq.register(tests.models.SamePadConv2d)"
     )
     assert [re.split(r"  +", line) for line in lines] == [
         ["module", "type", "what", "rule"],
@@ -235,7 +229,7 @@ def test_report_reads_well() -> None:
             "input int8 per-tensor max, weight int8 axis=0 max",
             "type:torch.nn.modules.linear.Linear",
         ],
-        ["1", "SamePad", f"SKIPPED: {skipped}"],
+        ["1", "SamePadConv2d", f"SKIPPED: {skipped}"],
         ["2", "Linear", "SKIPPED: excluded", "2"],
         ["1 quantized, 2 skipped, recipe int8"],
     ]
