@@ -137,8 +137,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     out.add_argument(
         "--target",
-        choices=("tensorrt", "onnxruntime", "openvino"),
-        help="the runtime that the ONNX file is for",
+        choices=torchq.targets(),
+        help="the runtime to place quantizers for and to shape the ONNX file for",
     )
     out.add_argument(
         "--opset", type=int, help="of the ONNX file (default: 20, or 21 where the types need it)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterable
 from itertools import islice
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.cli.loading import load_batches, load_model
 from torchq.errors import ConfigError
+from torchq.onnx.preflight import check_formats
 
 __all__ = ["run_quantize"]
 
@@ -23,23 +25,45 @@ def run_quantize(args: argparse.Namespace) -> None:
     model = load_model(args.model, args.weights).to(args.device)
     config = _config(args.recipe)
     if args.dry_run:
-        print(torchq.plan(model, config, include=args.include, exclude=args.exclude))
+        print(torchq.plan(model, config, target=args.target, **_selection(args)))
         return
     if args.data is None:
         raise ConfigError(
             "--data is missing; expected a folder of images or package.module:loader (or --dry-run)"
         )
+    _check_outputs(args)
     batches = list(_head(_batches(args), args.num_batches))
     example = _example(batches[0]).to(args.device)
     if args.fuse:
         fused = torchq.fuse_(model, (example[:1],)).fused
         print(f"fused {len(fused)} BatchNorms and branches")
-    report = torchq.quantize_(model, config, include=args.include, exclude=args.exclude)
-    print(report)
+    # A target wants one range for all quantizers of one tensor, which the example call finds.
+    one = None if args.target is None else (example[:1],)
+    print(torchq.quantize_(model, config, target=args.target, example=one, **_selection(args)))
+    if args.export:
+        check_formats(model)
     started = time.perf_counter()
     torchq.calibrate(model, batches, method=args.calib, on_unseen=args.on_unseen)
     print(f"calibrated on {len(batches)} batches in {time.perf_counter() - started:.1f} s")
     _write(model, example, batches, args)
+
+
+def _selection(args: argparse.Namespace) -> dict[str, Any]:
+    return {"include": args.include, "exclude": args.exclude}
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise an error where a file could not be written later, before any work is done."""
+    for option, path in (("--export", args.export), ("--save", args.save)):
+        if path is None:
+            continue
+        folder = Path(path).absolute().parent
+        if Path(path).is_dir():
+            raise ConfigError(f"{option} {path}: is a folder; expected a file")
+        if not folder.is_dir():
+            raise ConfigError(f"{option} {path}: the folder {folder} does not exist")
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{option} {path}: the folder {folder} is not writable")
 
 
 def _config(recipe: str) -> torchq.QuantConfig:

@@ -16,7 +16,7 @@ from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["check_quantizers", "choose_exporter", "default_opset"]
+__all__ = ["check_formats", "check_quantizers", "choose_exporter", "default_opset"]
 
 _OPSETS = range(10, 24)
 _DYNAMO_MIN = 18
@@ -68,6 +68,19 @@ def default_opset(model: nn.Module) -> int:
             with suppress(ExportError):  # check_quantizers raises it with the quantizer's name.
                 needed = max(needed, opset_needed(descriptor.format, descriptor.granularity)[0])
     return needed
+
+
+def check_formats(model: nn.Module) -> None:
+    """Raise an error where a quantizer has a format or scales that no ONNX file can hold.
+
+    Ranges are not looked at, so that this can be known before calibration.
+
+    Raises:
+        ExportError: ONNX has no such type, no such granularity, or no such scales.
+    """
+    for name, quantizer in quantizers(model).items():
+        if quantizer.quantizing or quantizer.observing:
+            _needed_opset(name, quantizer)
 
 
 def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, TensorQuantizer]:
@@ -145,10 +158,11 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
 )
 
 
-def _check_opset(name: str, quantizer: TensorQuantizer, opset: int, modern: bool) -> None:
+def _needed_opset(name: str, quantizer: TensorQuantizer) -> tuple[int, str]:
+    """Return the first opset that can hold a quantizer, and what needs it."""
     descriptor = quantizer.descriptor
     try:
-        needed, what = opset_needed(descriptor.format, descriptor.granularity)
+        needed = opset_needed(descriptor.format, descriptor.granularity)
     except ExportError as error:
         raise ExportError(f"{name}: {error}") from None
     if descriptor.scale_format is not None:
@@ -156,6 +170,12 @@ def _check_opset(name: str, quantizer: TensorQuantizer, opset: int, modern: bool
             f"{name}: has {descriptor.scale_format} block scales; expected float32 ones, "
             "ONNX Q/DQ has no others"
         )
+    return needed
+
+
+def _check_opset(name: str, quantizer: TensorQuantizer, opset: int, modern: bool) -> None:
+    descriptor = quantizer.descriptor
+    needed, what = _needed_opset(name, quantizer)
     if needed > TORCHSCRIPT_MAX and not modern:
         if descriptor.format.bits > 4 or descriptor.block_size is not None:
             raise ExportError(

@@ -21,7 +21,7 @@ from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, evaluating, matches, qualified_name
 
-__all__ = ["Placement", "keep_inputs_float", "plan_placement", "share_common_ranges_"]
+__all__ = ["Placement", "adapt_to_target", "plan_placement", "share_common_ranges_"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,19 +108,30 @@ def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescript
     return found.replace(num_bits=8, name=None) if narrow else found.replace(name=None)
 
 
-def keep_inputs_float(decisions: Sequence[Decision], target: Target) -> tuple[Decision, ...]:
-    """The decisions, with no input quantizer where the target has no integer kernel."""
+def adapt_to_target(decisions: Sequence[Decision], target: Target) -> tuple[Decision, ...]:
+    """Return the decisions without what the integer kernels of a target cannot take.
 
-    def changed(d: Decision) -> Decision:
-        if d.reason or not any(
-            matches(pattern, d.names, d.module) for pattern in target.float_inputs
-        ):
-            return d
-        if d.weight is None:
-            return dataclasses.replace(d, reason=f"{target.name} has no integer kernel for it")
-        return dataclasses.replace(d, input=None)
+    Inputs stay float where the target has no integer kernel; weights get one scale where it takes
+    no more.
+    """
+    return tuple(_adapted(decision, target) for decision in decisions)
 
-    return tuple(changed(d) for d in decisions)
+
+def _adapted(decision: Decision, target: Target) -> Decision:
+    def selected(patterns: tuple[str, ...]) -> bool:
+        return any(matches(pattern, decision.names, decision.module) for pattern in patterns)
+
+    if decision.reason:
+        return decision
+    if selected(target.float_inputs):
+        if decision.weight is None:
+            reason = f"{target.name} has no integer kernel for it"
+            return dataclasses.replace(decision, reason=reason)
+        decision = dataclasses.replace(decision, input=None)
+    weight = decision.weight
+    if weight is not None and weight.axis is not None and selected(target.per_tensor_weights):
+        decision = dataclasses.replace(decision, weight=weight.replace(axis=None, name=None))
+    return decision
 
 
 def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:

@@ -9,7 +9,7 @@ from torch import nn
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.swap.decisions import SwapReport, check_used, decide, patterns
-from torchq.swap.placement import keep_inputs_float, plan_placement
+from torchq.swap.placement import adapt_to_target, plan_placement
 from torchq.swap.targets import TARGETS
 from torchq.utils import Pattern
 
@@ -61,7 +61,7 @@ def plan(
         return SwapReport(config, decisions)
     runtime = TARGETS[target]
     placement = plan_placement(model, config, runtime, wanted)
-    layers = keep_inputs_float(decide(model, placement.config, wanted), runtime)
+    layers = adapt_to_target(decide(model, placement.config, wanted), runtime)
     decisions = (*layers, *(d for _, d in placement.operators), *placement.skipped)
     check_used(model, config, wanted, decisions)
     return SwapReport(placement.config, decisions, placement.operators, runtime)

@@ -1,0 +1,98 @@
+"""``torchq quantize --target``: the file that it writes is the one that Python would write."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import torchq
+from torchq.cli import main
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+MODULE = """
+import torch
+from torch import nn
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.last, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        x = (x + self.second(self.first(x).relu())).relu()
+        return self.head(self.last(x).relu().mean((2, 3)))
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, 3, 8, 8, generator=generator), torch.zeros(2)) for _ in range(3)]
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "residual_net.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "residual_net", raising=False)
+    return ["quantize", "--model", "residual_net:Residual", "--data", "residual_net:loader"]
+
+
+def test_no_node_of_the_file_falls_back_to_float(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--export", "m.onnx", "--target", "onnxruntime"]) == 0
+    out = capsys.readouterr().out
+    assert "m.onnx: agrees" in out
+    nodes = torchq.inspect_onnx("m.onnx")
+    assert nodes.fallbacks == ()
+    kinds = Counter(node.kind for node in nodes.integer if node.kind != "Squeeze")
+    assert kinds == {
+        "QLinearConv": 4,
+        "QLinearAdd": 1,
+        "QLinearGlobalAveragePool": 1,
+        "MatMulIntegerToFloat": 1,
+    }
+
+
+def test_a_dry_run_shows_what_the_target_adds(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--dry-run"]) == 0
+    assert "quant_add" not in capsys.readouterr().out
+    assert main([*command, "--dry-run", "--target", "onnxruntime"]) == 0
+    assert "quant_add" in capsys.readouterr().out
+
+
+def test_help_lists_the_registered_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    assert "{" + ",".join(torchq.targets()) + "}" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_formats_that_no_file_can_hold_are_refused_before_calibration(
+    recipe: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--recipe", recipe, "--export", "m.onnx"]) == 2
+    captured = capsys.readouterr()
+    assert "ONNX" in captured.err
+    assert "calibrated" not in captured.out
+
+
+@pytest.mark.parametrize("option", ["--export", "--save"])
+def test_outputs_are_checked_before_any_work(
+    option: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, option, "missing/m"]) == 2
+    captured = capsys.readouterr()
+    assert "missing does not exist" in captured.err
+    assert "fused" not in captured.out

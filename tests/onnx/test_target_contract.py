@@ -1,0 +1,186 @@
+"""What every ONNX target promises, run over the registry. A new target is a file and a row here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from tests.onnx.exported import Residual, calibrated
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.errors import ConfigError
+from torchq.onnx import OnnxTarget, retarget_onnx
+from torchq.onnx.ir import load_model, nodes_of
+from torchq.onnx.qdq import axis_of, qparams_of, quantizer_nodes, stored_weight
+from torchq.onnx.targets.activations import ActivationTypes
+from torchq.swap import TARGETS, Target
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+class Case(NamedTuple):
+    """What a target does with a residual network, and a model that breaks one of its rules.
+
+    Attributes:
+        nonnegative: Type and zero point of activations that cannot be negative.
+        others: Type and zero point of the other activations.
+        channels_of: Operators whose weight has a scale per channel.
+        offender: A module that one of the rules warns about, for images of 16 channels.
+        weight: The descriptor of its weights.
+        warning: A part of the text.
+    """
+
+    nonnegative: tuple[str, int]
+    others: tuple[str, int]
+    channels_of: tuple[str, ...]
+    offender: Callable[[], nn.Module]
+    warning: str
+    weight: QuantDescriptor = QuantDescriptor(axis=0)
+
+
+def odd_channels() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(16, 9, 3))
+
+
+def unfused() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+
+
+CASES = {
+    "tensorrt": Case(("int8", 0), ("int8", 0), ("Conv", "Gemm"), odd_channels, "9 channels"),
+    "onnxruntime": Case(
+        ("uint8", 0), ("uint8", 128), ("Conv", "MatMul"), odd_channels, "output is not quantized"
+    ),
+    "openvino": Case(("uint8", 0), ("int8", 0), ("Conv", "Gemm"), unfused, "a BatchNorm follows"),
+    "qnn": Case(
+        ("uint8", 0),
+        ("uint8", 128),
+        ("Conv",),
+        odd_channels,
+        "QNN takes symmetric int8 weights",
+        QuantDescriptor(4, axis=0),
+    ),
+}
+
+
+def test_every_target_has_a_row() -> None:
+    assert set(CASES) == set(TARGETS) == set(torchq.targets())
+    assert all(isinstance(TARGETS[name], OnnxTarget) for name in TARGETS)
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, nn.Module, Path]:
+    """A residual network, quantized and exported for a target."""
+    torch.manual_seed(0)
+    target, x = request.param, torch.randn(8, 3, 16, 16)
+    model = calibrated(Residual(), x, target=target, example=x[:1])
+    path = tmp_path_factory.mktemp(target) / "m.onnx"
+    export(model, x, path, target)
+    return target, model, path
+
+
+def export(model: nn.Module, x: torch.Tensor, path: Path, target: str | None) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torchq.export_onnx(model, x[:1], path, target=target, dynamo=False)
+    return [str(entry.message) for entry in seen]
+
+
+def test_activations_have_the_types_of_the_target(written: tuple[str, nn.Module, Path]) -> None:
+    target, _, path = written
+    found = {
+        name: (qparams.format.name, int(qparams.zero_point))
+        for name, node in quantizer_nodes(load_model(path)).items()
+        if (qparams := qparams_of(node)).scale.numel() == 1
+    }
+    assert found["stem.input_quantizer"] == CASES[target].others
+    assert found["blocks.0.second.input_quantizer"] == CASES[target].nonnegative  # Behind a ReLU.
+    assert set(found.values()) <= {CASES[target].others, CASES[target].nonnegative}
+
+
+def test_weights_have_scales_where_the_target_takes_them(
+    written: tuple[str, nn.Module, Path],
+) -> None:
+    target, _, path = written
+    model = load_model(path)
+    for node in nodes_of(model, "Conv", "Gemm", "MatMul"):
+        weight = stored_weight(node.inputs[1])
+        assert weight is not None
+        qparams = qparams_of(weight)
+        assert qparams.format.name == "int8" and qparams.has_zero_point(0)
+        per_channel = qparams.scale.numel() > 1
+        assert per_channel == (node.op_type in CASES[target].channels_of), node.name
+        if per_channel:
+            assert weight.inputs[0].const_value.shape[axis_of(weight)] == qparams.scale.numel()
+
+
+def test_the_file_computes_what_the_model_simulates(written: tuple[str, nn.Module, Path]) -> None:
+    _, model, path = written
+    report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])
+    assert report.ok, str(report)
+
+
+def test_a_plain_file_is_retargeted_to_the_same_activations(
+    written: tuple[str, nn.Module, Path], tmp_path: Path
+) -> None:
+    target, model, path = written
+    export(model, torch.randn(1, 3, 16, 16), tmp_path / "plain.onnx", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", target)
+    direct, found = (quantizer_nodes(load_model(p)) for p in (path, tmp_path / "m.onnx"))
+    assert list(direct) == list(found)
+    for name, node in direct.items():
+        one, other = qparams_of(node), qparams_of(found[name])
+        assert (one.scale, one.zero_point, one.format) == (
+            other.scale,
+            other.zero_point,
+            other.format,
+        )
+
+
+@pytest.mark.parametrize("target", sorted(CASES))
+def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) -> None:
+    case, x = CASES[target], torch.randn(4, 16, 8, 8)
+    config = QuantConfig(
+        (Rule("type:torch.nn.modules.conv.*", input=QuantDescriptor(), weight=case.weight),)
+    )
+    model = calibrated(case.offender(), x, config=config)
+    (text,) = export(model, x, tmp_path / "m.onnx", target)
+    assert text.startswith(f"export_onnx(target={target!r}): ")
+    assert f"0: {case.warning}" in text or f"0: has {case.warning}" in text or case.warning in text
+
+
+def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the registry is all that a target is: nothing else knows their names."""
+    seen: list[str] = []
+    new = OnnxTarget(
+        name="new",
+        operators=frozenset(["add"]),
+        modules=(),
+        activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
+        passes=(lambda model: seen.append("pass"),),
+        checks=(lambda model: iter(["stem: this target wants nothing"]),),
+    )
+    monkeypatch.setattr(TARGETS, "_entries", dict(TARGETS._entries))
+    TARGETS.add("new", new)
+    x = torch.randn(4, 3, 16, 16)
+    model = calibrated(Residual(), x)
+    export(model, x, tmp_path / "plain.onnx", None)
+    with pytest.warns(UserWarning, match="stem: this target wants nothing"):
+        report = retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", "new")
+    assert seen == ["pass"] and report.target == "new"
+    stem = quantizer_nodes(load_model(tmp_path / "m.onnx"))["stem.input_quantizer"]
+    assert qparams_of(stem).format.name == "uint8"
+    TARGETS.add("placement only", Target("placement only", frozenset(), ()))
+    with pytest.raises(ConfigError, match="says nothing about ONNX files"):
+        retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", "placement only")
