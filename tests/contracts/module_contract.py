@@ -123,8 +123,8 @@ def _maker(cls: type[nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.M
     return lambda: cls(*args, **kwargs)
 
 
-def _others() -> list[Case]:
-    cases = [
+def _matrices_and_tables() -> list[Case]:
+    return [
         Case("Linear", _maker(nn.Linear, 5, 3), (4, 5)),
         Case("Linear no bias, 3-d", _maker(nn.Linear, 5, 3, bias=False), (2, 4, 5)),
         Case("Linear unbatched", _maker(nn.Linear, 5, 3), (5,)),
@@ -153,6 +153,10 @@ def _others() -> list[Case]:
         ),
         Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
     ]
+
+
+def _activations_and_pools() -> list[Case]:
+    cases = []
     for cls in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.Sigmoid):
         cases.append(Case(cls.__name__, _maker(cls), (3, 4)))
     cases.append(Case("LeakyReLU slope", _maker(nn.LeakyReLU, 0.3), (2, 3, 4)))
@@ -192,7 +196,12 @@ def _others() -> list[Case]:
     return cases
 
 
-CASES = [*_convolutions(), *_transposed(), *_others()]
+CASES = [
+    *_convolutions(),
+    *_transposed(),
+    *_matrices_and_tables(),
+    *_activations_and_pools(),
+]
 
 
 def convert(case: Case) -> tuple[nn.Module, QuantModule]:

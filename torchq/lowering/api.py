@@ -17,7 +17,7 @@ from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.ops.onednn import saturates
 from torchq.lowering.reference_check import ReferenceCheck
 from torchq.lowering.registry import lower, uncalibrated
-from torchq.nn import QuantModule
+from torchq.nn import QuantModule, RoutedModule
 from torchq.utils import copy_module, modules_with_names, set_submodule
 from torchq.workflow import freeze_
 
@@ -116,11 +116,18 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
     Returns:
         The model, or the new layer if the model itself is one.
     """
+    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
+    held = {id(holder) for module in routed for _, holder in module.holders()}
     for names, module in list(modules_with_names(model)):
         if not isinstance(module, QuantModule) or module.is_container:
             continue
         hook = forward_hook_kind(module)
-        new = f"it has {hook}" if hook else lower(module, reduce_range)
+        if hook:
+            new: nn.Module | str = f"it has {hook}"
+        elif isinstance(module, RoutedModule) or id(module) in held:
+            new = "its weight is used by a function call in a forward"
+        else:
+            new = lower(module, reduce_range)
         if isinstance(new, str):
             log.debug("deploy: %s keeps simulating: %s", names[0], new)
             _round_weights(module, new)

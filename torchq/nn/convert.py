@@ -269,7 +269,7 @@ def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
     base = quantized_as(cls)
     if base is None or base is cls:
         return QUANTIZED.get(cls)
-    return _derived_twin(cls, QUANTIZED[base])
+    return _derived_twin(cls, QUANTIZED[base])  # type: ignore[arg-type]
 
 
 class _DerivedTwin(QuantModule):

@@ -15,7 +15,9 @@ from torchq.nn import (
     TensorQuantizer,
     convert_,
     revert_,
+    route_calls_,
 )
+from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
 from torchq.swap.placement import share_common_ranges_
@@ -61,7 +63,7 @@ def quantize_(
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
-    report = plan(model, config, include=include, exclude=exclude, target=target)
+    report = plan(model, config, include=include, exclude=exclude, target=target, example=example)
     apply_(report)
     if example is not None:
         share_common_ranges_(model, example)
@@ -78,7 +80,8 @@ def apply_(report: SwapReport) -> None:
     done: list[nn.Module] = []
     try:
         for d in report.replaced:
-            done.append(convert_(children.get(id(d), d.module), input=d.input, weight=d.weight))
+            module = children.get(id(d), d.module)
+            done.append(carry_out_(d, module))
     except Exception:
         for module in (*done, *(operator.owner for operator, _ in report.operators)):
             if isinstance(module, QuantModule):
@@ -96,6 +99,20 @@ def apply_(report: SwapReport) -> None:
             module.quantize_products()
         if isinstance(module, QuantSiLU) and "activation" in kinds:
             module.quantize_gate()
+
+
+def carry_out_(decision: Decision, module: nn.Module | None = None) -> nn.Module:
+    """Convert the module of one decision, in place, and return it.
+
+    Args:
+        decision: Its ``reason`` is empty.
+        module: The module to convert; default that of the decision.
+    """
+    module = decision.module if module is None else module
+    descriptors = {"input": decision.input, "weight": decision.weight}
+    if decision.calls:
+        return route_calls_(module, decision.calls, **descriptors)
+    return convert_(module, **descriptors)
 
 
 def restore_(model: nn.Module) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from torchq.config import QuantConfig
-from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
+from torchq.swap.calls import decide_calls
+from torchq.swap.decision import Decision
 from torchq.swap.find_operators import Operator
 from torchq.swap.obstacles import obstacle
 from torchq.swap.targets import Target
@@ -25,36 +27,6 @@ from torchq.utils import (
 )
 
 __all__ = ["Decision", "SwapReport", "by_rules", "check_used", "decide", "patterns"]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What happens to one module.
-
-    Attributes:
-        names: every dotted path of the module; ``("",)`` for the root.
-        module: the module.
-        float_class: its class before.
-        rule: the pattern that decided, or None.
-        input, weight: the descriptors of its quantizers.
-        reason: why it is left alone; empty where it is quantized.
-        parent: None where the module stays in its place. A module without parameters that stands in several places gets a range in
-            each, so there ``module`` is a copy that its ``parent`` takes in instead.
-    """
-
-    names: tuple[str, ...]
-    module: nn.Module
-    float_class: type[nn.Module]
-    rule: str | None = None
-    input: QuantDescriptor | None = None
-    weight: QuantDescriptor | None = None
-    reason: str = ""
-    parent: nn.Module | None = None
-
-    @property
-    def name(self) -> str:
-        """The first dotted path."""
-        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -91,6 +63,9 @@ class SwapReport:
                 for slot, value in (("input", d.input), ("weight", d.weight))
                 if value
             )
+            if d.calls:
+                kinds = ", ".join(dict.fromkeys(site.kind for site in d.calls))
+                used = f"{used}, at its call of {kinds}" if used else f"calls of {kinds}"
             what = f"SKIPPED: {d.reason}" if d.reason else used or "calls its children"
             rows.append(
                 (" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or "")
@@ -120,9 +95,22 @@ def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
 
 
 def decide(
-    model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...] = ()
+    model: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...] = (),
+    *,
+    example: Any = None,
+    rewritten: frozenset[int] = frozenset(),
 ) -> tuple[Decision, ...]:
-    """The decisions of :func:`plan`, without its checks."""
+    """Return the decisions of :func:`plan`, without its checks.
+
+    Args:
+        model: A model, float or quantized in parts.
+        config: The rules.
+        include: Only modules that match one of these patterns; empty stands for all.
+        example: Arguments for one call of the model: finds function calls with weights anywhere.
+        rewritten: Ids of modules whose operators a target replaces by children.
+    """
     inside = {
         id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
     }
@@ -145,6 +133,11 @@ def decide(
         else:
             found = _by_places(model, names, module, config, include)
         decisions += [d for d in found if d.rule is not None or twin is None or not twin.is_marker]
+
+    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Decision:
+        return by_rules(names, module, config, include, layer)
+
+    decisions = decide_calls(model, decisions, decide_call, example, rewritten)
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in containers:
         if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
@@ -187,33 +180,46 @@ def by_rules(
     module: nn.Module,
     config: QuantConfig,
     include: tuple[Pattern, ...] = (),
+    layer: type[nn.Module] | None = None,
 ) -> Decision:
-    """What the rules say about one module that can be swapped, or has been."""
-    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    rule = next((r for r in reversed(config.rules) if _selects(r.pattern, names, module)), None)
-    if include and not any(_selects(pattern, names, module) for pattern in include):
-        return Decision(names, module, cls, reason="not in include")
-    if rule is None:
-        return Decision(names, module, cls, reason="no rule matches")
-    if rule.skip:
-        return Decision(names, module, cls, rule=str(rule), reason="excluded")
-    twin = quantized_class(cls)
-    assert twin is not None
-    used = {name: getattr(rule, name) for name in twin.descriptor_names()}
-    if not any(used.values()):
-        return Decision(
-            names, module, cls, rule=str(rule), reason="the rule has no descriptor for it"
-        )
-    return Decision(names, module, cls, rule=str(rule), **used)
+    """Return what the rules say about one module that can be swapped, or has been.
 
-
-def _selects(pattern: Pattern, names: tuple[str, ...], module: nn.Module) -> bool:
-    """Return True if ``pattern`` selects a float or quantized module.
-
-    Patterns of types see its float class, and the class that this one is quantized as.
+    Args:
+        names: Its dotted paths.
+        module: The module.
+        config: The rules.
+        include: Only modules that match one of these patterns; empty stands for all.
+        layer: The class that it is quantized as, where its own class does not tell.
     """
     cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-    return any(matches(pattern, names, module, c) for c in {cls, quantized_as(cls) or cls})
+    layer = layer or quantized_as(cls)
+    base = Decision(names, module, cls, layer=layer)
+
+    def selects(pattern: Pattern) -> bool:
+        return _selects(pattern, base)
+
+    rule = next((r for r in reversed(config.rules) if selects(r.pattern)), None)
+    if include and not any(map(selects, include)):
+        return replace(base, reason="not in include")
+    if rule is None:
+        return replace(base, reason="no rule matches")
+    base = replace(base, rule=str(rule))
+    if rule.skip:
+        return replace(base, reason="excluded")
+    twin = None if layer is None else quantized_class(layer)
+    used = {name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())}
+    if not any(used.values()):
+        return replace(base, reason="the rule has no descriptor for it")
+    return replace(base, **used)
+
+
+def _selects(pattern: Pattern, decision: Decision) -> bool:
+    """Return True if ``pattern`` selects the module of a decision.
+
+    Patterns of types see its float class, and the class that it is quantized as.
+    """
+    classes = {decision.float_class, decision.layer or decision.float_class}
+    return any(matches(pattern, decision.names, decision.module, cls) for cls in classes)
 
 
 def check_used(
@@ -225,7 +231,7 @@ def check_used(
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
 
     def selects(pattern: Pattern) -> bool:
-        return any(_selects(pattern, d.names, d.module) for d in decisions)
+        return any(_selects(pattern, d) for d in decisions)
 
     wanted = [rule.pattern for rule in config.rules if not rule.optional] + list(include)
     unused = [pattern for pattern in wanted if not selects(pattern)]

@@ -9,7 +9,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from torchq import recipes
 from torchq.config import QuantConfig
-from torchq.nn import QuantModule, TensorQuantizer, convert_, revert_
+from torchq.nn import QuantModule, TensorQuantizer, revert_
+from torchq.swap.apply import carry_out_
 from torchq.swap.decisions import Decision, by_rules, decide
 from torchq.utils import modules_with_names
 
@@ -47,7 +48,7 @@ class Patch:
                     revert_(module)
         for decision in decide(holder, self.config):
             if not decision.reason:
-                convert_(decision.module, input=decision.input, weight=decision.weight)
+                carry_out_(decision)
                 self._converted[id(decision.module)] = (
                     decision  # which holds the module, so its id stays its own
                 )

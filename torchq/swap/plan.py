@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +35,7 @@ def plan(
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | None = None,
+    example: Any = None,
 ) -> SwapReport:
     """Decide what :func:`quantize_` would do; nothing is changed.
 
@@ -45,6 +48,11 @@ def plan(
             :mod:`torchq.swap.targets`. Sums, concatenations and the like in the forward of a module become children of it, named
             ``quant_add``, ``quant_cat_1``, ...
 
+        example: Arguments for one call of the model (see :func:`torchq.graph.call_model`). The
+            model runs once, and function calls with weights are found in every forward. Without it
+            they are found in modules without children, and where a forward passes the weight of a
+            child to a function.
+
     Returns:
         every decision with the rule that made it; ``print`` it for a dry run.
 
@@ -56,12 +64,24 @@ def plan(
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     if target is None:
-        decisions = decide(model, config, wanted)
+        decisions = decide(model, config, wanted, example=example)
         check_used(model, config, wanted, decisions)
         return SwapReport(config, decisions)
     runtime = TARGETS[target]
     placement = plan_placement(model, config, runtime, wanted)
-    layers = adapt_to_target(decide(model, placement.config, wanted), runtime)
-    decisions = (*layers, *(d for _, d in placement.operators), *placement.skipped)
+    rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
+    layers = adapt_to_target(
+        decide(model, placement.config, wanted, example=example, rewritten=rewritten), runtime
+    )
+    # The forward of a module is either rewritten or left running with quantized calls.
+    routed = {id(d.module) for d in layers if d.calls}
+    operators = tuple((o, d) for o, d in placement.operators if id(o.owner) not in routed)
+    float_operators = tuple(
+        replace(d, reason="its module keeps its own forward, in which function calls are quantized")
+        for o, d in placement.operators
+        if id(o.owner) in routed
+    )
+    skipped = (*float_operators, *placement.skipped)
+    decisions = (*layers, *(d for _, d in operators), *skipped)
     check_used(model, config, wanted, decisions)
-    return SwapReport(placement.config, decisions, placement.operators, runtime)
+    return SwapReport(placement.config, decisions, operators, runtime)

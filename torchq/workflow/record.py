@@ -18,11 +18,14 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
+    CallSite,
     QuantModule,
     RewrittenForward,
+    RoutedModule,
     convert_,
     replace_recorded_operators_,
     revert_,
+    route_calls_,
     share_quantizers_,
     shared_groups,
 )
@@ -53,6 +56,8 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         fusions       What :func:`torchq.fuse_` did; see :func:`torchq.fusion.fusion_record`.
         modules       Path -> the float class of a quantized module, and the descriptors of its
                       ``input`` and ``weight``.
+        calls         Path of a module -> its class and the sites of the quantized function calls
+                      in its forward; see :class:`torchq.nn.CallSite`.
         operators     Path of a module -> its class, the operators of its forward that children
                       stand for (``nodes``), and the float classes of these children.
         quantizers    Path -> the descriptor of a quantizer that the author of the model placed.
@@ -60,14 +65,19 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         modes         Path of every quantizer -> its mode.
         ============  ============================================================================
     """
-    modules, operators = {}, {}
+    modules, operators, calls = {}, {}, {}
     owned: set[int] = set()
     for names, module in modules_with_names(model):
         if isinstance(module, QuantModule):
             owned |= {id(child) for child in module.children()}
+        if isinstance(module, RoutedModule):
+            sites = [site.to_dict() for site in module.calls]
+            calls[names[0]] = {"class": qualified_name(type(module).float_class), "sites": sites}
         if isinstance(module, RewrittenForward):
             operators[names[0]] = module.replacement_record()
-        elif isinstance(module, QuantModule):
+        elif isinstance(module, QuantModule) and not (
+            isinstance(module, RoutedModule) and module.is_container
+        ):
             descriptors = {
                 slot: descriptor.to_dict() for slot, descriptor in module.rule_descriptors().items()
             }
@@ -77,6 +87,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         "version": _VERSION,
         "fusions": fusion_record(model),
         "modules": modules,
+        "calls": calls,
         "operators": operators,
         "quantizers": {n: q.descriptor.to_dict() for n, q in known.items() if id(q) not in owned},
         "shared": [[_public_path(path) for path in paths] for paths in shared_groups(model)],
@@ -105,6 +116,7 @@ def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
             _revert_all(model)
             _fuse(model, checked)
             _replace_operators(model, checked)
+            _route_calls(model, checked)
             _convert_modules(model, checked)
             for paths in checked.shared:
                 share_quantizers_(model, paths)
@@ -174,6 +186,14 @@ def _replace_operators(model: nn.Module, record: _Record) -> None:
         replace_recorded_operators_(module, entry)
 
 
+def _route_calls(model: nn.Module, record: _Record) -> None:
+    """Route the calls of modules with several calls, which adds the children that hold quantizers."""
+    found = dict(model.named_modules())
+    for path, (cls, sites) in record.calls.items():
+        if path not in record.modules:
+            route_calls_(_find(found, path, cls), sites)
+
+
 def _convert_modules(model: nn.Module, record: _Record) -> None:
     found = dict(model.named_modules(remove_duplicate=False))
     modules = {path: _find(found, path, entry.cls) for path, entry in record.modules.items()}
@@ -186,7 +206,11 @@ def _convert_modules(model: nn.Module, record: _Record) -> None:
             # One object without parameters stands in several places; each place got a copy.
             set_submodule(model, path, convert_(twin_of(module), **descriptors))
         else:
-            convert_(module, **descriptors)
+            _, sites = record.calls.get(path, ("", ()))
+            if sites:
+                route_calls_(module, sites, **descriptors)
+            else:
+                convert_(module, **descriptors)
 
 
 def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module:
@@ -242,6 +266,7 @@ class _Record:
 
     fusions: Sequence[Mapping[str, Any]]
     modules: Mapping[str, _Layer]
+    calls: Mapping[str, tuple[str, tuple[CallSite, ...]]]
     operators: Mapping[str, Mapping[str, Any]]
     quantizers: Mapping[str, QuantDescriptor]
     shared: Sequence[Sequence[str]]
@@ -254,7 +279,8 @@ class _Record:
         Raises:
             ConfigError: ``data`` is no record, or one of another version.
         """
-        fields = ("version", "fusions", "modules", "operators", "quantizers", "shared", "modes")
+        layers = ("fusions", "modules", "calls", "operators")
+        fields = ("version", *layers, "quantizers", "shared", "modes")
         version = data.get("version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != _VERSION:
             raise ConfigError(f"load: got a record of version {version}; expected {_VERSION}")
@@ -267,6 +293,10 @@ class _Record:
         return cls(
             record["fusions"],
             {path: _read_layer(entry, f"modules[{path!r}]") for path, entry in modules.items()},
+            {
+                path: _read_calls(entry, f"calls[{path!r}]")
+                for path, entry in _mapping(record["calls"], "calls").items()
+            },
             {
                 path: _read_operators(entry, f"operators[{path!r}]")
                 for path, entry in _mapping(record["operators"], "operators").items()
@@ -317,6 +347,17 @@ def _read_descriptor(value: Any, where: str) -> QuantDescriptor:
         return QuantDescriptor.from_dict(_mapping(value, where))
     except ConfigError as error:
         raise ConfigError(f"load: {where}: {error}") from None
+
+
+def _read_calls(value: Any, where: str) -> tuple[str, tuple[CallSite, ...]]:
+    entry = _mapping(value, where, required=("class", "sites"))
+    if not isinstance(entry["class"], str) or not isinstance(entry["sites"], list):
+        raise _damaged(where, entry, "the name of a class and a list of sites")
+    try:
+        sites = [CallSite.from_dict(_mapping(site, f"{where}.sites")) for site in entry["sites"]]
+    except ConfigError as error:
+        raise ConfigError(f"load: {where}: {error}. The file is damaged") from None
+    return entry["class"], tuple(sites)
 
 
 def _read_operators(value: Any, where: str) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""Function calls with weights in whole networks, with and without an example; refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor
+from torchq.errors import QuantizationError
+from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's Conv1D: a linear layer with the transposed weight (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
+
+
+class Projection(nn.Module):
+    """A product with a parameter of its own, by an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(5, 4) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel
+
+
+class WindowAttention(nn.Module):
+    """As torchvision's Swin: a function gets the weights of children that are never called."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(self.norm(x), self.qkv.weight, self.proj.weight, self.qkv.bias)
+
+
+def attention(x: Tensor, qkv: Tensor, proj: Tensor, bias: Tensor) -> Tensor:
+    q, k, v = F.linear(x, qkv, bias).chunk(3, -1)
+    return F.linear((q @ k.transpose(-2, -1)).softmax(-1) @ v, proj)
+
+
+class Network(nn.Module):
+    """A model with such a module in it, and an output that reads the table of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.attention, self.mlp = WindowAttention(), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = self.mlp(self.attention(x))
+        return F.linear(x, self.table.weight)
+
+
+TOKENS = torch.arange(20).view(4, 5) % 11
+
+
+@pytest.mark.parametrize("example", [None, TOKENS], ids=["source", "run"])
+def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> None:
+    torch.manual_seed(0)
+    model = Network().eval()
+    report = torchq.quantize_(model, example=example)
+    found = {d.name for d in report.replaced}
+    assert {"attention", "attention.qkv", "attention.proj", "mlp"} <= found
+    assert ("table_weight_call" in found) == (example is not None)
+    assert isinstance(model.attention.qkv, QuantLinear)
+    torchq.calibrate(model, [TOKENS], progress=False)  # Every quantizer sees data.
+    seen: list[Tensor] = []
+    handle = model.attention.norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    got = model(TOKENS)
+    handle.remove()
+    block: Any = model.attention
+    x = block.qkv(seen[0])
+    q, k, v = x.chunk(3, -1)
+    y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+    proj = block.proj
+    y = F.linear(proj.input_quantizer(y), proj.weight_quantizer(proj.weight))
+    y = model.mlp(y)
+    if example is None:
+        assert torch.equal(got, F.linear(y, model.table.weight))
+    else:
+        call: Any = model.table_weight_call
+        weight = call.weight_quantizer(model.table.weight)
+        assert torch.equal(got, F.linear(call.input_quantizer(y), weight))
+
+
+def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Network().eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = model(TOKENS)
+    torchq.quantize_(model, example=TOKENS)
+    torchq.calibrate(model, [TOKENS], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    twin = torchq.load(Network().eval(), tmp_path / "m.pt")
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    again = copy.deepcopy(model)
+    assert torch.equal(again(TOKENS), model(TOKENS))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(TOKENS)
+    torch.testing.assert_close(compiled, model(TOKENS), rtol=1e-4, atol=1e-4)
+    deployed = torchq.deploy(model, TOKENS)
+    error = (deployed(TOKENS) - model(TOKENS)).norm() / model(TOKENS).norm()
+    assert error < 0.02  # An integer kernel sums exactly, so a code may round the other way.
+    with torch.no_grad():
+        program = torch.export.export(model, (TOKENS,), strict=False).module()
+        assert torch.equal(program(TOKENS), model(TOKENS))
+    torchq.restore_(model)
+    assert torch.equal(model(TOKENS), expected)
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_rules_select_calls() -> None:
+    model = Network()
+    kept = torchq.plan(model, exclude="attention.qkv", example=TOKENS)
+    sites = next(d.calls for d in kept.replaced if d.name == "attention")
+    assert [site.holder for site in sites] == ["proj"]
+    kept = torchq.plan(model, exclude="table_weight_call", example=TOKENS)
+    assert {d.name: d.reason for d in kept.skipped}["table_weight_call"] == "excluded"
+    report = torchq.plan(Conv1D(3, 3), exclude=None)
+    assert report.replaced[0].rule == "type:torch.nn.modules.linear.Linear"
+
+
+class Recomputing(nn.Module):
+    """Checkpoints inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: Tensor = checkpoint(lambda x: x @ self.kernel, x, use_reentrant=False)
+        return out
+
+
+class Mixed(nn.Module):
+    """Computes the weight of a call beside a child that makes the same kind of call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.linear = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.linear(x), 2 * self.kernel)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Recomputing, "its own code calls torch.utils.checkpoint"),
+        (Mixed, "computes the weight of a call beside children"),
+    ],
+)
+def test_what_cannot_be_quantized_is_reported(make: Any, reason: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    report = torchq.plan(model, example=torch.randn(2, 4))
+    texts = [d.reason for d in report.skipped]
+    assert any(reason in text for text in texts), texts
+
+
+def test_attention_where_a_rule_asks_for_it() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x if x.sum() > 1e9 else 2 * x, x)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Own()), torch.randn(1, 2, 3, 4)
+    rule = torchq.Rule("type:*ScaledDotProductAttention", input=QuantDescriptor())
+    report = torchq.quantize_(model, torchq.recipes.int8().with_rules(rule), example=x)
+    assert "1.attention_call_0" in {d.name for d in report.replaced}
+    y = model[0](x)
+    torchq.calibrate(model, [x], progress=False)
+    call: Any = model[1].attention_call_0
+    assert torch.equal(model(x), call(model[0](x), 2 * model[0](x), model[0](x)))
+    assert call.key_quantizer.calibrated and not torch.equal(model(x), Own()(y))
+    torchq.restore_(model)
+    assert torch.equal(model[1](y), Own()(y))
+
+
+def test_plan_leaves_no_trace() -> None:
+    model = Network()
+    before = {
+        name: (type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()
+    }
+    torchq.plan(model, example=TOKENS)
+    torchq.plan(model)
+    after = {
+        name: (type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()
+    }
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("sites", "text"),
+    [
+        ([CallSite("linear", "missing")], "has no parameter missing"),
+        ([CallSite("linear", "no.weight")], "has no attribute"),
+        ([], "got 0 calls without a holder among 0"),
+        ([CallSite("matmul", "kernel"), CallSite("matmul", "kernel")], "2 calls without a holder"),
+        ([CallSite("matmul", "kernel", "forward")], "not an nn.Module"),
+    ],
+)
+def test_refusals_change_nothing(sites: list[CallSite], text: str) -> None:
+    module = Projection()
+    before = dict(vars(module))
+    with pytest.raises(QuantizationError, match=text):
+        route_calls_(module, sites)
+    assert type(module) is Projection and vars(module) == before
+
+
+def test_revert_is_the_inverse() -> None:
+    module = route_calls_(Projection(), [CallSite("matmul", "kernel", "kernel_call")])
+    assert [name for name, _ in module.named_children()] == ["kernel_call"]
+    assert type(revert_(module)) is Projection and not list(module.children())  # type: ignore[arg-type]
+
+
+def test_sites_are_read_strictly() -> None:
+    site = CallSite("matmul", "a.kernel", "a_kernel_call", weight_is_left=True)
+    assert CallSite.from_dict(site.to_dict()) == site
+    for key, value in (("kind", "exec"), ("holder", "a b"), ("weight", "x()"), ("number", "1")):
+        with pytest.raises(torchq.errors.ConfigError, match="call site"):
+            CallSite.from_dict({**site.to_dict(), key: value})

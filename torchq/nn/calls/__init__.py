@@ -1,0 +1,26 @@
+"""Quantization of function calls in forwards: ``F.linear(x, self.kernel)`` and the like.
+
+A layer of somebody else's class often computes with a weight itself: it standardises the weight
+before a convolution, shares it, or passes it to a function. Such a call is quantized where it
+happens. :mod:`~torchq.nn.calls.functions` lists the functions, :mod:`~torchq.nn.calls.find` finds
+the calls of a module, and :mod:`~torchq.nn.calls.routed` converts the module, so that its own
+forward keeps running while the operands of these calls pass through quantizers.
+"""
+
+from torchq.nn.calls.find import FoundCalls, find_calls, find_calls_alone, weights_read
+from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
+from torchq.nn.calls.routed import Call, QuantCall, RoutedModule, route_calls_
+
+__all__ = [
+    "Call",
+    "CallSite",
+    "FoundCalls",
+    "QuantCall",
+    "RoutedModule",
+    "equivalent_class",
+    "find_calls",
+    "find_calls_alone",
+    "route_calls_",
+    "site_descriptors",
+    "weights_read",
+]

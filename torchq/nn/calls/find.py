@@ -1,0 +1,292 @@
+"""Finding the calls with weights in the forward of modules: by running them, or from their source.
+
+A run records every call of :data:`~torchq.nn.calls.functions.FUNCTIONS` together with the module
+whose forward makes it. A tensor that is computed from parameters alone is a weight; a tensor that
+depends on the input of the run is data.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchq.graph import call_model, tensors_in
+from torchq.nn.calls.functions import FUNCTIONS, CallSite, Function, operand
+from torchq.utils import evaluating, twin_of
+
+__all__ = ["FoundCalls", "find_calls", "find_calls_alone", "weights_read"]
+
+_CHECKPOINTS = frozenset(["checkpoint", "checkpoint_seq", "checkpoint_sequential"])
+
+
+@dataclass
+class FoundCalls:
+    """The calls that the forward of one module made in a run.
+
+    Attributes:
+        sites: Calls with a weight, and attention, in the order of their first call.
+        ndims: For each site the number of dimensions of its weight; 0 for attention.
+        others: For each kind, how many calls had no parameter as weight.
+        below: The kinds that descendants of the module called.
+        obstacle: Why the calls cannot be quantized; "" if they can.
+    """
+
+    sites: list[CallSite] = field(default_factory=list)
+    ndims: list[int] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+    below: set[str] = field(default_factory=set)
+    obstacle: str = ""
+
+    def finished(self) -> FoundCalls:
+        """Return the calls with totals filled in, and with obstacles that need all of them."""
+        self.sites = [s if s.weight else replace(s, total=self.others[s.kind]) for s in self.sites]
+        if any(not site.weight and site.kind in self.below for site in self.sites):
+            self.obstacle = self.obstacle or (
+                "its forward computes the weight of a call beside children that make such calls too"
+            )
+        return self
+
+
+class _Recorder(TorchFunctionMode):
+    """Records calls with weights by the module whose forward is running."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.found: dict[int, FoundCalls] = {}
+        self._stack: list[nn.Module] = []
+        self._parameters = {id(p) for p in root.parameters()}
+        self._data: set[int] = set()
+        self._weights: set[int] = set()
+        self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
+
+    @contextmanager
+    def watching(self, root: nn.Module) -> Iterator[None]:
+        """Follow the forwards of all modules below ``root`` with hooks, which end with the block."""
+        with ExitStack() as stack:
+            for module in root.modules():
+                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+    def start(self, module: nn.Module, inputs: Any) -> None:
+        """Note that the forward of ``module`` begins, and that ``inputs`` are data."""
+        if not self._stack:
+            for tensor in tensors_in(inputs):
+                self._keep(tensor, self._data)
+        self._stack.append(module)
+        self.found.setdefault(id(module), FoundCalls())
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.start(module, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if self._stack and self._stack[-1] is module:
+            self._stack.pop()
+
+    def _keep(self, tensor: Tensor, where: set[int]) -> None:
+        self._alive.append(tensor)
+        where.add(id(tensor))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._stack:
+            self._record(func, args, kwargs)
+        result = func(*args, **kwargs)
+        ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        if ids & self._data:
+            where: set[int] | None = self._data
+        else:
+            where = self._weights if ids & (self._parameters | self._weights) else None
+        for tensor in tensors_in(result) if where is not None else ():
+            if id(tensor) not in self._parameters:
+                self._keep(tensor, where)  # type: ignore[arg-type]
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner, function = self._stack[-1], FUNCTIONS.get(func)
+        found = self.found[id(owner)]
+        if func is F.multi_head_attention_forward:
+            found.obstacle = "its forward calls F.multi_head_attention_forward as a whole"
+        if function is None:
+            return
+        for module in self._stack[:-1]:
+            self.found[id(module)].below.add(function.kind)
+        site, ndim = self._site(owner, function, args, kwargs)
+        if site is None or not site.weight:
+            number = found.others[function.kind]
+            found.others[function.kind] += 1
+            site = site and replace(site, number=number)
+        if site is not None and site not in found.sites:
+            found.sites.append(site)
+            found.ndims.append(ndim)
+
+    def _site(
+        self, owner: nn.Module, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallSite | None, int]:
+        if function.kind == "attention":
+            return CallSite("attention"), 0
+        for left in (False, True) if function.symmetric else (False,):
+            weight = operand(args, kwargs, function.left if left else function.right)
+            data = operand(args, kwargs, function.right if left else function.left)
+            if not isinstance(weight, Tensor) or id(data) not in self._data:
+                continue
+            if id(weight) in self._parameters:
+                path = next((n for n, p in owner.named_parameters() if p is weight), "")
+                if path:
+                    return CallSite(function.kind, path, weight_is_left=left), weight.dim()
+            if id(weight) in self._parameters | self._weights:
+                return CallSite(function.kind, weight_is_left=left), weight.dim()
+        return None, 0
+
+
+def find_calls(model: nn.Module, example: Any) -> dict[int, FoundCalls]:
+    """Run ``model`` once on an example and return the calls of each module that ran.
+
+    Args:
+        model: A float model; it runs in eval mode, without gradients.
+        example: See :func:`torchq.graph.call_model`.
+
+    Returns:
+        For each module by id: its calls. A module that did not run is missing.
+    """
+    recorder = _Recorder(model)
+    with recorder.watching(model), evaluating(model), torch.no_grad(), recorder:
+        call_model(model, example)
+    for module in model.modules():
+        if id(module) in recorder.found and _recomputes(type(module)):
+            recorder.found[id(module)].obstacle = _RECOMPUTES
+    return {key: found.finished() for key, found in recorder.found.items()}
+
+
+_RECOMPUTES = (
+    "its own code calls torch.utils.checkpoint, which would repeat calls without quantization"
+)
+
+
+def find_calls_alone(module: nn.Module) -> FoundCalls | None:
+    """Return the calls of a module without children, found without an example.
+
+    Its forward runs on the meta device, which computes shapes alone, for inputs of several shapes
+    that fit its parameters. The module is not changed.
+
+    Returns:
+        The calls; None where the module has children, or no such input makes a call with a weight.
+    """
+    if next(module.children(), None) is not None or "forward" in vars(module):
+        return None
+    try:
+        twin = _on_meta(module)
+    except (RuntimeError, TypeError, AttributeError, KeyError, NotImplementedError):
+        return None
+    for shape in _input_shapes(module):
+        recorder = _Recorder(twin)
+        x = torch.empty(shape, device="meta")
+        recorder.start(twin, x)
+        try:
+            with evaluating(twin), torch.no_grad(), recorder:
+                type(module).forward(twin, x)
+        except Exception:  # The forward of somebody else's class may raise anything.
+            continue
+        found = recorder.found[id(twin)]
+        if found.sites:
+            found.obstacle = _RECOMPUTES if _recomputes(type(module)) else found.obstacle
+            return found.finished()
+    return None
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without children whose tensors have shapes and no memory."""
+    twin = twin_of(module)
+    for name, parameter in module.named_parameters():
+        setattr(twin, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    for name, buffer in module.named_buffers():
+        setattr(twin, name, buffer.to("meta"))
+    return twin
+
+
+def _input_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield input shapes that may fit: a feature map for convolutions, features for the rest."""
+    for parameter in module.parameters():
+        if parameter.dim() >= 3:
+            spatial = [max(32, 4 * size) for size in parameter.shape[2:]]
+            channels = getattr(module, "in_channels", parameter.shape[1])
+            yield (2, channels, *spatial)
+            yield (2, parameter.shape[0], *spatial)
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            for size in (parameter.shape[1], parameter.shape[0]):
+                yield (2, size)
+                yield (2, 3, size)
+        elif parameter.dim() == 3:
+            yield (parameter.shape[0], 2, parameter.shape[1])
+
+
+def _code_of(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the methods that classes outside torch define for ``cls``, by name."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith("torch.nn."):
+            for name, value in vars(base).items():
+                if inspect.isfunction(value):
+                    yield name, value
+
+
+def _recomputes(cls: type) -> bool:
+    return any(_CHECKPOINTS & set(function.__code__.co_names) for _, function in _code_of(cls))
+
+
+def weights_read(module: nn.Module) -> list[str]:
+    """Return the children whose weight the module's own forward passes to a function.
+
+    This reads the source of ``forward`` and of the methods that it calls: ``F.linear(x,
+    self.qkv.weight)`` names ``"qkv"``.
+
+    Returns:
+        Dotted paths of children, seen from the module; none where the source cannot be read.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    for name, function in _code_of(type(module)):
+        methods.setdefault(name, function)
+    seen, todo, found = set(), ["forward"], []
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in methods:
+            continue
+        seen.add(name)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(methods[name])))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            called = _self_path(call.func)
+            if called and "." not in called:
+                todo.append(called)
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                path = _self_path(argument)
+                if path.endswith(".weight"):
+                    found.append(path.removesuffix(".weight"))
+    children = dict(module.named_modules())
+    return [path for path in dict.fromkeys(found) if path in children]
+
+
+def _self_path(node: ast.AST) -> str:
+    """Return ``a.b`` for the expression ``self.a.b``, else ""."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return ".".join(names) if isinstance(node, ast.Name) and node.id == "self" else ""

@@ -1,0 +1,296 @@
+"""Modules whose own forward runs while the operands of its calls pass through quantizers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import QuantizationError
+from torchq.nn.calls.functions import FUNCTIONS, CallSite, Function, operand, with_operands
+from torchq.nn.convert import QuantModule, change_class, register
+from torchq.nn.modules.operators import ScaledDotProductAttention
+from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.utils import qualified_name
+
+__all__ = ["Call", "QuantCall", "RoutedModule", "route_calls_"]
+
+
+class Call(nn.Module):
+    """Place of one function call in the forward of its parent; it is never called itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the parent makes the call.
+
+        Raises:
+            QuantizationError: Always.
+        """
+        raise QuantizationError(
+            "torchq.nn.Call: was called; expected its parent to make the call. "
+            "It only holds the quantizers of a function call"
+        )
+
+
+@register(Call)
+class QuantCall(QuantModule, Call):
+    """:class:`Call` with the quantizers of the input and of the weight.
+
+    The weight belongs to the parent, which reports it in ``quantized_weights``.
+    """
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield nothing: see the parent."""
+        return iter(())
+
+
+class RoutedModule(QuantModule):
+    """Base of the classes that :func:`route_calls_` makes, one for each float class.
+
+    The forward of the float class runs under a torch function mode. The mode passes the operands
+    of the calls in :attr:`calls` through quantizers, and everything else on unchanged.
+
+    Attributes:
+        calls: The calls whose operands are quantized.
+    """
+
+    #: The forward of the float class.
+    float_forward: ClassVar[Callable[..., Any]]
+
+    calls: tuple[CallSite, ...]
+
+    def holders(self) -> Iterator[tuple[CallSite, nn.Module]]:
+        """Yield each call with the module that holds its quantizers."""
+        for site in self.calls:
+            yield site, self.get_submodule(site.holder)
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield the weight quantizers of calls with a parameter, each with that parameter.
+
+        A computed weight is calibrated as an input is, by observing it. A child that computes with
+        its weight itself reports it.
+        """
+        for site, holder in self.holders():
+            if site.weight and (holder is self or isinstance(holder, Call)):
+                quantizer = getattr(holder, "weight_quantizer", None)
+                if isinstance(quantizer, TensorQuantizer):
+                    yield quantizer, _attribute(self, site.weight)
+
+    def on_revert(self) -> None:
+        """Remove the children that only hold quantizers."""
+        for site, holder in list(self.holders()):
+            if isinstance(holder, (Call, ScaledDotProductAttention)):
+                parent, _, name = site.holder.rpartition(".")
+                delattr(self.get_submodule(parent), name)
+        del self.calls
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time: copies and pickles look it up by its float class.
+        reduced: Any = super().__reduce_ex__(2)
+        return _blank, (type(self).float_class, type(self).is_container), *reduced[2:]
+
+
+class _Router(TorchFunctionMode):
+    """Sends the operands of one forward's calls through their quantizers."""
+
+    def __init__(self, module: RoutedModule) -> None:
+        super().__init__()
+        self.module = module
+        self.found = 0
+        self.others: dict[str, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        function = FUNCTIONS.get(func)
+        if function is None:
+            return func(*args, **kwargs)
+        site = self._site(function, args, kwargs)
+        if site is None:
+            return func(*args, **kwargs)
+        holder: Any = self.module.get_submodule(site.holder) if site.holder else self.module
+        if site.kind == "attention":
+            return holder(*args, **kwargs)
+        if not isinstance(holder, QuantModule):  # It was left float, or is float again.
+            return func(*args, **kwargs)
+        input, weight = function.left, function.right
+        if site.weight_is_left:
+            input, weight = weight, input
+        changed = {
+            input: holder.input_quantizer(operand(args, kwargs, input)),
+            weight: holder.weight_quantizer(operand(args, kwargs, weight)),
+        }
+        args, kwargs = with_operands(args, kwargs, changed)
+        return func(*args, **kwargs)
+
+    def _site(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallSite | None:
+        """Return the site of a call: by its parameter, else by its number among the others."""
+        kind = function.kind
+        for site in self.module.calls:
+            if site.kind == kind and site.weight:
+                place = function.left if site.weight_is_left else function.right
+                if operand(args, kwargs, place) is _attribute(self.module, site.weight):
+                    self.found += 1
+                    return site
+        number = self.others.get(kind, 0)
+        self.others[kind] = number + 1
+        for site in self.module.calls:
+            if site.kind == kind and not site.weight and site.number == number:
+                self.found += 1
+                return site
+        return None
+
+    def check(self) -> None:
+        """Raise QuantizationError if the forward made other calls than the planned ones."""
+        for site in self.module.calls:
+            made = self.others.get(site.kind, 0)
+            if not site.weight and made != site.total:
+                self._refuse(f"made {made} calls of kind {site.kind}; expected {site.total}")
+        if not self.found and self.others and not self.module.is_container:
+            self._refuse("computed the weight of its call; expected the parameter itself")
+
+    def _refuse(self, text: str) -> None:
+        name = qualified_name(type(self.module).float_class)
+        raise QuantizationError(
+            f"{name}: its forward {text}, as when it was quantized. Exclude it, or register a "
+            f"twin with torchq.register({name})"
+        )
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
+@cache
+def _twin(cls: type[Any], is_container: bool) -> type[RoutedModule]:
+    """Return the class for modules of a float class: one for each, so types of copies are equal."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        router = _Router(self)
+        # Not "with _Router(self) as router": Dynamo would not give the mode there.
+        with router:
+            result = cls.forward(self, *args, **kwargs)
+        router.check()
+        return result
+
+    # Exporters ask for the names of arguments.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    slots = ((), ()) if is_container else (("input",), ("weight",))
+    body = {
+        "float_class": cls,
+        "float_forward": cls.forward,
+        "forward": forward,
+        "input_slots": slots[0],
+        "weight_slots": slots[1],
+        "is_container": is_container,
+        "__doc__": f":class:`{qualified_name(cls)}` with quantized calls.",
+        "__module__": cls.__module__,
+    }
+    name = f"Quant{cls.__name__}"
+    return types.new_class(name, (RoutedModule, cls), {}, lambda space: space.update(body))
+
+
+def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
+    twin: type[RoutedModule] = _twin(cls, is_container)  # type: ignore[arg-type]
+    return twin.__new__(twin)
+
+
+def route_calls_(
+    module: nn.Module,
+    calls: Sequence[CallSite],
+    *,
+    input: QuantDescriptor | None = None,
+    weight: QuantDescriptor | None = None,
+) -> nn.Module:
+    """Quantize calls in the forward of ``module``, in place, and return it.
+
+    :func:`torchq.nn.revert_` is the inverse. A holder that does not exist is added as a float
+    :class:`Call` (:class:`ScaledDotProductAttention` for attention), to be converted next.
+
+    Args:
+        module: A float module of any class.
+        calls: Its calls. One call without a holder uses quantizers of the module itself.
+        input: How to quantize the input of the call without a holder.
+        weight: How to quantize the weight of the call without a holder.
+
+    Raises:
+        QuantizationError: A path leads nowhere, a call has no holder beside others, or ``forward``
+            was replaced on the instance. The module is unchanged then.
+
+    Example:
+        >>> class Product(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel = torch.nn.Parameter(torch.eye(2))
+        ...     def forward(self, x):
+        ...         return x @ self.kernel
+        >>> site = torchq.nn.CallSite("matmul", weight="kernel")
+        >>> product = torchq.nn.route_calls_(Product(), [site], input=torchq.QuantDescriptor(2))
+        >>> product.input_quantizer.set_amax(1.0)
+        >>> product(torch.tensor([[0.4, 0.6]]))
+        tensor([[0., 1.]], grad_fn=<MmBackward0>)
+    """
+    name = qualified_name(type(module))
+    own = [site for site in calls if not site.holder]
+    if "forward" in vars(module):
+        raise QuantizationError(
+            f"{name}: forward was replaced on the instance; expected the class's own"
+        )
+    if not calls or (own and len(calls) > 1):
+        raise QuantizationError(
+            f"{name}: got {len(own)} calls without a holder among {len(calls)}; expected one call "
+            "alone, or a holder for each"
+        )
+    if isinstance(module, QuantModule) or (own and hasattr(module, "input_quantizer")):
+        raise QuantizationError(f"{name}: has quantizers already; expected a float module")
+    for site in calls:
+        _check_paths(module, site)
+    added = _add_holders(module, calls)
+    change_class(module, _twin(type(module), not own))  # type: ignore[arg-type]
+    routed: Any = module
+    routed.calls = tuple(calls)
+    try:
+        routed._attach(**({"input": input, "weight": weight} if own else {}))
+    except Exception:
+        for path in added:
+            delattr(module, path)
+        del routed.calls
+        change_class(module, type(module).float_class)  # type: ignore[attr-defined]
+        raise
+    return module
+
+
+def _check_paths(module: nn.Module, site: CallSite) -> None:
+    name = qualified_name(type(module))
+    parent, _, leaf = site.weight.rpartition(".")
+    try:
+        if site.weight and leaf not in dict(module.get_submodule(parent).named_parameters()):
+            raise AttributeError(f"it has no parameter {site.weight}")
+        if "." in site.holder or hasattr(module, site.holder):
+            module.get_submodule(site.holder)
+    except AttributeError as error:
+        raise QuantizationError(
+            f"{name}: got a call with the weight {site.weight!r} and the holder {site.holder!r}; "
+            f"expected names of the module ({error})"
+        ) from None
+
+
+def _add_holders(module: nn.Module, calls: Sequence[CallSite]) -> list[str]:
+    """Add the float children that will hold quantizers; return their names."""
+    added = []
+    for site in calls:
+        if "." in site.holder or not site.holder or hasattr(module, site.holder):
+            continue
+        holder = ScaledDotProductAttention() if site.kind == "attention" else Call()
+        module.add_module(site.holder, holder.train(module.training))
+        added.append(site.holder)
+    return added

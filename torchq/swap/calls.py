@@ -1,0 +1,182 @@
+"""What happens to function calls with weights in the forwards of modules, as decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchq.nn import (
+    Call,
+    CallSite,
+    FoundCalls,
+    QuantModule,
+    ScaledDotProductAttention,
+    TensorQuantizer,
+    equivalent_class,
+    find_calls,
+    find_calls_alone,
+    quantized_as,
+    quantized_class,
+    site_descriptors,
+    weights_read,
+)
+from torchq.swap.decision import Decision
+from torchq.utils import modules_with_names
+
+__all__ = ["ByRules", "decide_calls"]
+
+#: Decides about a module by the rules for a class: (names, module, class) -> decision.
+ByRules = Callable[[tuple[str, ...], nn.Module, type[nn.Module]], Decision]
+
+
+def decide_calls(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    by_rules: ByRules,
+    example: Any = None,
+    rewritten: frozenset[int] = frozenset(),
+) -> list[Decision]:
+    """Return the decisions with those about function calls added.
+
+    A module of an unknown class whose only call is quantized takes the place of its earlier
+    decision, which said that it has no twin. Other modules get a decision for each call.
+
+    Args:
+        model: A float model.
+        decisions: The decisions about the modules of ``model``.
+        by_rules: Decides by the rules for a class.
+        example: Arguments for one call of the model, or None. Without it the calls are found in
+            modules without children, and where source code passes a child's weight to a function.
+        rewritten: Ids of modules whose operators are replaced; they keep their attention.
+    """
+    found = None if example is None else find_calls(model, example)
+    quantized = {id(d.module): d for d in decisions if not d.reason}
+    result = list(decisions)
+    inside = {
+        id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
+    }
+    for names, module in modules_with_names(model):
+        if id(module) in inside or not _is_candidate(module):
+            continue
+        calls = _calls_without_example(module, quantized) if found is None else None
+        calls = found.get(id(module)) if found is not None else calls
+        if calls is None or not calls.sites:
+            continue
+        new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
+        place = next((i for i, d in enumerate(result) if d.module is module), None)
+        if place is None:
+            result += new
+        elif any(d.module is module for d in new):
+            result[place : place + 1] = new
+        else:
+            result[place + 1 : place + 1] = new
+    return result
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    if isinstance(module, (QuantModule, TensorQuantizer)) or "forward" in vars(module):
+        return False
+    library = type(module).__module__.startswith(("torch.nn.", "torchq."))
+    return not library and quantized_class(type(module)) is None
+
+
+def _calls_without_example(module: nn.Module, quantized: dict[int, Decision]) -> FoundCalls | None:
+    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
+        alone = find_calls_alone(module)
+        if alone is not None:
+            return alone
+    calls = FoundCalls()
+    for path in weights_read(module):
+        child = module.get_submodule(path)
+        kind = _KINDS.get(quantized_as(type(child)) or type(child))
+        if kind is not None and id(child) in quantized:
+            calls.sites.append(CallSite(kind, f"{path}.weight"))
+            calls.ndims.append(child.get_parameter("weight").dim())
+    return calls
+
+
+_KINDS: dict[type, str] = {
+    nn.Linear: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+}
+
+
+def _decide_module(
+    names: tuple[str, ...],
+    module: nn.Module,
+    calls: FoundCalls,
+    quantized: dict[int, Decision],
+    by_rules: ByRules,
+    is_rewritten: bool,
+) -> list[Decision]:
+    """Return the decisions about the calls of one module, and about the module itself."""
+    cls = type(module)
+    held, own = _by_holder(module, calls, quantized)
+    if is_rewritten:
+        own = [(site, ndim) for site, ndim in own if site.kind != "attention"]
+    is_leaf = next(module.children(), None) is None
+    if is_leaf and len(own) == 1 and own[0][0].kind != "attention":
+        site, ndim = own[0]
+        decision = by_rules(names, module, equivalent_class(site.kind))
+        if not decision.reason and calls.obstacle:
+            return [Decision(names, module, cls, reason=calls.obstacle)]
+        input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
+        chosen = () if decision.reason else (site,)
+        return [replace(decision, input=input, weight=weight, calls=chosen)]
+    decisions: list[Decision] = []
+    sites = list(held)
+    for number, (site, ndim) in enumerate(own):
+        site = replace(site, holder=_holder_name(module, site, number))
+        child = ScaledDotProductAttention() if site.kind == "attention" else Call()
+        paths = tuple(f"{name}.{site.holder}" if name else site.holder for name in names)
+        child.train(module.training)
+        # Patterns select the call by its own paths, and by those of the module that makes it.
+        decision = by_rules((*paths, *names), child, equivalent_class(site.kind))
+        decision = replace(decision, names=paths)
+        if decision.rule is None and decision.reason:
+            continue  # No rule asks for it.
+        if not decision.reason and calls.obstacle:
+            decision = Decision(paths, child, type(child), reason=calls.obstacle)
+        input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
+        decisions.append(replace(decision, input=input, weight=weight, parent=module))
+        if not decision.reason:
+            sites.append(site)
+    if calls.obstacle and held:
+        return [Decision(names, module, cls, reason=calls.obstacle)]
+    if sites:
+        rule = "(contains quantized calls)"
+        decisions.insert(0, Decision(names, module, cls, rule=rule, calls=tuple(sites)))
+    return decisions
+
+
+def _by_holder(
+    module: nn.Module, calls: FoundCalls, quantized: dict[int, Decision]
+) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
+    """Return the calls whose weight belongs to a quantized child that computes the same, and others."""
+    held, own = [], []
+    for site, ndim in zip(calls.sites, calls.ndims, strict=True):
+        path = site.weight.rpartition(".")[0]
+        child = module.get_submodule(path) if path else module
+        same = quantized_as(type(child)) is equivalent_class(site.kind)
+        if path and same:
+            if id(child) in quantized:  # Otherwise a rule has left the child float.
+                held.append(replace(site, holder=path))
+        else:
+            own.append((site, ndim))
+    return held, own
+
+
+def _holder_name(module: nn.Module, site: CallSite, number: int) -> str:
+    base = site.weight.replace(".", "_") or site.kind
+    name = f"{base}_call" if site.weight else f"{base}_call_{number}"
+    while hasattr(module, name):
+        name += "_"
+    return name
