@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
-from tests.fusion.zoo import RepVGGBlock
 from torchq.descriptor import QuantDescriptor
 from torchq.functional import quantize
 from torchq.fusion import RescalesOutput, fuse_

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fusion import zoo_rest
+from tests.fusion.blocks.levit import LinearNorm
 from tests.fusion.common import Net, data_dependent, error, outputs, randomized
 from torchq.fusion import fuse_
 
@@ -119,7 +119,7 @@ def test_linear_and_batchnorm_with_the_features_moved(shape):
 @pytest.mark.parametrize("like", ["reshape_as", "view_as", "zeros_like"])
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
 def test_reading_only_the_shape_of_a_result_is_not_using_it(like, traceable):
-    class Tokens(zoo_rest.LinearNorm):
+    class Tokens(LinearNorm):
         def forward(self, x):
             if not traceable and float(x.sum()) > 1e9:
                 return x

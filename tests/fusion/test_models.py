@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fusion import zoo
+from tests.fusion.blocks.layers import conv_bn
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.fusion import fuse_
 from torchq.graph import tensors_in
@@ -90,7 +91,7 @@ def test_a_detector_whose_forward_cannot_be_traced():
 def test_a_wrapped_model_keeps_its_wrapper():
     torch.manual_seed(0)
     model = nn.DataParallel(
-        randomized(nn.Sequential(zoo.conv_bn(3, 8, 3), nn.ReLU(), zoo.RepVGGBlock(8, 8)).double())
+        randomized(nn.Sequential(conv_bn(3, 8, 3), nn.ReLU(), RepVGGBlock(8, 8)).double())
     )
     x = torch.randn(1, 3, 12, 12, dtype=torch.float64)
     want = outputs(model, x)
@@ -105,7 +106,7 @@ def test_a_branch_that_is_read_elsewhere_is_not_merged():
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.big, self.small = zoo.conv_bn(8, 8, 3, padding=1), zoo.conv_bn(8, 8, 1)
+            self.big, self.small = conv_bn(8, 8, 3, padding=1), conv_bn(8, 8, 1)
 
         def forward(self, x):
             small = self.small(x)
@@ -147,7 +148,7 @@ def test_branches_are_not_merged_into_more_work():
     class LowRank(nn.Module):
         def __init__(self):
             super().__init__()
-            self.down, self.up = zoo.conv_bn(32, 2, 1), zoo.conv_bn(2, 32, 1)
+            self.down, self.up = conv_bn(32, 2, 1), conv_bn(2, 32, 1)
 
         def forward(self, x):
             return x + self.up(self.down(x))
@@ -163,7 +164,7 @@ def test_factors_computed_from_parameters_are_constants():
     class Gated(nn.Module):
         def __init__(self):
             super().__init__()
-            self.alpha, self.body = nn.Parameter(torch.randn(2, 8)), zoo.conv_bn(8, 8, 3, padding=1)
+            self.alpha, self.body = nn.Parameter(torch.randn(2, 8)), conv_bn(8, 8, 3, padding=1)
 
         def forward(self, x):
             one, two = self.alpha.sigmoid().unbind(0)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
-from tests.fusion.zoo import RepVGGBlock
 from torchq.errors import FuseError
 from torchq.fusion import fuse_
 

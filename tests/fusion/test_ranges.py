@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fusion.zoo import RepVGGBlock
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from torchq.fusion import diagnose_ranges, fuse_
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fusion import zoo
+from tests.fusion.blocks.layers import conv_bn
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
 from tests.fusion.test_families import CASES, build
 from torchq.errors import ConfigError, FuseError
@@ -37,7 +38,7 @@ def structure(model: nn.Module) -> list[tuple[str, str, str]]:
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    body = nn.Sequential(zoo.conv_bn(3, 8, 3, bias=False), nn.ReLU(), zoo.RepVGGBlock(8, 8))
+    body = nn.Sequential(conv_bn(3, 8, 3, bias=False), nn.ReLU(), RepVGGBlock(8, 8))
     model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     assert isinstance(randomized(model), nn.Sequential)
     return model
@@ -133,7 +134,7 @@ def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.big, self.small = zoo.conv_bn(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+            self.big, self.small = conv_bn(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.relu(self.big(x) + self.small(x))

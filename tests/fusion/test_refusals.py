@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fusion import zoo_more
+from tests.fusion.blocks.layers import BatchNormAct
 from tests.fusion.common import Net, data_dependent, error, outputs, randomized
 from torchq.errors import FuseError
 from torchq.fusion import fuse_
@@ -147,7 +147,7 @@ BEFORE = {
         "its input comes from x, not from a convolution",
     ),
     "with an activation": (
-        lambda: Before(nn.Conv2d(4, 6, 1), zoo_more.BatchNormAct(4)),
+        lambda: Before(nn.Conv2d(4, 6, 1), BatchNormAct(4)),
         "its input comes from x, not from a convolution",
     ),
 }

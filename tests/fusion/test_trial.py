@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.fusion import zoo
+from tests.fusion.blocks.layers import conv_bn
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
 from torchq.errors import FuseError
 from torchq.fusion import fuse_, fusion_record
@@ -26,7 +27,7 @@ IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    body = nn.Sequential(zoo.conv_bn(3, 8, 3, bias=False), nn.ReLU(), zoo.RepVGGBlock(8, 8))
+    body = nn.Sequential(conv_bn(3, 8, 3, bias=False), nn.ReLU(), RepVGGBlock(8, 8))
     model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
     randomized(model)
     return model
@@ -62,7 +63,7 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
             return out
 
     torch.manual_seed(0)
-    model = nn.Sequential(Holds(), zoo.RepVGGBlock(4, 4))
+    model = nn.Sequential(Holds(), RepVGGBlock(4, 4))
     randomized(model)
     model[1].rbr_dense.conv.backend = math
     x = torch.randn(2, 4, 6, 6)

@@ -7,7 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fusion import zoo, zoo_more, zoo_rest
+from tests.fusion.blocks.acnet import ACBlock
+from tests.fusion.blocks.dbb import DBB
+from tests.fusion.blocks.ghostnetv3 import GhostV3
+from tests.fusion.blocks.large_kernel import LargeKernel
+from tests.fusion.blocks.mmpretrain import MMPretrainBlock
+from tests.fusion.blocks.mobileone import MobileOne
+from tests.fusion.blocks.repvgg import RepVGGBlock
+from tests.fusion.blocks.super_gradients import SuperGradientsBlock
+from tests.fusion.blocks.timm_byobnet import TimmRepVgg
+from tests.fusion.blocks.unireplknet import DilatedReparam
+from tests.fusion.blocks.yolov6 import QARepVGG
+from tests.fusion.blocks.yolov7 import Yolov7RepConv
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq import recipes
 from torchq.errors import ConfigError, QuantizationError
@@ -32,9 +43,9 @@ def repvgg():
     torch.manual_seed(0)
     return randomized(
         Net(
-            zoo.RepVGGBlock(3, 8, stride=2),
-            zoo.RepVGGBlock(8, 8, groups=2, se=True),
-            zoo.RepVGGBlock(8, 8),
+            RepVGGBlock(3, 8, stride=2),
+            RepVGGBlock(8, 8, groups=2, se=True),
+            RepVGGBlock(8, 8),
         )
     )
 
@@ -145,7 +156,7 @@ def test_frozen_statistics_make_training_forward_the_deployed_one():
 def test_batch_statistics_fold_as_batchnorm_normalises():
     """Unquantized, a training step must be that of the float block: same output, statistics and gradients."""
     torch.manual_seed(0)
-    reference = randomized(nn.Sequential(zoo.RepVGGBlock(6, 6)).double())
+    reference = randomized(nn.Sequential(RepVGGBlock(6, 6)).double())
     model = copy.deepcopy(reference)
     quantize_branches_(model)
     module = model[0].rbr_reparam
@@ -165,7 +176,7 @@ def test_batch_statistics_fold_as_batchnorm_normalises():
 
 def test_gradients_reach_every_branch_through_the_quantized_kernel():
     torch.manual_seed(0)
-    model = randomized(nn.Sequential(zoo.RepVGGBlock(6, 6)).double())
+    model = randomized(nn.Sequential(RepVGGBlock(6, 6)).double())
     quantize_branches_(model)
     freeze_bn_(model)
     calibrate(model, [torch.randn(4, 6, 7, 7, dtype=torch.float64)], progress=False)
@@ -185,16 +196,16 @@ def test_gradients_reach_every_branch_through_the_quantized_kernel():
 
 
 BLOCKS = {
-    "mobileone": lambda: zoo_more.MobileOne(8, 8, groups=8),
-    "mobileone-pointwise": lambda: zoo_more.MobileOne(8, 8, k=1),
-    "timm": lambda: zoo_more.TimmRepVgg(8, 8),
-    "large-kernel": lambda: zoo_more.LargeKernel(8),
-    "super-gradients": lambda: zoo.SuperGradientsBlock(8, 8),
-    "qarepvgg": lambda: zoo.QARepVGG(8, 8, avg=True),
-    "yolov7": lambda: zoo.Yolov7RepConv(8, 8, groups=2),
-    "acnet": lambda: zoo_rest.ACBlock(8, 8),
-    "unireplknet": lambda: zoo_rest.DilatedReparam(8),
-    "mmpretrain": lambda: zoo.MMPretrainBlock(8, 8),
+    "mobileone": lambda: MobileOne(8, 8, groups=8),
+    "mobileone-pointwise": lambda: MobileOne(8, 8, k=1),
+    "timm": lambda: TimmRepVgg(8, 8),
+    "large-kernel": lambda: LargeKernel(8),
+    "super-gradients": lambda: SuperGradientsBlock(8, 8),
+    "qarepvgg": lambda: QARepVGG(8, 8, avg=True),
+    "yolov7": lambda: Yolov7RepConv(8, 8, groups=2),
+    "acnet": lambda: ACBlock(8, 8),
+    "unireplknet": lambda: DilatedReparam(8),
+    "mmpretrain": lambda: MMPretrainBlock(8, 8),
 }
 
 
@@ -277,7 +288,7 @@ def test_models_without_blocks_and_blocks_that_cannot_be_followed():
         match=r"Sequential has no block with branches; expected RepVGG or the like. Use quantize_",
     ):
         quantize_branches_(nn.Sequential(nn.Conv2d(3, 4, 1)))
-    model = randomized(nn.Sequential(zoo_rest.DBB(4, 4)))
+    model = randomized(nn.Sequential(DBB(4, 4)))
     state = list(model.state_dict())
     with pytest.raises(
         QuantizationError, match=r"DBB: .*; expected a sum of linear branches. Merge it with fuse_"
@@ -288,4 +299,4 @@ def test_models_without_blocks_and_blocks_that_cannot_be_followed():
         ConfigError,
         match=r"0 is a ghostnetv3 block; expected one whose branches are one module. Merge it with fuse_ first",
     ):
-        quantize_branches_(nn.Sequential(zoo_more.GhostV3(4, 4)))
+        quantize_branches_(nn.Sequential(GhostV3(4, 4)))
