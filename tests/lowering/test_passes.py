@@ -298,7 +298,21 @@ CASES = [
         None,
         {"a": conv(), "b": quantize()},
     ),
-    # --- lookup_table, int_pooling
+    # --- int8_gelu, lookup_table, int_pooling
+    Case(
+        "use_int8_gelu",
+        lambda m, x, y: m.b(F.gelu(m.a(x), approximate="tanh")),
+        "Quantize(gelu(Dequantize(x), approximate='tanh'))",
+        "Int8GELU(x)",
+        {"a": dequantize(), "b": quantize(OTHER)},
+    ),
+    Case(
+        "use_int8_gelu",
+        lambda m, x, y: m.a(F.gelu(x)),
+        "Quantize(gelu(x))",
+        None,
+        {"a": quantize()},
+    ),
     Case(
         "use_lookup_table",
         lambda m, x, y: m.b(torch.tanh(m.a(x))),

@@ -31,6 +31,7 @@ from torchq.lowering.passes.insert_qdq import (
     quantize_layer_input,
     replace_quantizer,
 )
+from torchq.lowering.passes.int8_gelu import use_int8_gelu
 from torchq.lowering.passes.int_pooling import average_codes
 from torchq.lowering.passes.lookup_table import use_lookup_table
 from torchq.lowering.passes.normalize import (
@@ -80,6 +81,7 @@ FUSE: tuple[NodePass, ...] = (
     fold_batchnorm,
     fuse_activation,
     fuse_add,
+    use_int8_gelu,
     use_lookup_table,
     average_codes,
     fuse_requantize,
