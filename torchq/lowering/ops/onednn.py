@@ -170,25 +170,23 @@ def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams)
 
 def _plain(packed: _Packed, params: ConvParams, epilogue: Epilogue) -> Run:
     """Return the convolution without a residual."""
-    dims = len(params.stride)
     operator: Any = (
         torch.ops.onednn.qconv2d_pointwise.default
-        if dims == 2
+        if len(params.stride) == 2
         else torch.ops.onednn.qconv3d_pointwise.default
     )
-    *head, bias = packed
-    rest = (bias, *_lists(params), *_post_op(epilogue))
-    return lambda x: operator(x, *head, *rest)
+    arguments = (*packed, *_lists(params), *_post_op(epilogue))
+    return lambda x: operator(x, *arguments)
 
 
 def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: bool) -> Run:
     """Return the convolution that adds a residual in its kernel."""
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    *head, bias = packed
     relu = "relu" if epilogue.activation == "relu" else None
     output = (epilogue.scale, epilogue.zero_point, epilogue.dtype)
     added = (epilogue.residual_scale, epilogue.residual_zero_point)
-    rest = (bias, *_lists(params), *output, *added, "sum", 1.0, relu, [], "")
+    before, bias = tuple(packed[:-1]), packed.bias
+    after = (bias, *_lists(params), *output, *added, "sum", 1.0, relu, [], "")
     dtype, last = epilogue.dtype, torch.channels_last
 
     def run(x: Tensor, residual: Tensor) -> Tensor:
@@ -196,7 +194,7 @@ def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: 
         fits = residual.dtype is dtype and residual.is_contiguous(memory_format=last)
         if not (overwrite and fits):
             residual = residual.to(dtype, memory_format=last, copy=True)
-        return operator(x, *head, residual, *rest)
+        return operator(x, *before, residual, *after)
 
     return run
 
@@ -223,8 +221,8 @@ def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
     key = ("packed linear", tuple(input_qparams))
     packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
     operator: Any = torch.ops.onednn.qlinear_pointwise.default
-    rest = (*packed, *_post_op(epilogue))
-    return lambda x: operator(x, *rest)
+    arguments = (*packed, *_post_op(epilogue))
+    return lambda x: operator(x, *arguments)
 
 
 def _lists(params: ConvParams) -> tuple[Any, ...]:
