@@ -1,13 +1,18 @@
-"""Helpers of the fuse tests."""
+"""Helpers of the tests of fusion."""
 
-import copy
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
-def randomized(model, seed=0):
-    """Eval mode, with BatchNorm statistics and parameters as training leaves them; every third scale negative."""
+def randomized(model: M, seed: int = 0) -> M:
+    """Give BatchNorms numbers as training leaves them, every third scale negative; eval mode."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(getattr(module, "running_mean", None), torch.Tensor):
@@ -21,23 +26,19 @@ def randomized(model, seed=0):
     return model.eval()
 
 
-def outputs(model, *args):
+def outputs(model: nn.Module, *args: Any) -> Any:
     with torch.no_grad():
         return model(*args)
 
 
-def error(got, want):
+def error(got: Any, want: Any) -> float:
     """Largest difference relative to the largest expected value."""
     if isinstance(got, (tuple, list)):
         return max(error(g, w) for g, w in zip(got, want, strict=True))
     return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
 
 
-def twin(model):
-    return copy.deepcopy(model)
-
-
-def norms(model):
+def norms(model: nn.Module) -> list[nn.Module]:
     return [
         m
         for m in model.modules()
@@ -48,7 +49,7 @@ def norms(model):
 class Net(nn.Module):
     """One convolution and one BatchNorm, with a forward given as a function."""
 
-    def __init__(self, forward, channels=4):
+    def __init__(self, forward: Callable[[Any, Tensor], Any], channels: int = 4) -> None:
         super().__init__()
         self.run, self.conv, self.bn = (
             forward,
@@ -57,14 +58,14 @@ class Net(nn.Module):
         )
         self.other = nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
 
 
-def data_dependent(forward):
+def data_dependent(forward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
     """The same model for a tracer that cannot follow it."""
 
-    def run(m, x):
+    def run(m: Any, x: Tensor) -> Any:
         return forward(m, x) if float(x.sum()) < 1e9 else x
 
     return run

@@ -1,11 +1,14 @@
-"""Folding into calibrated layers: codes keep their magnitude, ranges grow by the scale, and what cannot hold is refused."""
+"""Folding into calibrated layers: codes keep their magnitude, and ranges grow by the scale."""
+
+from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
@@ -19,14 +22,14 @@ from torchq.workflow import calibrate
 PER_CHANNEL, PER_TENSOR = QuantDescriptor(axis=0), QuantDescriptor()
 
 
-def quantized(layer, norm, weight, x, method="max"):
+def quantized(layer: Any, norm: Any, weight: Any, x: Tensor, method: str = "max") -> nn.Sequential:
     model = randomized(nn.Sequential(layer, norm))
     convert_(model[0], input=PER_TENSOR, weight=weight)
     calibrate(model, [x], method=method, progress=False)
     return model
 
 
-def codes(layer):
+def codes(layer: Any) -> Tensor:
     q = layer.weight_quantizer
     return quantize(layer.weight, q.amax, q.descriptor.format, q.descriptor.granularity)
 
@@ -86,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zero_gamma", [False, True])
-def test_codes_keep_their_magnitude_and_take_the_sign(name, zero_gamma):
+def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: bool) -> None:
     make, norm, weight, shape, view = CASES[name]
     torch.manual_seed(0)
     x = torch.randn(shape)
@@ -107,11 +110,11 @@ def test_codes_keep_their_magnitude_and_take_the_sign(name, zero_gamma):
     assert torch.allclose(
         layer.weight_quantizer.amax.double(), amax.double() * view(scale.abs()), rtol=1e-6, atol=0
     )
-    # quantized with codes of the same magnitude, the layer computes the same up to rounding in float32
+    # codes of the same magnitude compute the same up to rounding in float32
     assert error(outputs(model, x), want) <= 1e-5
 
 
-def test_learned_range_keeps_its_parameter():
+def test_learned_range_keeps_its_parameter() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -154,7 +157,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_codes_is_refused_with_the_order(name):
+def test_what_would_change_codes_is_refused_with_the_order(name: str) -> None:
     make, weight, method, reason = REFUSED[name]
     torch.manual_seed(0)
     layer = make()
@@ -171,7 +174,7 @@ def test_what_would_change_codes_is_refused_with_the_order(name):
     assert torch.equal(outputs(model, x), want)
 
 
-def test_a_running_calibration_is_not_disturbed():
+def test_a_running_calibration_is_not_disturbed() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(QuantConv2d(3, 8, 3), nn.BatchNorm2d(8)))
     model[0].input_quantizer.start_calibration()
@@ -179,7 +182,7 @@ def test_a_running_calibration_is_not_disturbed():
     assert not model[0].input_quantizer.calibrator.seen
 
 
-def test_before_calibration_there_is_nothing_to_rescale():
+def test_before_calibration_there_is_nothing_to_rescale() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -191,7 +194,7 @@ def test_before_calibration_there_is_nothing_to_rescale():
     )
 
 
-def test_an_unquantized_weight_needs_no_range():
+def test_an_unquantized_weight_needs_no_range() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     convert_(model[0], input=QuantDescriptor(amax=3.0), weight=None)
@@ -201,7 +204,7 @@ def test_an_unquantized_weight_needs_no_range():
     assert error(outputs(model, x), want) <= 1e-5
 
 
-def test_batchnorm_before_a_quantized_layer_is_refused():
+def test_batchnorm_before_a_quantized_layer_is_refused() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.BatchNorm2d(3), QuantConv2d(3, 8, 3)))
     assert "1 after it is quantized per output channel; fuse before quantizing" in fuse_(
@@ -209,8 +212,8 @@ def test_batchnorm_before_a_quantized_layer_is_refused():
     ).reason("0")
 
 
-def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only():
-    """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing; the other order is refused."""
+def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
+    """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(
         RepVGGBlock(1, 8, 2),
@@ -234,7 +237,7 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only():
     model.eval()
     test, expected = images[384:], labels[384:]
 
-    def accuracy(net):
+    def accuracy(net: Any) -> float:
         return (outputs(net, test).argmax(1) == expected).float().mean().item()
 
     before, wrong = accuracy(model), copy.deepcopy(model)
@@ -250,7 +253,7 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only():
     ] * 3
 
 
-def test_layers_follow_the_protocol():
+def test_layers_follow_the_protocol() -> None:
     assert isinstance(QuantConv2d(3, 8, 3), RescalesOutput)
     assert isinstance(QuantLinear(3, 8), RescalesOutput)
     assert not isinstance(nn.Conv2d(3, 8, 3), RescalesOutput)

@@ -1,13 +1,19 @@
 """The algebra against torch's own layers run one after the other, in float64."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from torchq.errors import FuseError
 from torchq.fusion.linear_map import kernel_algebra as al
 
-# float64 sums of at most a few hundred products of unit normals: 1e-12 leaves a factor of about 100 over the rounding error.
+# Sums of at most a few hundred products of unit normals in float64: 1e-12 leaves a factor of
+# about 100 over the rounding error.
 TOL = 1e-12
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -15,24 +21,24 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed() -> Any:
     torch.manual_seed(0)
 
 
-def randn(*shape):
+def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def close(a, b):
+def close(a: Any, b: Any) -> Any:
     return torch.allclose(a, b, rtol=0, atol=TOL * max(1.0, b.abs().max().item()))
 
 
-def channelwise(x, scale, shift):
+def channelwise(x: Tensor, scale: float, shift: Any) -> Any:
     view = (1, -1, *[1] * (x.dim() - 2))
     return x * scale.view(view) + shift.view(view)
 
 
-def test_batch_norm_affine_equals_eval_batch_norm():
+def test_batch_norm_affine_equals_eval_batch_norm() -> None:
     x, mean, var, weight, bias = randn(3, 5, 4), randn(5), randn(5).abs(), randn(5), randn(5)
     for w, b in ((weight, bias), (None, None), (weight, None), (None, bias)):
         scale, shift = al.batch_norm_affine(mean, var, w, b, 1e-3)
@@ -44,7 +50,7 @@ def test_batch_norm_affine_equals_eval_batch_norm():
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_fold_after_conv(rank, groups, has_bias):
+def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
     x, kernel = randn(2, 6, *[5] * rank), randn(12, 6 // groups, *[3] * rank)
     bias, scale, shift = (randn(12) if has_bias else None), randn(12), randn(12)
     want = channelwise(CONV[rank](x, kernel, bias, padding=1, groups=groups), scale, shift)
@@ -55,7 +61,7 @@ def test_fold_after_conv(rank, groups, has_bias):
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize(("groups", "per_group"), [(1, 3), (2, 1), (2, 3), (4, 2)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_fold_after_transposed_conv(rank, groups, per_group, has_bias):
+def test_fold_after_transposed_conv(rank: int, groups: int, per_group: int, has_bias: bool) -> None:
     out = groups * per_group
     x, kernel = randn(2, 8, *[4] * rank), randn(8, per_group, *[3] * rank)
     bias, scale, shift = (randn(out) if has_bias else None), randn(out), randn(out)
@@ -66,7 +72,7 @@ def test_fold_after_transposed_conv(rank, groups, per_group, has_bias):
     assert close(TRANSPOSED[rank](x, *got, stride=2, padding=1, groups=groups), want)
 
 
-def test_fold_after_linear():
+def test_fold_after_linear() -> None:
     x, weight, scale, shift = randn(7, 5), randn(4, 5), randn(4), randn(4)
     assert close(
         F.linear(x, *al.fold_affine_after(weight, None, scale, shift)),
@@ -76,7 +82,7 @@ def test_fold_after_linear():
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_fold_before_unpadded_conv(rank, groups):
+def test_fold_before_unpadded_conv(rank: int, groups: int) -> None:
     x, kernel, scale, shift = (
         randn(2, 6, *[5] * rank),
         randn(12, 6 // groups, *[3] * rank),
@@ -93,7 +99,7 @@ def test_fold_before_unpadded_conv(rank, groups):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_fold_before_pointwise_transposed_conv(groups):
+def test_fold_before_pointwise_transposed_conv(groups: int) -> None:
     x, kernel, bias, scale, shift = (
         randn(2, 6, 4, 4),
         randn(6, 3, 1, 1),
@@ -106,7 +112,7 @@ def test_fold_before_pointwise_transposed_conv(groups):
     assert close(F.conv_transpose2d(x, *got, groups=groups), want)
 
 
-def test_fold_before_linear():
+def test_fold_before_linear() -> None:
     x, weight, scale, shift = randn(7, 5), randn(4, 5), randn(5), randn(5)
     assert close(
         F.linear(x, *al.fold_affine_before(weight, None, scale, shift)),
@@ -115,7 +121,7 @@ def test_fold_before_linear():
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_identity_kernel_for_any_groups(groups):
+def test_identity_kernel_for_any_groups(groups: int) -> None:
     x = randn(2, 8, 5, 5)
     assert torch.equal(
         F.conv2d(x, al.identity_kernel(8, groups, (3, 3)), padding=1, groups=groups), x
@@ -123,7 +129,7 @@ def test_identity_kernel_for_any_groups(groups):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_avg_pool_kernel_counts_padding(groups):
+def test_avg_pool_kernel_counts_padding(groups: int) -> None:
     x = randn(2, 8, 6, 6)
     kernel = al.avg_pool_kernel(8, groups, (3, 3))
     assert close(F.conv2d(x, kernel, stride=2, padding=1, groups=groups), F.avg_pool2d(x, 3, 2, 1))
@@ -135,19 +141,20 @@ def test_avg_pool_kernel_counts_padding(groups):
     ("window", "padding"),
     [((1, 1), (0, 0)), ((1, 3), (0, 1)), ((3, 1), (1, 0)), ((3, 3), (1, 1)), ((3, 3), (2, 2))],
 )
-def test_pad_kernel_aligns_any_padding(window, padding):
+def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
     x, kernel = randn(1, 2, 9, 9), randn(3, 2, *window)
     before = [2 - p for p in padding]
     after = [5 - b - k for b, k in zip(before, window, strict=True)]
     want = F.conv2d(x, kernel, padding=padding)
     wide = F.conv2d(x, al.pad_kernel(kernel, before, after), padding=2)
-    # where the padding makes the outputs of different size, the wide kernel still computes the common ones, from the same corner
+    # Where the padding makes the outputs of different size, the wide kernel still computes the
+    # common ones, from the same corner.
     assert close(
         wide[..., : want.shape[2], : want.shape[3]], want[..., : wide.shape[2], : wide.shape[3]]
     )
 
 
-def test_dilate_kernel():
+def test_dilate_kernel() -> None:
     x, kernel = randn(1, 2, 12, 12), randn(3, 2, 3, 2)
     assert close(
         F.conv2d(x, al.dilate_kernel(kernel, (3, 2))), F.conv2d(x, kernel, dilation=(3, 2))
@@ -155,7 +162,7 @@ def test_dilate_kernel():
 
 
 @pytest.mark.parametrize("new_groups", [1, 2, 3, 6, 12])
-def test_regroup_kernel(new_groups):
+def test_regroup_kernel(new_groups: int) -> None:
     x, kernel = randn(1, 24, 5, 5), randn(36, 2, 3, 3)
     assert close(
         F.conv2d(x, al.regroup_kernel(kernel, 12, new_groups), groups=new_groups),
@@ -163,12 +170,12 @@ def test_regroup_kernel(new_groups):
     )
 
 
-def test_regroup_kernel_refuses_a_non_divisor():
+def test_regroup_kernel_refuses_a_non_divisor() -> None:
     with pytest.raises(FuseError, match="got 5 groups for a kernel of 12; expected a divisor"):
         al.regroup_kernel(randn(12, 1, 1, 1), 12, 5)
 
 
-def test_add_branches_with_coefficients_including_zero():
+def test_add_branches_with_coefficients_including_zero() -> None:
     x = randn(2, 4, 5, 5)
     branches = [al.KernelBias(randn(6, 4, 3, 3), randn(6)) for _ in range(3)]
     per_channel = randn(6)
@@ -183,7 +190,7 @@ def test_add_branches_with_coefficients_including_zero():
 @pytest.mark.parametrize(
     ("one", "two", "stride"), [(1, 3, 1), (1, 1, 1), (3, 1, 2), (3, 3, 1), (3, 2, 2)]
 )
-def test_compose(groups, one, two, stride):
+def test_compose(groups: int, one: Any, two: Any, stride: int) -> None:
     x = randn(2, 4, 11, 11)
     first = al.KernelBias(randn(8, 4 // groups, one, one), randn(8))
     second = al.KernelBias(randn(12, 8 // groups, two, two), randn(12))
@@ -192,20 +199,20 @@ def test_compose(groups, one, two, stride):
     assert close(F.conv2d(x, *got, stride=stride, groups=groups), want)
 
 
-def test_compose_linear():
+def test_compose_linear() -> None:
     x = randn(3, 5)
     first, second = al.KernelBias(randn(7, 5), randn(7)), al.KernelBias(randn(2, 7), randn(2))
     assert close(F.linear(x, *al.compose(first, second)), F.linear(F.linear(x, *first), *second))
 
 
-def test_channel_counts_are_checked():
+def test_channel_counts_are_checked() -> None:
     with pytest.raises(FuseError, match="got 3 scales for 4 output channels"):
         al.fold_affine_after(randn(4, 2, 1, 1), None, randn(3), randn(3))
     with pytest.raises(FuseError, match="got 3 scales for 2 input channels"):
         al.fold_affine_before(randn(4, 2, 1, 1), None, randn(3), randn(3))
 
 
-def test_low_precision_kernels_are_folded_in_float64():
+def test_low_precision_kernels_are_folded_in_float64() -> None:
     kernel = torch.randn(4, 3, 1, 1).half()
     got = al.fold_affine_after(kernel, None, torch.full((4,), 1 / 3), torch.zeros(4))
     assert got.kernel.dtype is torch.float64 and torch.equal(

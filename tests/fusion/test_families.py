@@ -1,6 +1,10 @@
-"""Each family of re-parameterisable blocks: same function, deployed attribute, nothing left of the branches."""
+"""Each family of blocks: same function, deployed attribute, nothing left of the branches."""
+
+from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ TOL64, TOL32 = 1e-10, 1e-5  # what the project promises; rounding alone gives ab
 CASES = all_cases()
 
 
-def build(case):
+def build(case: str) -> Any:
     torch.manual_seed(0)
     found = CASES[case]
     model = randomized(nn.Sequential(found.make()).double())
@@ -26,7 +30,7 @@ def build(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_family_is_merged_exactly(case):
+def test_family_is_merged_exactly(case: str) -> None:
     model, channels, family, attribute = build(case)
     inputs = [torch.randn(2, channels, size, size + 2, dtype=torch.float64) for size in (12, 13)]
     wanted = [outputs(model, x) for x in inputs]
@@ -58,7 +62,7 @@ def test_family_is_merged_exactly(case):
     assert len(state) == len(model.state_dict())
 
 
-def test_conv_of_deployed_repvgg_has_upstream_keys():
+def test_conv_of_deployed_repvgg_has_upstream_keys() -> None:
     model, *_ = build("repvgg-groups")
     fuse_(model)
     assert {name: tuple(t.shape) for name, t in model.state_dict().items()} == {
@@ -68,7 +72,7 @@ def test_conv_of_deployed_repvgg_has_upstream_keys():
     assert model[0].deploy is True
 
 
-def test_merged_layers_take_dtype_mode_and_gradient_of_the_block():
+def test_merged_layers_take_dtype_mode_and_gradient_of_the_block() -> None:
     model, *_ = build("repvgg")
     fuse_(model.bfloat16().to(memory_format=torch.channels_last).requires_grad_(False))
     layer = model[0].rbr_reparam
@@ -80,7 +84,7 @@ def test_merged_layers_take_dtype_mode_and_gradient_of_the_block():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("case", ["dbb", "repvgg"])
-def test_merging_under_no_grad(case, mode):
+def test_merging_under_no_grad(case: str, mode: Any) -> None:
     model, channels, family, attribute = build(case)
     x = torch.randn(1, channels, 12, 12, dtype=torch.float64)
     want = outputs(model, x)
@@ -91,7 +95,7 @@ def test_merging_under_no_grad(case, mode):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_implicit_head(bias):
+def test_implicit_head(bias: bool) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"head": ImplicitHead((4, 6), 5, bias)}).double().eval()
     head = model["head"]
@@ -106,7 +110,7 @@ def test_implicit_head(bias):
     assert error(outputs(head, xs), want) <= TOL64
 
 
-def test_custom_l2_block_that_takes_two_arguments():
+def test_custom_l2_block_that_takes_two_arguments() -> None:
     torch.manual_seed(0)
     model = randomized(nn.ModuleDict({"block": CustomL2Block(8, 8)}).double())
     x = torch.randn(2, 8, 9, 9, dtype=torch.float64)
@@ -118,7 +122,7 @@ def test_custom_l2_block_that_takes_two_arguments():
     assert penalty == 1.0
 
 
-def test_averaging_classifier_becomes_one_linear_layer():
+def test_averaging_classifier_becomes_one_linear_layer() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Flatten(), Classifier(6, 5)).double())
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -128,7 +132,9 @@ def test_averaging_classifier_becomes_one_linear_layer():
     assert error(outputs(model, x), want) <= TOL64
 
 
-def test_blocks_inside_a_network_with_its_own_forward_methods_stay_picklable(tmp_path):
+def test_blocks_inside_a_network_with_its_own_forward_methods_stay_picklable(
+    tmp_path: Path,
+) -> None:
     model, channels, *_ = build("ultralytics-repconv")
     fuse_(model)
     x = torch.randn(1, channels, 8, 8, dtype=torch.float64)

@@ -1,11 +1,14 @@
-"""How a BatchNorm and its layer are found: traced, recorded, in parts, through moved features and wrappers."""
+"""How a BatchNorm and its layer are found: traced, recorded, in parts, through wrappers."""
+
+from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.fusion.blocks.levit import LinearNorm
 from tests.fusion.common import Net, data_dependent, error, outputs, randomized
@@ -13,8 +16,8 @@ from torchq.fusion import fuse_
 
 
 @pytest.mark.parametrize("functional", [False, True])
-def test_models_that_cannot_be_traced_are_recorded(functional):
-    def forward(m, x):
+def test_models_that_cannot_be_traced_are_recorded(functional: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
         y = F.conv2d(x, m.conv.weight, m.conv.bias, padding=1) if functional else m.conv(x)
         y = m.bn(y)
         return y * y.shape[0] if x.abs().max() > 0.1 else y
@@ -33,8 +36,8 @@ def test_models_that_cannot_be_traced_are_recorded(functional):
 
 
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
-def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable):
-    def forward(m, x):
+def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
         return m.bn(m.conv(x.to(m.conv.weight.dtype).to(m.conv.bias))) * m.conv.weight.shape[0]
 
     torch.manual_seed(0)
@@ -45,13 +48,13 @@ def test_asking_for_the_type_of_a_weight_is_not_reading_it(traceable):
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example():
+def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example() -> None:
     class Outer(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.body(x) if x.sum() < 1e9 else x
 
     torch.manual_seed(0)
@@ -62,13 +65,13 @@ def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example()
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_optional_arguments_keep_their_default():
+def test_optional_arguments_keep_their_default() -> None:
     class Masked(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
 
-        def forward(self, x, mask=None, scale=1.0):
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
             y = self.conv(x)
             if mask is not None:
                 y = y * mask
@@ -78,7 +81,7 @@ def test_optional_arguments_keep_their_default():
     assert len(fuse_(randomized(Masked())).fused) == 1
 
 
-def test_linear_after_flatten_needs_no_example():
+def test_linear_after_flatten_needs_no_example() -> None:
     torch.manual_seed(0)
     model = randomized(
         nn.Sequential(
@@ -95,16 +98,16 @@ def test_linear_after_flatten_needs_no_example():
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 6), (2, 3, 5, 6)])
-def test_linear_and_batchnorm_with_the_features_moved(shape):
+def test_linear_and_batchnorm_with_the_features_moved(shape: tuple[int, ...]) -> None:
     class Moved(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.linear, self.bn = (
                 nn.Linear(6, 4),
                 nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4),
             )
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             y = self.linear(x)
             return self.bn(y.permute(0, 3, 1, 2) if len(shape) == 4 else y.flatten(0, 1))
 
@@ -118,9 +121,9 @@ def test_linear_and_batchnorm_with_the_features_moved(shape):
 
 @pytest.mark.parametrize("like", ["reshape_as", "view_as", "zeros_like"])
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
-def test_reading_only_the_shape_of_a_result_is_not_using_it(like, traceable):
+def test_reading_only_the_shape_of_a_result_is_not_using_it(like: str, traceable: bool) -> None:
     class Tokens(LinearNorm):
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             if not traceable and float(x.sum()) > 1e9:
                 return x
             x = self.linear(x)
@@ -137,15 +140,15 @@ def test_reading_only_the_shape_of_a_result_is_not_using_it(like, traceable):
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_layer_with_its_norm_inside():
+def test_layer_with_its_norm_inside() -> None:
     class Wrapper(nn.Conv2d):
         """detectron2's Conv2d."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__(4, 6, 3, padding=1)
             self.norm, self.activation = nn.BatchNorm2d(6), F.relu
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             x = F.conv2d(
                 x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
             )
@@ -159,13 +162,13 @@ def test_layer_with_its_norm_inside():
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right():
+def test_convolution_with_a_forward_of_its_own_is_folded_only_if_that_is_right() -> None:
     class Same(nn.Conv2d):
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self._conv_forward(F.pad(x, (0, 1, 0, 1)), self.weight, self.bias)
 
     class Standardized(nn.Conv2d):
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self._conv_forward(
                 x, (self.weight - self.weight.mean()) / self.weight.std(), self.bias
             )
@@ -207,21 +210,21 @@ class PlainLinear(nn.Linear):
 
 
 class Doubles(nn.Dropout):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return 2 * x
 
 
 class Shifts(nn.Identity):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return x + 1
 
 
 class Transposes(nn.ReLU):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return x[:, :, None].expand(-1, -1, 4)
 
 
-def test_a_subclass_without_a_forward_of_its_own_is_its_base():
+def test_a_subclass_without_a_forward_of_its_own_is_its_base() -> None:
     torch.manual_seed(0)
     model = randomized(
         nn.Sequential(
@@ -245,7 +248,7 @@ def test_a_subclass_without_a_forward_of_its_own_is_its_base():
 
 
 @pytest.mark.parametrize("between", [Doubles, Shifts])
-def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between):
+def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), between(), nn.BatchNorm2d(4)).double())
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
@@ -256,7 +259,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_its_base(between):
     assert torch.equal(outputs(model, x), want)
 
 
-def test_an_activation_with_a_forward_of_its_own_may_change_the_dimensions():
+def test_an_activation_with_a_forward_of_its_own_may_change_the_dimensions() -> None:
     torch.manual_seed(0)
     layers = [nn.Flatten(), Transposes(), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     model = randomized(nn.Sequential(*layers).double())

@@ -1,10 +1,14 @@
-"""Folding BatchNorm into one layer: exact for every kind of layer, and the layer stays the object it was."""
+"""Folding BatchNorm into a layer is exact for every kind, and the layer stays the same object."""
+
+from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.errors import FuseError
@@ -17,7 +21,7 @@ TOL64, TOL32 = 1e-10, 1e-5
 class FrozenBatchNorm(nn.Module):
     """Four buffers and no parameters, as in torchvision and detectron2."""
 
-    def __init__(self, c):
+    def __init__(self, c: int) -> None:
         super().__init__()
         self.eps = 1e-4
         for name, value in (
@@ -28,7 +32,7 @@ class FrozenBatchNorm(nn.Module):
         ):
             self.register_buffer(name, torch.full((c,), value))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         return x * scale.view(1, -1, 1, 1) + (self.bias - self.running_mean * scale).view(
             1, -1, 1, 1
@@ -36,20 +40,20 @@ class FrozenBatchNorm(nn.Module):
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    def __init__(self, c):
+    def __init__(self, c: int) -> None:
         super().__init__(c)
         self.drop, self.act = nn.Identity(), nn.ReLU()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return self.act(self.drop(super().forward(x)))
 
 
-def frozen(layers):
+def frozen(layers: list[nn.Module]) -> list[nn.Module]:
     assert freeze_norm_(layers[-1])
     return layers
 
 
-def image(*shape):
+def image(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -114,7 +118,7 @@ BEFORE = {
 }
 
 
-def build(make):
+def build(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     layers = make()
     return randomized(nn.Sequential(*layers).double())
@@ -125,7 +129,7 @@ def build(make):
     [*AFTER.values(), *BEFORE.values()],
     ids=[*AFTER, *("before-" + name for name in BEFORE)],
 )
-def test_fold_is_exact(make, shape):
+def test_fold_is_exact(make: Callable[[], Any], shape: tuple[int, ...]) -> None:
     model = build(make)
     x = image(*shape)
     want = outputs(model, x)
@@ -147,7 +151,7 @@ def test_fold_is_exact(make, shape):
     assert error(outputs(single, x.float()), want) <= TOL32
 
 
-def test_activation_of_a_batchnorm_survives():
+def test_activation_of_a_batchnorm_survives() -> None:
     model = build(AFTER["with-activation"][0])
     act = model[1].act
     fuse_(model)
@@ -157,7 +161,7 @@ def test_activation_of_a_batchnorm_survives():
     assert type(frozen[1]) is nn.Identity
 
 
-def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly():
+def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> None:
     model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()])
     x = image(2, 4, 7, 8)
     want, conv = outputs(model, x), model[1]
@@ -174,7 +178,7 @@ def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicit
     assert "padding=(1, 1)" in repr(model[0])
 
 
-def test_batchnorm_without_shift_passes_zero_padding():
+def test_batchnorm_without_shift_passes_zero_padding() -> None:
     model = build(lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1)])
     model[0].running_mean.zero_()
     model[0].bias.data.zero_()
@@ -184,7 +188,7 @@ def test_batchnorm_without_shift_passes_zero_padding():
     assert error(outputs(model, x), want) <= TOL64
 
 
-def test_batchnorm_between_two_layers_and_around_one():
+def test_batchnorm_between_two_layers_and_around_one() -> None:
     model = build(
         lambda: [nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
     )
@@ -200,9 +204,9 @@ def test_batchnorm_between_two_layers_and_around_one():
     assert error(outputs(model, x), want) <= TOL64
 
 
-def test_batchnorm_that_feeds_several_layers():
+def test_batchnorm_that_feeds_several_layers() -> None:
     class Fan(nn.Module):
-        def __init__(self, padding):
+        def __init__(self, padding: Any) -> None:
             super().__init__()
             self.norm, self.a, self.b = (
                 nn.BatchNorm2d(4),
@@ -210,7 +214,7 @@ def test_batchnorm_that_feeds_several_layers():
                 nn.Conv2d(4, 5, 3, padding=padding),
             )
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             x = self.norm(x)
             return self.a(x), self.b(x)
 
@@ -225,7 +229,7 @@ def test_batchnorm_that_feeds_several_layers():
     assert type(padded.norm) is nn.BatchNorm2d
 
 
-def test_layer_stays_the_same_object_with_its_hooks_and_attributes():
+def test_layer_stays_the_same_object_with_its_hooks_and_attributes() -> None:
     model = build(AFTER["conv2d-no-bias"][0]).float().to(memory_format=torch.channels_last)
     conv, seen = model[0], []
     conv.note, conv.weight.tag = "mine", 7
@@ -245,14 +249,14 @@ def test_layer_stays_the_same_object_with_its_hooks_and_attributes():
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
 
 
-def test_tied_weights_are_not_corrupted():
+def test_tied_weights_are_not_corrupted() -> None:
     class Tied(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.a, self.b, self.norm = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
             self.b.weight = self.a.weight
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.norm(self.a(x)) + self.b(x)
 
     torch.manual_seed(0)
@@ -266,7 +270,7 @@ def test_tied_weights_are_not_corrupted():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_folded_in_float64(dtype):
+def test_low_precision_is_folded_in_float64(dtype: torch.dtype) -> None:
     model = build(AFTER["conv2d"][0]).to(dtype)
     exact = copy.deepcopy(model).double()
     fuse_(exact)
@@ -277,7 +281,7 @@ def test_low_precision_is_folded_in_float64(dtype):
     assert torch.equal(model[0].bias, exact[0].bias.to(dtype))
 
 
-def test_overflow_of_half_precision_is_refused():
+def test_overflow_of_half_precision_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).half().eval()
     model[1].running_var.zero_()
     model[1].weight.data.fill_(30000.0)
@@ -285,7 +289,7 @@ def test_overflow_of_half_precision_is_refused():
     assert "overflows torch.float16" in fuse_(model).reason("1")
 
 
-def test_dry_run_changes_nothing():
+def test_dry_run_changes_nothing() -> None:
     model = build(AFTER["conv2d"][0])
     state = copy.deepcopy(model.state_dict())
     report = fuse_(model, image(1, 4, 6, 6), dry_run=True)
@@ -297,7 +301,7 @@ def test_dry_run_changes_nothing():
     assert report.error <= TOL64
 
 
-def test_without_verification_the_result_is_the_same():
+def test_without_verification_the_result_is_the_same() -> None:
     model = build(AFTER["conv2d"][0])
     other = copy.deepcopy(model)
     fuse_(model, verify=False)
@@ -305,7 +309,7 @@ def test_without_verification_the_result_is_the_same():
     assert torch.equal(model[0].weight, other[0].weight)
 
 
-def test_report_reads_as_a_table():
+def test_report_reads_as_a_table() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)
     ).eval()

@@ -1,10 +1,13 @@
-"""Whole networks of torchvision: every BatchNorm that follows a layer goes, and the function stays."""
+"""Whole networks: every BatchNorm that follows a layer goes, and the function stays."""
+
+from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fusion.blocks.layers import conv_bn
@@ -19,17 +22,17 @@ torchvision = pytest.importorskip("torchvision")
 class Allocations(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.largest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.largest = max([self.largest, *(t.numel() for t in tensors_in(out))])
         return out
 
 
-# name: (BatchNorms that stay, because they come before an activation, image size); untrained weights
+# name: (BatchNorms that stay, as they come before an activation; image size); random weights
 MODELS = {
     "resnet18": (0, 64),
     "mobilenet_v3_small": (0, 64),
@@ -38,7 +41,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_torchvision_network(name):
+def test_torchvision_network(name: str) -> None:
     left, size = MODELS[name]
     torch.manual_seed(0)
     model = randomized(torchvision.models.get_model(name, weights=None))
@@ -48,13 +51,14 @@ def test_torchvision_network(name):
     report = fuse_(model, x)
     assert len(report.refused) == left
     assert report.error <= 1e-5
-    # the reference is the float64 network: fusing must not be further from it than rounding in float32 is
+    # The reference is the float64 network: fusing must not be further from it than rounding in
+    # float32 is.
     assert error(outputs(model, x), want) <= max(1e-5, 3 * error(before, want))
     assert fuse_(exact, x.double()).error <= 1e-10
     assert error(outputs(exact, x.double()), want) <= 1e-10
 
 
-def test_detection_backbone_with_frozen_batchnorm():
+def test_detection_backbone_with_frozen_batchnorm() -> None:
     torch.manual_seed(0)
     layer = torchvision.ops.misc.FrozenBatchNorm2d
     model = randomized(torchvision.models.resnet18(weights=None, norm_layer=layer).double())
@@ -65,7 +69,7 @@ def test_detection_backbone_with_frozen_batchnorm():
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_a_detector_whose_forward_cannot_be_traced():
+def test_a_detector_whose_forward_cannot_be_traced() -> None:
     torch.manual_seed(0)
     name, sizes = "fasterrcnn_mobilenet_v3_large_320_fpn", {"min_size": 64, "max_size": 96}
     model = randomized(
@@ -88,7 +92,7 @@ def test_a_detector_whose_forward_cannot_be_traced():
     )
 
 
-def test_a_wrapped_model_keeps_its_wrapper():
+def test_a_wrapped_model_keeps_its_wrapper() -> None:
     torch.manual_seed(0)
     model = nn.DataParallel(
         randomized(nn.Sequential(conv_bn(3, 8, 3), nn.ReLU(), RepVGGBlock(8, 8)).double())
@@ -102,13 +106,13 @@ def test_a_wrapped_model_keeps_its_wrapper():
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_a_branch_that_is_read_elsewhere_is_not_merged():
+def test_a_branch_that_is_read_elsewhere_is_not_merged() -> None:
     class Reads(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.big, self.small = conv_bn(8, 8, 3, padding=1), conv_bn(8, 8, 1)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             small = self.small(x)
             return torch.relu(self.big(x) + small) * small
 
@@ -120,18 +124,18 @@ def test_a_branch_that_is_read_elsewhere_is_not_merged():
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_widely_dilated_convolutions_cost_no_memory():
+def test_widely_dilated_convolutions_cost_no_memory() -> None:
     """Written densely, the kernels of an atrous pyramid would take hundreds of megabytes."""
 
     class Pyramid(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.a, self.b = (
                 nn.Conv2d(64, 64, 3, padding=rate, dilation=rate, bias=False) for rate in (90, 150)
             )
             self.norm_a, self.norm_b = nn.BatchNorm2d(64), nn.BatchNorm2d(64)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return torch.relu(self.norm_a(self.a(x)) + self.norm_b(self.b(x)))
 
     torch.manual_seed(0)
@@ -144,13 +148,13 @@ def test_widely_dilated_convolutions_cost_no_memory():
     )  # nothing larger than a kernel as it is stored, and a little for images
 
 
-def test_branches_are_not_merged_into_more_work():
+def test_branches_are_not_merged_into_more_work() -> None:
     class LowRank(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.down, self.up = conv_bn(32, 2, 1), conv_bn(2, 32, 1)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return x + self.up(self.down(x))
 
     torch.manual_seed(0)
@@ -160,13 +164,13 @@ def test_branches_are_not_merged_into_more_work():
     assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == 2
 
 
-def test_factors_computed_from_parameters_are_constants():
+def test_factors_computed_from_parameters_are_constants() -> None:
     class Gated(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.alpha, self.body = nn.Parameter(torch.randn(2, 8)), conv_bn(8, 8, 3, padding=1)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             one, two = self.alpha.sigmoid().unbind(0)
             return torch.relu(one.view(1, -1, 1, 1) * self.body(x) + two.view(1, -1, 1, 1) * x)
 
@@ -179,19 +183,19 @@ def test_factors_computed_from_parameters_are_constants():
     assert error(outputs(model, x), want) <= 1e-10
 
 
-def test_branches_that_can_only_be_followed_without_their_norms():
+def test_branches_that_can_only_be_followed_without_their_norms() -> None:
     class Opaque(nn.BatchNorm2d):
         """A BatchNorm with an activation slot, whose forward looks at the image size."""
 
-        def __init__(self, c):
+        def __init__(self, c: int) -> None:
             super().__init__(c)
             self.act = nn.Identity()
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.act(super().forward(x)) if x.shape[-1] else x
 
     class Branch(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.big, self.small, self.norm = (
                 nn.Conv2d(8, 8, 3, padding=1),
@@ -199,7 +203,7 @@ def test_branches_that_can_only_be_followed_without_their_norms():
                 Opaque(8),
             )
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return torch.relu(self.norm(self.big(x)) + self.small(x))
 
     torch.manual_seed(0)
@@ -214,9 +218,9 @@ def test_branches_that_can_only_be_followed_without_their_norms():
     assert fuse_(model, x).fused == ()
 
 
-def test_a_network_of_unknown_blocks():
+def test_a_network_of_unknown_blocks() -> None:
     class Block(nn.Module):
-        def __init__(self, c):
+        def __init__(self, c: int) -> None:
             super().__init__()
             self.big, self.small, self.out_channels = (
                 nn.Conv2d(c, c, 3, padding=1, bias=False),
@@ -225,7 +229,7 @@ def test_a_network_of_unknown_blocks():
             )
             self.bn1, self.bn2, self.act = nn.BatchNorm2d(c), nn.BatchNorm2d(c), nn.ReLU()
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.act(self.bn1(self.big(x)) + self.bn2(self.small(x)) + x) * 2
 
     torch.manual_seed(0)

@@ -1,10 +1,13 @@
-"""Layers and blocks whose numbers cannot be changed are refused; a failed check leaves everything as it was."""
+"""Layers and blocks whose numbers cannot be changed are refused and left as they were."""
+
+from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from tests.fusion.blocks.repvgg import RepVGGBlock
@@ -13,40 +16,40 @@ from torchq.errors import FuseError
 from torchq.fusion import fuse_
 
 
-def pair(layer=None, norm=None):
+def pair(layer: Any = None, norm: Any = None) -> nn.Sequential:
     return nn.Sequential(layer or nn.Conv2d(4, 4, 1), norm or nn.BatchNorm2d(4)).eval()
 
 
 class Rounding(nn.BatchNorm2d):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x).round()
 
 
-def hooked(model, index, kind):
+def hooked(model: nn.Module, index: int, kind: str) -> nn.Sequential:
     getattr(model[index], kind)(lambda *args: None)
     return model
 
 
-def trained(model):
+def trained(model: nn.Module) -> nn.Sequential:
     model[1].train()
     return model
 
 
-def not_finite():
+def not_finite() -> nn.Sequential:
     model = pair()
     model[1].running_var[0] = -1.0
     model[0].weight.data[0] = float("nan")
     return model
 
 
-def integer():
+def integer() -> nn.Sequential:
     model = pair()
     model[0].weight = nn.Parameter(torch.ones(4, 4, 1, 1, dtype=torch.int8), requires_grad=False)
     return model
 
 
 class Held(nn.Module):
-    def __init__(self, container):
+    def __init__(self, container: Any) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
         self.stages = (
@@ -55,11 +58,11 @@ class Held(nn.Module):
             else container([self.conv, self.norm])
         )
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return self.norm(self.conv(x))
 
 
-def with_quantizer(index):
+def with_quantizer(index: int) -> nn.Sequential:
     model = pair()
     model[index].weight_quantizer = nn.ReLU()
     return model
@@ -138,14 +141,14 @@ MODELS = {
 }
 
 
-def _pruned(layer):
+def _pruned(layer: Any) -> nn.Module:
     with torch.no_grad():
         return prune.l1_unstructured(layer, "weight", 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_that_are_not_plain_numbers_are_refused(name):
+def test_layers_that_are_not_plain_numbers_are_refused(name: str) -> None:
     make, norm, reason = MODELS[name]
     model = make().eval() if name != "one in training mode" else make()
     report = fuse_(model)
@@ -154,14 +157,14 @@ def test_layers_that_are_not_plain_numbers_are_refused(name):
     assert isinstance(model.get_submodule(norm), nn.BatchNorm1d | nn.BatchNorm2d)
 
 
-def test_a_model_in_training_mode_is_an_error():
+def test_a_model_in_training_mode_is_an_error() -> None:
     with pytest.raises(
         FuseError, match=r"the model is in training mode; expected eval mode.* Call model.eval"
     ):
         fuse_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
 
 
-def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features():
+def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
     tokens, rows = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
@@ -175,15 +178,15 @@ def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features():
     assert error(outputs(model, rows), want) <= 1e-10
 
 
-def test_failed_whole_model_check_leaves_everything_as_it_was():
+def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
     class Watching(nn.Module):
-        """Its output depends on how it is built, so that only the check of the whole model can notice."""
+        """Its output depends on how it is built, which only the check of the whole model sees."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.bn(self.conv(x)) * (2 if type(self.bn) is nn.Identity else 1)
 
     torch.manual_seed(0)
@@ -192,7 +195,7 @@ def test_failed_whole_model_check_leaves_everything_as_it_was():
     state = copy.deepcopy(model.state_dict())
     with pytest.warns(
         UserWarning,
-        match="the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as it was",
+        match="the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as",
     ):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
     assert not report.applied
@@ -202,13 +205,13 @@ def test_failed_whole_model_check_leaves_everything_as_it_was():
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
 
 
-def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was():
+def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was() -> None:
     class Asks(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.bn(self.conv(x)) / self.bn.num_features
 
     torch.manual_seed(0)
@@ -229,11 +232,11 @@ def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was():
 class Ranked(nn.Module):
     """Returns scores and what belongs to them, in an order that rounding decides."""
 
-    def __init__(self, swap=False):
+    def __init__(self, swap: bool = False) -> None:
         super().__init__()
         self.conv, self.bn, self.swap = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), swap
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         scores = self.bn(self.conv(x)).mean(1).flatten()
         values = x.sum(1).flatten()
         if type(self.bn) is nn.Identity:  # ties broken the other way round, as rounding does
@@ -242,7 +245,7 @@ class Ranked(nn.Module):
         return scores, values
 
 
-def test_results_in_another_order_are_the_same_results():
+def test_results_in_another_order_are_the_same_results() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 4, 5, 5)
     report = fuse_(randomized(Ranked()), x)
@@ -255,7 +258,7 @@ def test_results_in_another_order_are_the_same_results():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone():
+def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone() -> None:
     torch.manual_seed(0)
     body = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
     scripted = torch.jit.script(copy.deepcopy(body))
@@ -275,17 +278,17 @@ def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone():
 class Masked(nn.Module):
     """Returns infinities and integers beside its result, and writes into its input."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         x.mul_(0.5)
         y = self.bn(self.conv(x))
         return {"masked": y.masked_fill(y < 0, -torch.inf), "index": y.argmax(1)}
 
 
-def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison():
+def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 5, 5, dtype=torch.float64)
     kept = x.clone()
@@ -295,7 +298,7 @@ def test_infinities_and_integers_in_the_output_do_not_disturb_the_comparison():
     assert torch.equal(x, kept)
 
 
-def test_a_single_layer_or_norm_as_the_model():
+def test_a_single_layer_or_norm_as_the_model() -> None:
     assert fuse_(nn.Conv2d(3, 3, 1)).fused == ()
     assert fuse_(nn.BatchNorm2d(3).eval()).refused[0].name == ""
     torch.manual_seed(0)
@@ -306,16 +309,16 @@ def test_a_single_layer_or_norm_as_the_model():
     assert error(outputs(block, x), want) <= 1e-5
 
 
-def test_what_is_no_module_is_an_error():
+def test_what_is_no_module_is_an_error() -> None:
     report = fuse_(nn.ReLU())
     with pytest.raises(
         FuseError,
-        match=r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report is returned",
+        match=r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report",
     ):
         fuse_(report)
 
 
-def quantizer_in(block):
+def quantizer_in(block: Any) -> None:
     block.rbr_dense.conv.weight_quantizer = nn.ReLU()
 
 
@@ -330,7 +333,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("reason", BLOCKS)
-def test_blocks_are_refused_with_the_reason(reason):
+def test_blocks_are_refused_with_the_reason(reason: str) -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(RepVGGBlock(4, 4)))
     BLOCKS[reason](model[0])
@@ -340,13 +343,13 @@ def test_blocks_are_refused_with_the_reason(reason):
     assert not hasattr(model[0], "rbr_reparam")
 
 
-def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error():
+def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error() -> None:
     class Strange(RepVGGBlock):
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x) + (0 if hasattr(self, "rbr_reparam") else 0.25)
 
     class StrangeAndUntraceable(Strange):
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x) if float(x.detach().sum()) < 1e9 else x
 
     torch.manual_seed(0)

@@ -1,11 +1,14 @@
 """What must not be folded is refused by name and with its reason, and left as it was."""
 
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.fusion.blocks.layers import BatchNormAct
 from tests.fusion.common import Net, data_dependent, error, outputs, randomized
@@ -13,55 +16,55 @@ from torchq.errors import FuseError
 from torchq.fusion import fuse_
 
 
-def two_consumers(m, x):
+def two_consumers(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     return m.bn(y) + y.relu()
 
 
-def graph_output(m, x):
+def graph_output(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     return m.bn(y), y
 
 
-def shared_norm(m, x):
+def shared_norm(m: Any, x: Tensor) -> Any:
     return m.bn(m.conv(x)) + m.bn(m.other(x))
 
 
-def shared_conv(m, x):
+def shared_conv(m: Any, x: Tensor) -> Any:
     return m.bn(m.conv(x)) + m.conv(x + 1)
 
 
-def changed_in_place(m, x):
+def changed_in_place(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     y += 1
     return m.bn(y)
 
 
-def not_a_layer(m, x):
+def not_a_layer(m: Any, x: Tensor) -> Any:
     return m.bn(torch.relu(m.conv(x)))
 
 
-def weight_read(m, x):
+def weight_read(m: Any, x: Tensor) -> Any:
     return m.bn(m.conv(x)) + m.conv.weight.abs().mean()
 
 
-def without_bias(m, x):
+def without_bias(m: Any, x: Tensor) -> Any:
     return m.bn(F.conv2d(x, m.conv.weight, padding=1))
 
 
-def foreign_bias(m, x):
+def foreign_bias(m: Any, x: Tensor) -> Any:
     return m.bn(F.conv2d(x, m.conv.weight, bias=m.other.bias))
 
 
-def own_padding(m, x):
+def own_padding(m: Any, x: Tensor) -> Any:
     return F.conv2d(m.bn(x), m.other.weight, m.other.bias, padding=1)
 
 
-def shift_read(m, x):
+def shift_read(m: Any, x: Tensor) -> Any:
     return m.bn(m.conv(x)) - m.bn.bias.sum()
 
 
-def unused(m, x):
+def unused(m: Any, x: Tensor) -> Any:
     return m.conv(x)
 
 
@@ -104,7 +107,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
-def test_use_of_the_output_is_respected(name, traceable):
+def test_use_of_the_output_is_respected(name: str, traceable: bool) -> None:
     forward, reason = FORWARDS[name]
     torch.manual_seed(0)
     model = randomized(Net(forward if traceable else data_dependent(forward)).double())
@@ -119,7 +122,7 @@ def test_use_of_the_output_is_respected(name, traceable):
         report.require_all()
 
 
-def test_even_the_type_of_a_batchnorm_is_not_there_without_it():
+def test_even_the_type_of_a_batchnorm_is_not_there_without_it() -> None:
     torch.manual_seed(0)
     model = randomized(Net(lambda m, x: m.bn(m.conv(x.to(m.bn.weight.dtype)))))
     assert "has parameters that are also read outside its own forward" in fuse_(model).reason("bn")
@@ -128,11 +131,11 @@ def test_even_the_type_of_a_batchnorm_is_not_there_without_it():
 class Before(nn.Module):
     """A BatchNorm in front of a layer."""
 
-    def __init__(self, layer, norm=None, output=False):
+    def __init__(self, layer: Any, norm: Any = None, output: bool = False) -> None:
         super().__init__()
         self.norm, self.layer, self.output = norm or nn.BatchNorm2d(4), layer, output
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         x = self.norm(x)
         return (self.layer(x), x) if self.output else self.layer(x)
 
@@ -154,7 +157,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_does_not_pass_through_the_layer_behind(name):
+def test_what_does_not_pass_through_the_layer_behind(name: str) -> None:
     make, reason = BEFORE[name]
     torch.manual_seed(0)
     model = randomized(make().double())

@@ -1,9 +1,13 @@
 """Teaching fuse_ a block, and the engines behind it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.fusion.common import error, outputs, randomized
 from torchq.errors import ConfigError
@@ -15,7 +19,7 @@ from torchq.fusion.reparam.rule import BLOCKS
 
 
 class Two(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.wide, self.narrow, self.act = (
             nn.Conv2d(4, 4, 3, padding=1),
@@ -23,7 +27,7 @@ class Two(nn.Module):
             nn.ReLU(),
         )
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         if hasattr(self, "merged_conv"):
             return self.act(self.merged_conv(x))
         return self.act(self.wide(x) + self.narrow(x))
@@ -34,7 +38,7 @@ class Two(nn.Module):
     [Two, lambda block: hasattr(block, "wide") and hasattr(block, "narrow")],
     ids=["class", "predicate"],
 )
-def test_register_block(decorate):
+def test_register_block(decorate: Any) -> None:
     register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(
         decorate
     )
@@ -52,12 +56,12 @@ def test_register_block(decorate):
         BLOCKS.remove("two")
 
 
-def test_register_block_wants_a_class_or_predicate():
+def test_register_block_wants_a_class_or_predicate() -> None:
     with pytest.raises(ConfigError, match="got 3; expected a class or a predicate"):
         register_block("three")(3)
 
 
-def linear_block(groups, stride):
+def linear_block(groups: int, stride: int) -> Any:
     torch.manual_seed(0)
     layers = nn.ModuleList(
         [nn.Conv2d(4, 8, 3, stride, 1, groups=groups), nn.Conv2d(4, 8, 1, stride, groups=groups)]
@@ -68,7 +72,7 @@ def linear_block(groups, stride):
 @pytest.mark.parametrize("engine", [collapse, extract])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_both_engines_find_the_same_map(engine, groups, stride):
+def test_both_engines_find_the_same_map(engine: Any, groups: int, stride: int) -> None:
     function = linear_block(groups, stride)
     geometry, value = engine(function, 4, 2)
     assert (geometry.groups, geometry.stride, geometry.window) == (groups, (stride, stride), (3, 3))
@@ -92,23 +96,23 @@ NOT_LINEAR = {
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_what_is_not_one_convolution_is_rejected(name):
+def test_what_is_not_one_convolution_is_rejected(name: str) -> None:
     with pytest.raises(NotAffine):
         linear_map(NOT_LINEAR[name], 4, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in NOT_LINEAR if name not in ("flip", "flatten")])
-def test_the_symbolic_engine_rejects_them_by_itself(name):
+def test_the_symbolic_engine_rejects_them_by_itself(name: str) -> None:
     with pytest.raises(NotAffine):
         collapse(NOT_LINEAR[name], 4, 2)
 
 
 @pytest.mark.parametrize("name", ["relu", "product", "attention", "max"])
-def test_what_is_not_linear_is_turned_away_at_a_small_size(name):
+def test_what_is_not_linear_is_turned_away_at_a_small_size(name: str) -> None:
     """Looking for the window of a wide residual block up to 258 x 258 takes minutes."""
     sizes = []
 
-    def function(x):
+    def function(x: Tensor) -> Tensor:
         sizes.append(x.shape[-1])
         return NOT_LINEAR[name](x)
 
@@ -138,19 +142,19 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_what_is_one_convolution_collapses(name):
+def test_what_is_one_convolution_collapses(name: str) -> None:
     geometry, value = collapse(LINEAR[name], 4, 2)
     x = torch.randn(2, 4, 12, 13, dtype=torch.float64)
     assert relative_error(apply_map(x, geometry, value), LINEAR[name](x)) <= 1e-12
 
 
-def test_maps_of_different_tensors_do_not_add_up():
+def test_maps_of_different_tensors_do_not_add_up() -> None:
     one, two = (AffineTensor.identity(object(), 4, 2) for _ in range(2))
     with pytest.raises(NotAffine, match="a sum of maps of two different tensors"):
         one + two
 
 
-def test_linear_layers_are_maps_without_window():
+def test_linear_layers_are_maps_without_window() -> None:
     torch.manual_seed(0)
     model = randomized(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
     for engine in (collapse, extract):

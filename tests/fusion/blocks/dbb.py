@@ -11,7 +11,7 @@ from tests.fusion.blocks.layers import conv_bn
 
 
 class BNAndPad(nn.Module):
-    """Pads with what the BatchNorm gives for zero: item assignment, so torch.fx cannot follow it."""
+    """Pads with the BatchNorm's result for zero by item assignment, which torch.fx cannot trace."""
 
     def __init__(self, pad: int, c: int) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from tests.fusion.blocks.layers import conv_bn
 
 
 class LargeKernel(nn.Module):
-    """RepLKNet; FastViT's forward computes the activation and throws it away, which must stay so."""
+    """RepLKNet; FastViT's forward computes the activation and drops it, which must stay so."""
 
     def __init__(self, c: int, large: int = 7, small: int = 3, discard: bool = False) -> None:
         super().__init__()

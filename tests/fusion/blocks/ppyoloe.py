@@ -26,7 +26,7 @@ class PPYoloeBlock(nn.Module):
 
 
 class TruthyAlphaBlock(PPYoloeBlock):
-    """The upstream spelling, under which alpha == 0 means a coefficient of one; its forward is what counts."""
+    """The upstream spelling, under which alpha == 0 means a coefficient of one."""
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "conv"):

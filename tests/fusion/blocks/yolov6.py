@@ -10,7 +10,7 @@ from tests.fusion.blocks.layers import conv_bn
 
 
 class QARepVGG(nn.Module):
-    """YOLOv6: plain 1x1 and identity branches, optionally an average pool, one BatchNorm after the sum."""
+    """Plain 1x1, identity and (v2) average pool branches, and one BatchNorm behind the addition."""
 
     def __init__(
         self, cin: int, cout: int, stride: int = 1, groups: int = 1, avg: bool = False
