@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests import models
-from tests.fusion.zoo import RepVGGBlock
+from tests.fusion.blocks.repvgg import RepVGGBlock
 from torchq.compat import pytorch_quantization
 from torchq.utils.registry import Registry
 
