@@ -318,7 +318,7 @@ def test_four_bit_configs_keep_eight_bits_between_layers() -> None:
 def test_unknown_targets_are_listed() -> None:
     with pytest.raises(
         ConfigError,
-        match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'tensorrt'",
+        match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'qnn', 'tensorrt'",
     ):
         torchq.plan(Residual(), target="tvm")
 
