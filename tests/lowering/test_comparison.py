@@ -53,6 +53,59 @@ def test_the_noise_of_quantization_is_no_error(images: Tensor) -> None:
     torchq.deploy(coarse, images)
 
 
+class Amplifying(nn.Module):
+    """A model that turns one code of its second layer into most of the result.
+
+    Inputs and weights are multiples of their scales: quantization itself changes nothing.
+
+    Args:
+        flip: what tracing adds to the input of the second layer, in codes.
+    """
+
+    def __init__(self, flip: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 1, 1, bias=False), nn.Conv2d(1, 1, 1, bias=False)
+        for layer in (self.first, self.second):
+            nn.init.ones_(layer.weight)
+        self.register_buffer("flip", flip)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if type(y) is not Tensor:
+            y = y + self.flip
+        return torch.relu(self.second(y) - 126.5) * 1e3 + 1
+
+
+def amplifying(flipped: int) -> tuple[nn.Module, Tensor]:
+    """The calibrated model, whose first ``flipped`` codes fall the other way; and its input."""
+    x = torch.arange(256.0).remainder(127).view(1, 1, 16, 16)
+    flip = torch.zeros(256)
+    flip[126] = 1
+    flip[: max(0, flipped - 1)] = 1
+    model = Amplifying(flip.view(1, 1, 16, 16)).eval()
+    torchq.quantize_(model)
+    for layer in (model.first, model.second):
+        layer.input_quantizer.set_amax(127.0)
+        layer.weight_quantizer.set_amax(torch.ones(1, 1, 1, 1))
+    return model, x
+
+
+def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
+    model, x = amplifying(1)
+    with pytest.warns(UserWarning, match="every layer agrees when given the same input"):
+        int8 = torchq.deploy(model, x)
+    assert not torch.allclose(int8(x), model(x), rtol=0.5)
+
+
+def test_a_layer_that_computes_something_else_is_named() -> None:
+    model, x = amplifying(200)
+    with pytest.raises(
+        torchq.errors.ExportError,
+        match=r"Given the inputs of the simulation, the input of second differs. Pass fuse=False",
+    ):
+        torchq.deploy(model, x)
+
+
 class Encoder(nn.Module):
     """Traceable, with more to it than a call with its defaults."""
 

@@ -15,7 +15,7 @@ from torchq.lowering.graph.partition import fuse_layers
 from torchq.lowering.graph.traced_module import copy_plain_attributes
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.ops.onednn import saturates
-from torchq.lowering.reference_check import ReferenceCheck
+from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import lower, uncalibrated
 from torchq.nn import QuantModule, RoutedModule
 from torchq.utils import copy_module, modules_with_names, set_submodule
@@ -74,12 +74,24 @@ def deploy(
     result = _replace_layers(copy_module(simulated), reduce_range)
     check = None if example is None else ReferenceCheck(simulated, example)
     if fuse:
-        result = fuse_layers(result, check)
+        result = fuse_layers(result, None if check is None else lambda m: check(m).problem)
     _warn_of_saturation(result, reduce_range)
-    if check is not None and (problem := check(result)):
-        advice = " Pass fuse=False to keep the forward of every module" if fuse else ""
-        raise ExportError(f"deploy: {problem}.{advice}")
+    if check is not None:
+        _report(check(result), fuse)
     return result
+
+
+def _report(verdict: Verdict, fuse: bool) -> None:
+    """Raise an error or warn if the deployed model differs from the simulation."""
+    if verdict.problem:
+        advice = ". Pass fuse=False to keep the forward of every module" if fuse else ""
+        raise ExportError(f"deploy: {verdict.problem}{advice}")
+    if verdict.note:
+        warnings.warn(
+            f"deploy: {verdict.note}: the model amplifies values that are rounded the other way "
+            "at a tie. Its quantized results depend on the machine that computes them",
+            stacklevel=3,
+        )
 
 
 def _require_calibrated(model: nn.Module) -> None:

@@ -1,26 +1,51 @@
-"""Comparison of a deployed model with the simulation that it was made from."""
+"""Comparison of a deployed model with the simulation that it was made from.
+
+Float32 rounds differently next to a tie, and a deep network may amplify a single code that falls
+the other way until nothing of the result agrees. Therefore a result that differs is not enough to
+call a deployed model wrong: :func:`differing_layer` gives every layer the inputs that it has in the
+simulation, so that nothing can add up, and tells the two apart.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchq.graph import call_model, tensors_in
+from torchq.lowering.modules.base import Int8Layer
 from torchq.workflow import disabled
 
-__all__ = ["ReferenceCheck"]
+__all__ = ["ReferenceCheck", "Verdict", "differing_layer"]
 
-#: The relative error that is always allowed: -20 dB.
-TOLERANCE = 0.1
+#: The relative error of a result that is always allowed: -20 dB.
+RESULT_TOLERANCE = 0.1
+#: The share of codes that may be off by one when layers are given the inputs of the simulation.
+#: Measured: at most 3e-5 in MobileNetV3 and U-Nets with random weights.
+CODES_OFF = 0.01
+#: The relative error of floating-point tensors in the same situation.
+LAYER_TOLERANCE = 0.01
+
+
+class Verdict(NamedTuple):
+    """The outcome of a comparison.
+
+    Attributes:
+        problem: what is wrong with the results; empty if they agree.
+        note: what is suspicious about results that agree; may be empty.
+    """
+
+    problem: str = ""
+    note: str = ""
 
 
 class ReferenceCheck:
     """The results of the simulation for an example, to compare the results of others with.
 
-    Calling the check with a model returns what is wrong with the results of that model, or an
-    empty string if they agree. It raises what the model raises.
+    Calling the check with a model returns a :class:`Verdict`. It raises what the model raises.
 
     Args:
         simulated: a calibrated model.
@@ -28,48 +53,154 @@ class ReferenceCheck:
     """
 
     def __init__(self, simulated: nn.Module, example: Any) -> None:
-        self._example = example
-        self._expected = self._results(simulated)
+        self._simulated, self._example = simulated, example
+        self._expected = _results(simulated, example)
         with disabled(simulated):
-            floats = self._results(simulated)
+            floats = _results(simulated, example)
         pairs = zip(self._expected, floats, strict=True)
         self._allowed = [_allowed_error(expected, exact) for expected, exact in pairs]
 
-    def __call__(self, model: nn.Module) -> str:
-        results = self._results(model)
+    def __call__(self, model: nn.Module) -> Verdict:
+        problem = self._compare(_results(model, self._example))
+        if not problem:
+            return Verdict()
+        layer = differing_layer(model, self._simulated, self._example)
+        if layer is None:
+            return Verdict(note=f"{problem}, though every layer agrees when given the same input")
+        return Verdict(f"{problem}. Given the inputs of the simulation, {layer}")
+
+    def _compare(self, results: list[Tensor]) -> str:
+        """Return which result differs by more than is allowed; an empty string if none does."""
         pairs = zip(self._expected, self._allowed, results, strict=True)
         for number, (expected, allowed, got) in enumerate(pairs):
-            if problem := _difference(expected, allowed, got):
-                return f"result {number} {problem}"
+            if got.shape != expected.shape:
+                shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
+                return f"result {number} has shape {shapes}"
+            error, size = _norm(got - expected), _norm(expected)
+            if not error <= allowed:
+                return (
+                    f"result {number} has relative error {error / size:.2g} against the "
+                    f"simulation; expected at most {allowed / size:.2g}, the larger one of 0.1 "
+                    "and what quantization itself makes"
+                )
         return ""
 
-    def _results(self, model: nn.Module) -> list[Tensor]:
-        with torch.no_grad():
-            return list(tensors_in(call_model(model, self._example)))
+
+def _results(model: nn.Module, example: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return list(tensors_in(call_model(model, example)))
 
 
-def _allowed_error(expected: Tensor, exact: Tensor) -> Tensor:
-    """Return the norm of the error that a correct deployed model may have.
+def _norm(x: Tensor) -> float:
+    return float(x.double().norm())
 
-    Float32 rounds differently next to a tie, and a deep network turns every such tie into another
-    sample of its quantization noise. Two samples differ by sqrt(2) times either.
+
+def _allowed_error(expected: Tensor, exact: Tensor) -> float:
+    """Return the norm of the error that a deployed model may have without a closer look.
+
+    Every tie that falls the other way makes another sample of the quantization noise; two samples
+    differ by sqrt(2) times either.
 
     Args:
         expected: a result of the simulation.
         exact: the same result without quantization.
     """
-    noise = 2**0.5 * (expected.double() - exact.double()).norm()
-    return torch.maximum(TOLERANCE * expected.double().norm(), noise)
+    return max(RESULT_TOLERANCE * _norm(expected), 2**0.5 * _norm(expected - exact))
 
 
-def _difference(expected: Tensor, allowed: Tensor, got: Tensor) -> str:
-    """Return how ``got`` exceeds the allowed error; an empty string if it does not."""
-    if expected.shape != got.shape:
-        return f"has shape {tuple(got.shape)}; expected {tuple(expected.shape)}"
-    error, size = (got.double() - expected.double()).norm(), expected.double().norm()
-    if bool(error <= allowed):
-        return ""
-    return (
-        f"has relative error {float(error / size):.2g} against the simulation; expected at most "
-        f"{float(allowed / size):.2g}, the larger one of 0.1 and what quantization itself makes"
-    )
+# --- layer by layer -------------------------------------------------------------------------------
+
+
+def differing_layer(model: nn.Module, simulated: nn.Module, example: Any) -> str | None:
+    """Return which layer of a deployed model computes something else than the simulation.
+
+    Every integer layer reads what the layer of the same name reads in the simulation. The codes
+    that it would have read otherwise come from such inputs too, so that errors do not add up: they
+    belong to the layers just before.
+
+    Args:
+        model: deployed from ``simulated``.
+        simulated: the calibrated model.
+        example: see :func:`torchq.graph.call_model`.
+
+    Returns:
+        A description of the first difference; None if every layer agrees.
+    """
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, Int8Layer)}
+    inputs, expected = _record_inputs(simulated, example, {_original(path) for path in layers})
+    forced = _ForcedInputs(inputs)
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            hook = forced.hook_of(path)
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        results = _results(model, example)
+    if forced.differences:
+        return forced.differences[0]
+    for number, (got, want) in enumerate(zip(results, expected, strict=True)):
+        if got.shape != want.shape or not _agree(got, want):
+            return f"result {number} differs"
+    return None
+
+
+def _original(path: str) -> str:
+    """Return the path of a layer in the simulation: variants of it have a longer name."""
+    return path.partition("_again")[0]
+
+
+def _record_inputs(
+    simulated: nn.Module, example: Any, paths: set[str]
+) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Return the inputs of the layers at ``paths``, call by call, and the results."""
+    inputs: dict[str, list[Tensor]] = {}
+
+    def recorder(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            inputs.setdefault(path, []).extend(x.detach().clone() for x in args[:1])
+
+        return record
+
+    with ExitStack() as stack:
+        for path, module in simulated.named_modules():
+            if path in paths:
+                stack.callback(module.register_forward_pre_hook(recorder(path)).remove)
+        return inputs, _results(simulated, example)
+
+
+class _ForcedInputs:
+    """Hooks that give integer layers the inputs of the simulation and note what differs.
+
+    Attributes:
+        differences: one description for each layer whose input differed.
+    """
+
+    def __init__(self, inputs: dict[str, list[Tensor]]) -> None:
+        self.differences: list[str] = []
+        self._inputs = {path: list(tensors) for path, tensors in inputs.items()}
+        self._given: list[Tensor] = []
+
+    def hook_of(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        """Return the forward pre-hook of the layer at ``path``."""
+
+        def force(layer: nn.Module, args: tuple[Any, ...]) -> Any:
+            assert isinstance(layer, Int8Layer)
+            left = self._inputs.get(_original(path))
+            # A layer may hand its input to a twin, which calls this hook once more.
+            if not left or not args or any(args[0] is given for given in self._given):
+                return None
+            want = left.pop(0)
+            if args[0].dtype is torch.uint8:
+                want = layer.input_qparams.quantize(want)
+            if args[0].shape != want.shape or not _agree(args[0], want):
+                self.differences.append(f"the input of {path} differs")
+            self._given.append(want)
+            return (want, *args[1:])
+
+        return force
+
+
+def _agree(got: Tensor, want: Tensor) -> bool:
+    """Return True if two tensors of values, or of codes, differ by no more than rounding."""
+    if got.dtype is torch.uint8:
+        off = float((got.int() - want.int()).abs().sum())
+        return off <= max(2.0, CODES_OFF * got.numel())
+    return _norm(got.double() - want.double()) <= LAYER_TOLERANCE * _norm(want)
