@@ -146,10 +146,13 @@ def test_wired_modules_copy(copied: Any) -> None:
     assert not torch.equal(twin(x), module(x))
 
 
-def test_an_argument_that_the_wiring_did_not_see_is_refused() -> None:
-    module = wired(Gate(), add=torchq.nn.Add())
-    with pytest.raises((AssertionError, RuntimeError), match="mask has been specialized"):
-        module(torch.randn(3, 4), torch.ones(3, 4))
+def test_an_argument_that_the_trace_did_not_see_runs_the_float_forward() -> None:
+    x, mask = torch.randn(3, 4), torch.ones(3, 4)
+    module = wired(Gate(), add=torchq.nn.Add()).eval()
+    with pytest.warns(UserWarning, match="Gate: is called with mask, which its trace took"):
+        result = module(x, mask)
+    torchq.restore_(module)
+    assert torch.equal(result, module(x, mask))
 
 
 def test_wiring_needs_the_operator() -> None:

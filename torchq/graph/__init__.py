@@ -5,6 +5,7 @@ The package knows nothing of quantization.
 
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
 from torchq.graph.flow import Call, Flow, flow_of_graph
+from torchq.graph.kinds import ALL_KINDS, operator_kind
 from torchq.graph.operators import (
     MAX_POOLING,
     METADATA,
@@ -16,15 +17,21 @@ from torchq.graph.operators import (
 )
 from torchq.graph.passes import PassInfo, describe_pass, run_to_fixpoint
 from torchq.graph.recorder import record
+from torchq.graph.source import Router, rewrite_forward
 from torchq.graph.tracing import (
     ForwardTracer,
     forward_hook_kind,
     is_torch_leaf,
+    state_kept,
     trace,
     trace_call,
 )
 
 __all__ = [
+    "ALL_KINDS",
+    "Router",
+    "operator_kind",
+    "rewrite_forward",
     "Call",
     "Flow",
     "Forward",
@@ -46,6 +53,7 @@ __all__ = [
     "reads_shape",
     "record",
     "run_to_fixpoint",
+    "state_kept",
     "tensors_in",
     "trace",
     "trace_call",

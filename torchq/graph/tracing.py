@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from torchq.utils import evaluating
@@ -15,16 +16,18 @@ __all__ = [
     "ForwardTracer",
     "forward_hook_kind",
     "is_torch_leaf",
+    "state_kept",
     "trace",
     "trace_call",
 ]
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """Whether ``module`` is one call in a module-level trace: a layer of ``torch.nn``, or anything without children.
+    """Return True if ``module`` is one call in a trace: a layer of ``torch.nn``, or no children.
 
-    A module of the user's own without children (an activation, a drop path) is a leaf too: it holds no layer that a trace
-    would have to show, and its ``forward`` is often what makes symbolic tracing fail.
+    A module of the user's own without children (an activation, a drop path) is one call too: it
+    holds no layer that a trace would have to show, and its ``forward`` is often what makes
+    symbolic tracing fail.
     """
     library = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -33,14 +36,15 @@ def is_torch_leaf(module: nn.Module) -> bool:
 
 
 class ForwardTracer(fx.Tracer):
-    """A tracer that can also loop over the parts of a tensor where the code says how many there are.
+    """A tracer that loops over the parts of a tensor where the code says how many there are.
 
-    ``list(x.chunk(2, 1))`` and ``for part in torch.split(x, [8, 8])`` (the C2f block of YOLOv8) give two items each. A dimension that
-    has fewer chunks than asked for raises an IndexError when the traced graph runs.
+    ``list(x.chunk(2, 1))`` and ``for part in torch.split(x, [8, 8])`` (the C2f block of YOLOv8)
+    give two items each. A dimension with fewer chunks than asked for raises an IndexError when the
+    traced graph runs.
     """
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
+        """Return what stands for the result of ``node``; see :meth:`torch.fx.Tracer.proxy`."""
         return super().proxy(node) if _number_of_parts(node) is None else _Parts(node, self)
 
 
@@ -57,12 +61,9 @@ class _Parts(fx.Proxy):
 
 def _number_of_parts(node: fx.Node) -> int | None:
     name = getattr(node.target, "__name__", node.target)
-    given = [
-        node.kwargs[key]
-        for key in ("chunks", "split_size_or_sections", "split_size")
-        if key in node.kwargs
-    ]
-    parts = given[0] if given else node.args[1] if len(node.args) > 1 else None
+    names = ("chunks", "split_size_or_sections", "split_size")
+    given = [node.kwargs[key] for key in names if key in node.kwargs]
+    parts = (*given, *node.args[1:2], None)[0]
     if name == "split" and isinstance(parts, (list, tuple)):
         return len(parts)
     return parts if name == "chunk" and isinstance(parts, int) else None
@@ -78,25 +79,63 @@ class _Tracer(ForwardTracer):
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no module keeps what its forward stored in it: the first call of torchvision's RoI pooling notes scales, here proxies."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Give every module of ``model`` its attributes, containers and buffers back at the end.
+
+    A forward may store results in its module, and while it is traced these are proxies: the first
+    call of torchvision's RoI pooling notes scales, timm's LeViT fills a dictionary of biases.
+
+    Args:
+        model: the body may run or trace it.
+    """
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    containers: dict[int, tuple[Any, Any]] = {}
+    for _, values in attributes:
+        for value in values.values():
+            _note_containers(value, containers)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, attributes in before:
+        for module, values in attributes:
             vars(module).clear()
-            vars(module).update(attributes)
+            vars(module).update(values)
+        for value, content in containers.values():
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+        with torch.no_grad():
+            for buffer, content in buffers:
+                if not buffer.is_meta and not torch.equal(buffer, content):
+                    buffer.copy_(content)
+
+
+def _note_containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    """Enter the dictionaries, lists and sets in ``value``, each with a copy, by id."""
+    if id(value) in found:
+        return
+    if isinstance(value, (dict, list, set)):
+        found[id(value)] = (value, value.copy())
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        for item in value:
+            _note_containers(item, found)
 
 
 def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
-    """What ``tracer`` makes of the forward of ``module``; calls give arguments by position or by name as before.
+    """Return the graph that ``tracer`` makes of the forward of ``module``.
 
-    Arguments with a default of None, a number or a flag keep that default: otherwise a Proxy stands in for it and ``if mask is not None``
-    takes a branch that ordinary calls do not. A call with another value raises an AssertionError that names the argument.
+    Calls of the graph give arguments by position or by name, as calls of the module do. Arguments
+    with a default of None, a number or a flag keep that default: otherwise a Proxy would stand in
+    for it, and ``if mask is not None`` would take a branch that ordinary calls do not take. A call
+    with another value raises an AssertionError that names the argument.
+
+    Args:
+        tracer: decides which calls stay whole.
+        module: left unchanged.
 
     Raises:
-        Exception: whatever the forward raises when its control flow looks at a tensor.
+        Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
@@ -105,25 +144,27 @@ def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
         for p in parameters
         if p.default is None or isinstance(p.default, (bool, int, float))
     }
-    with _attributes_kept(module):
+    with state_kept(module):
         graph = tracer.trace(module, constants or None)
     names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
-        node.target = (
-            name  # fx numbers those with a constant, which would hide them from keyword calls
-        )
+        # torch.fx numbers arguments that are constant, which would hide them from keyword calls.
+        node.target = name
     return graph
 
 
 def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
-    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole; see :func:`trace_call` for its arguments.
+    """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
 
     Args:
-        model: left unchanged; its modules' training modes are given back.
+        model: left unchanged, with its training modes.
         is_leaf: which modules stay one ``call_module`` node.
 
+    Returns:
+        The traced model; see :func:`trace_call` for its arguments.
+
     Raises:
-        Exception: whatever the model raises when its control flow looks at a tensor.
+        Exception: Whatever the model raises when its control flow looks at a tensor.
     """
     tracer = _Tracer(is_leaf)
     with evaluating(model):

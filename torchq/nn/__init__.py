@@ -86,6 +86,7 @@ from torchq.nn.modules.reparam import QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_modules import (
     RewrittenForward,
+    recording_operators,
     replace_operators_,
     replace_recorded_operators_,
     trace_forward,
@@ -159,6 +160,7 @@ __all__ = [
     "is_weight_quantizer",
     "quantized_as",
     "quantized_class",
+    "recording_operators",
     "register",
     "revert_",
     "route_calls_",

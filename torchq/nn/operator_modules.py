@@ -1,41 +1,58 @@
 """Modules whose own operators (``+``, ``torch.cat``, ...) are calls of child modules.
 
-Quantizers can sit in such children. The forward of the module's class is traced with all children
-kept whole, once for training and once for evaluation. Chosen operators become calls of new
-children, and the result runs in the place of the class's forward. The module object, its children,
-hooks and parameters stay, as with every conversion (:mod:`torchq.nn.convert`). No function or
-method of torch is patched.
+Quantizers can sit in such children. The module object, its children, hooks and parameters stay, as
+with every conversion (:mod:`torchq.nn.convert`), and no function or method of torch is patched.
+There are two ways to redirect an operator:
+
+Source
+    The forward runs as its author wrote it, but for the operators, which a router carries out
+    (:mod:`torchq.graph.source`). Branches, attributes and arguments stay dynamic.
+
+Trace
+    Where there is no source (code typed into an interpreter, decorated functions), the forward is
+    traced with all children kept whole, once for training and once for evaluation, and the graph
+    runs in its place. The trace is made again when an attribute of the module is set. A call with
+    another value for an argument that the trace took for a constant runs the float forward.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchq.errors import QuantizationError
-from torchq.graph import ForwardTracer, trace_call
+from torchq.graph import ForwardTracer, rewrite_forward, trace_call
 from torchq.nn.convert import QuantModule, change_class
 from torchq.nn.modules.operators import OPERATORS, Tap
+from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
 __all__ = [
     "RewrittenForward",
+    "recording_operators",
     "replace_operators_",
     "replace_recorded_operators_",
     "trace_forward",
 ]
 
+_TRACED = ("_eval_run", "_train_run", "_constants", "_stale")
+
 
 class RewrittenForward(QuantModule):
-    """Base of the classes that :func:`replace_operators_` makes, one for each float class.
+    """Base of the classes that :func:`replace_operators_` makes, two for each float class.
 
     Attributes:
-        replacements: Node of the traced forward -> name of the child that is called instead.
+        replacements: Name of an operator (of a site, or of a node of the traced forward) -> name
+            of the child that is called instead.
+        replaced_sites: The names in ``replacements`` without numbers of visits.
+        recorder: Where calls note their operators, or None.
     """
 
     input_slots = ()
@@ -43,8 +60,12 @@ class RewrittenForward(QuantModule):
     is_container = True
     #: The class's own forward, under a name that the tracer can ask for.
     float_forward: ClassVar[Callable[..., Any]]
+    #: The forward is traced, not rewritten.
+    is_traced: ClassVar[bool]
 
-    replacements: Mapping[str, str]
+    replacements: Mapping[str, str] = types.MappingProxyType({})
+    replaced_sites: frozenset[str] = frozenset()
+    recorder: Recorder | None = None
 
     def replacement_record(self) -> dict[str, Any]:
         """Return what :func:`replace_recorded_operators_` needs, as JSON data."""
@@ -59,46 +80,82 @@ class RewrittenForward(QuantModule):
             "children": kinds,
         }
 
-    def _compile(self) -> None:
+    def on_revert(self) -> None:
+        """Remove the children and everything else that the class needs."""
+        for child in self.replacements.values():
+            delattr(self, child)
+        for name in ("replacements", "replaced_sites", *_TRACED):
+            vars(self).pop(name, None)
+
+    def _set_replacements(self, replacements: Mapping[str, str]) -> None:
+        self.replacements = dict(replacements)
+        self.replaced_sites = frozenset(map(base_name, replacements))
+        if type(self).is_traced:
+            self._trace()
+
+    def _trace(self) -> None:
         self._eval_run, self._train_run = (
             _rewritten(self, self.replacements, training) for training in (False, True)
         )
-
-    def on_revert(self) -> None:
-        """Remove the children and the rewritten code."""
-        for child in self.replacements.values():
-            delattr(self, child)
-        for name in ("replacements", "_eval_run", "_train_run"):
-            delattr(self, name)
+        parameters = inspect.signature(type(self).float_forward).parameters.values()
+        self._constants = tuple((p.name, p.default) for p in parameters if _is_constant(p))
+        self._stale = False
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time and the functions by exec: a copy makes them again.
-        state = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("_eval_run", "_train_run")
-        }
-        return _blank, (type(self).float_class,), state
+        state = {name: value for name, value in vars(self).items() if name not in _TRACED}
+        return _blank, (type(self).float_class, type(self).is_traced), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._compile()
+        self._set_replacements(self.replacements)
+
+
+def _is_constant(parameter: inspect.Parameter) -> bool:
+    """Return True for an argument that a trace takes for a constant; see ``trace_call``."""
+    return parameter.default is None or isinstance(parameter.default, (bool, int, float))
 
 
 @cache
-def _twin(cls: type[Any]) -> type[RewrittenForward]:
-    """Return the class for modules of a float class: one for each, so types of copies are equal."""
+def _traced_class(cls: type[Any]) -> type[RewrittenForward]:
+    """Return the class for traced modules: one for each float class, so types of copies agree."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._stale:
+            self._trace()
+        if self._constants and _has_other_constants(self, args, kwargs):
+            return self.float_forward(*args, **kwargs)
         return (self._train_run if self.training else self._eval_run)(self, *args, **kwargs)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        is_known = name in vars(self) or hasattr(cls, name)
+        super(twin, self).__setattr__(name, value)
+        if is_known and "_stale" in vars(self) and name not in (*_TRACED, "training"):
+            self._stale = True
 
     # Exporters ask for the names of arguments, and torch.fx looks for them in the wrapped code.
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]
+    twin = _new_class(cls, forward, is_traced=True)
+    twin.__setattr__ = set_attribute  # type: ignore[method-assign]
+    return twin
+
+
+@cache
+def _routed_class(cls: type[Any]) -> type[RewrittenForward] | None:
+    """Return the class for modules whose source is rewritten, or None where that is impossible."""
+    forward = rewrite_forward(cls, Route)
+    return None if forward is None else _new_class(cls, forward, is_traced=False)
+
+
+def _new_class(
+    cls: type[Any], forward: Callable[..., Any], *, is_traced: bool
+) -> type[RewrittenForward]:
     body = {
         "float_class": cls,
         "float_forward": cls.forward,
         "forward": forward,
+        "is_traced": is_traced,
         "__doc__": f":class:`{qualified_name(cls)}` with operators replaced by child modules.",
         "__module__": cls.__module__,
     }
@@ -107,9 +164,65 @@ def _twin(cls: type[Any]) -> type[RewrittenForward]:
     )
 
 
-def _blank(cls: type[nn.Module]) -> RewrittenForward:
-    twin: type[RewrittenForward] = _twin(cls)  # type: ignore[arg-type]
-    return twin.__new__(twin)
+def _blank(cls: type[nn.Module], is_traced: bool) -> RewrittenForward:
+    twin: Any = _traced_class(cls) if is_traced else _routed_class(cls)  # type: ignore[arg-type]
+    if twin is None:
+        raise QuantizationError(
+            f"{qualified_name(cls)}: the source of its forward cannot be read; expected the code "
+            "that was quantized"
+        )
+    result: RewrittenForward = twin.__new__(twin)
+    return result
+
+
+def _has_other_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if a call gives another value for an argument that the trace fixed."""
+    signature = inspect.signature(type(module).float_forward)
+    given = signature.bind_partial(module, *args, **kwargs).arguments
+    different = [
+        name
+        for name, default in module._constants
+        if name in given and (given[name] is not default and not _equal(given[name], default))
+    ]
+    if different:
+        warnings.warn(
+            f"{qualified_name(type(module).float_class)}: is called with {', '.join(different)}, "
+            "which its trace took for a constant; its operators are not quantized in this call",
+            stacklevel=4,
+        )
+    return bool(different)
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+@contextmanager
+def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Recorder]]:
+    """Let calls of the modules note their operators inside a ``with`` block.
+
+    Args:
+        modules: Float modules; they get their classes back at the end.
+
+    Yields:
+        The recorder of each module by its id, filled as the modules are called. Modules whose
+        source cannot be rewritten are left out.
+    """
+    found: dict[int, Recorder] = {}
+    changed = []
+    try:
+        for module in modules:
+            cls = type(module)
+            twin = None if "forward" in vars(module) else _routed_class(cls)  # type: ignore[arg-type]
+            if twin is not None:
+                change_class(module, twin)
+                changed.append((module, cls))
+                found[id(module)] = vars(module)["recorder"] = Recorder()
+        yield found
+    finally:
+        for module, cls in changed:
+            vars(module).pop("recorder", None)
+            change_class(module, cls)
 
 
 class _ShallowTracer(ForwardTracer):
@@ -136,7 +249,8 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
     """
     before = module.training
     module.training = training
-    function = "float_forward" if isinstance(module, RewrittenForward) else "forward"
+    is_routed = isinstance(module, RewrittenForward) and module.recorder is None
+    function = "float_forward" if is_routed else "forward"
     try:
         return trace_call(_ShallowTracer(function), module)
     finally:
@@ -190,23 +304,40 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
 
     Args:
         module: A float module; the children that ``replacements`` names exist already.
-        replacements: Node name in :func:`trace_forward` -> child name. A :class:`Tap` is called on
-            the first operand of the node, any other child instead of the node.
+        replacements: Name of a :class:`~torchq.nn.operator_routes.Visit`, or name of a node in
+            :func:`trace_forward`, -> child name. A :class:`Tap` is called on the first operand of
+            the operator, any other child instead of the operator.
 
     Raises:
         QuantizationError: The forward has no such node, or ``forward`` was replaced on the
             instance.
     """
+    where = qualified_name(type(module))
     if "forward" in vars(module):
         raise QuantizationError(
-            f"{qualified_name(type(module))}: forward was replaced on the instance; "
-            "expected the class's own"
+            f"{where}: forward was replaced on the instance; expected the class's own"
         )
-    runs = [_rewritten(module, replacements, training) for training in (False, True)]
-    change_class(module, _twin(type(module)))  # type: ignore[arg-type]
+    for child in replacements.values():
+        if not child.isidentifier():
+            raise QuantizationError(
+                f"{where}: got {child!r} as the name of a child; expected a Python identifier"
+            )
+    cls, is_routed = type(module), all(name.startswith(MARK) for name in replacements)
+    twin = _routed_class(cls) if is_routed else _traced_class(cls)  # type: ignore[arg-type]
+    if twin is None:
+        raise QuantizationError(
+            f"{where}: the source of its forward cannot be read; expected the code that was "
+            "quantized"
+        )
+    change_class(module, twin)
     rewritten: Any = module
-    rewritten.replacements = dict(replacements)
-    rewritten._eval_run, rewritten._train_run = runs
+    try:
+        rewritten._set_replacements(replacements)
+    except BaseException:
+        for name in ("replacements", "replaced_sites", *_TRACED):
+            vars(module).pop(name, None)
+        change_class(module, cls)
+        raise
     return module
 
 

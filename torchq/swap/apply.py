@@ -17,6 +17,7 @@ from torchq.nn import (
     revert_,
     route_calls_,
 )
+from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
@@ -64,10 +65,11 @@ def quantize_(
         'QuantConv2d'
     """
     report = plan(model, config, include=include, exclude=exclude, target=target, example=example)
-    apply_(report)
-    if example is not None:
-        share_common_ranges_(model, example)
-    name_quantizers(model)
+    with unchanged_on_error(model):
+        apply_(report)
+        if example is not None:
+            share_common_ranges_(model, example)
+        name_quantizers(model)
     return report
 
 

@@ -1,15 +1,16 @@
-"""Finding the operators in the forward of modules, and putting quantizable modules in their place."""
+"""Finding the operators in the forwards of modules, and putting quantizable modules there."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from torchq.graph import SHAPE, call_model, operator_kind, state_kept
 from torchq.nn import (
     Add,
     Cat,
@@ -19,43 +20,15 @@ from torchq.nn import (
     ScaledDotProductAttention,
     Tap,
     TensorQuantizer,
+    recording_operators,
     replace_operators_,
     trace_forward,
 )
-from torchq.utils import modules_with_names
+from torchq.nn.operator_routes import Recorder, Visit
+from torchq.utils import evaluating, modules_with_names
 
 __all__ = ["MODULES", "Operator", "Untraceable", "find_operators", "insert_"]
 
-_FUNCTIONS: dict[str, list[Any]] = {
-    "add": [operator.add, operator.iadd, torch.add, "add", "add_"],
-    "mul": [operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"],
-    "matmul": [operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"],
-    "cat": [torch.cat, torch.concat, torch.concatenate],
-    "pool": [
-        F.max_pool1d,
-        F.max_pool2d,
-        F.max_pool3d,
-        F.avg_pool1d,
-        F.avg_pool2d,
-        F.avg_pool3d,
-        torch.max_pool2d,
-        torch.avg_pool1d,
-    ]
-    + [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.mean, "mean"],
-    "attention": [F.scaled_dot_product_attention],
-    "activation": [
-        F.silu,
-        F.hardswish,
-        F.hardsigmoid,
-        F.leaky_relu,
-        F.elu,
-        F.mish,
-        F.sigmoid,
-        torch.sigmoid,
-        "sigmoid",
-    ],
-}
-_KINDS = {target: kind for kind, targets in _FUNCTIONS.items() for target in targets}
 #: The module that stands for each kind of operator.
 MODULES: dict[str, type[nn.Module]] = {
     "add": Add,
@@ -67,20 +40,11 @@ MODULES: dict[str, type[nn.Module]] = {
     "attention": ScaledDotProductAttention,
 }
 _OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
-#: Methods and attributes whose results are numbers.
-_NUMBERS = frozenset(
-    ["size", "shape", "dim", "ndim", "numel", "device", "dtype", "__len__", "stride"]
-)
+#: Operators whose results are numbers.
+_NUMBERS = SHAPE | {"device", "dtype", "stride"}
 _LINEAR = (
-    *(
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.Linear,
-    ),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
 )
 #: What fusing leaves behind, and what evaluation mode removes.
@@ -92,16 +56,18 @@ class Operator:
     """One operator in the forward of one module.
 
     Attributes:
-        owner, owner_names: the module and its dotted paths.
-        node: the node in its traced forward.
-        kind: "add", "mul", "matmul", "attention", "cat", "pool" or "activation".
-        child: name of the child that will stand there.
-        main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or BatchNorm; the later one of two.
+        owner: the module.
+        owner_names: its dotted paths.
+        site: where in the forward the operator is; see :func:`torchq.nn.replace_operators_`.
+        kind: see :func:`torchq.graph.operator_kind`.
+        child: the name of the child that will stand there.
+        main: for "add", which operand (0 or 1) comes straight from a convolution, linear layer or
+            BatchNorm; the later one of two.
     """
 
     owner: nn.Module
     owner_names: tuple[str, ...]
-    node: str
+    site: str
     kind: str
     child: str
     main: int | None = None
@@ -112,90 +78,151 @@ class Operator:
         return tuple(f"{name}.{self.child}" if name else self.child for name in self.owner_names)
 
     def module(self) -> nn.Module:
-        """A new float module that computes the operator."""
+        """Return a new float module that computes the operator."""
         return MODULES[self.kind]()
 
     def open_main(self) -> None:
         """Switch off the quantizer of the :attr:`main` operand, once the child is quantized."""
         if self.main is not None:
-            quantizer = getattr(
-                self.owner.get_submodule(self.child),
-                ("input_quantizer", "other_quantizer")[self.main],
-            )
+            slot = ("input_quantizer", "other_quantizer")[self.main]
+            quantizer = getattr(self.owner.get_submodule(self.child), slot)
             if isinstance(quantizer, TensorQuantizer):
                 quantizer.mode = "off"
 
 
 @dataclass(frozen=True)
 class Untraceable:
-    """A module whose forward torch.fx cannot follow, and why."""
+    """A module whose operators cannot be found.
+
+    Attributes:
+        owner: the module.
+        owner_names: its dotted paths.
+        reason: why not.
+    """
 
     owner: nn.Module
     owner_names: tuple[str, ...]
     reason: str
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """An operator between tensors, before it has a name."""
+
+    site: str
+    kind: str
+    main: int | None
+
+
 def find_operators(
-    model: nn.Module, kinds: frozenset[str]
+    model: nn.Module, kinds: frozenset[str], example: Any = None
 ) -> tuple[list[Operator], list[Untraceable]]:
-    """The operators of some kinds between tensors in the forwards of all modules that are not torch's own.
+    """Find operators between tensors in the forwards of all modules that are not torch's own.
 
-    Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so one that cannot be traced hides
-    only its own operators.
+    Operands that are numbers, parameters or buffers do not count. Each module is traced alone, so
+    one that cannot be traced hides only its own operators; with an example, one run of the model
+    shows the operators of these.
+
+    Args:
+        model: left unchanged.
+        kinds: the kinds to find; see :func:`torchq.graph.operator_kind`.
+        example: arguments for one call of the model, or None; see
+            :func:`torchq.graph.call_arguments`.
+
+    Returns:
+        The operators, in the order of modules and code, and the modules where they stay unknown.
     """
-    found: list[Operator] = []
-    failed: list[Untraceable] = []
-    for names, module in modules_with_names(model):
-        if isinstance(module, (QuantModule, TensorQuantizer)) or type(module).__module__.startswith(
-            ("torch.nn.", "torchq.nn.")
-        ):
-            continue
+    found: dict[int, list[_Candidate]] = {}
+    failed: dict[int, str] = {}
+    modules = [
+        (names, module) for names, module in modules_with_names(model) if _is_of_the_user(module)
+    ]
+    for _, module in modules:
         try:
-            graphs = [trace_forward(module, training) for training in (False, True)]
+            found[id(module)] = _traced(module, kinds)
         except Exception as error:  # whatever the model's code raises on a Proxy
-            failed.append(
-                Untraceable(
-                    module,
-                    names,
-                    f"its forward cannot be traced ({type(error).__name__}: {_first_line(error)})",
-                )
-            )
-            continue
-        evaluated, trained = (_candidates(graph, kinds) for graph in graphs)
-        if [(n.name, k) for n, k in evaluated] != [(n.name, k) for n, k in trained]:
-            failed.append(
-                Untraceable(module, names, "its operators differ between training and evaluation")
-            )
-            continue
-        counts: dict[str, int] = {}
-        for node, kind in evaluated:
-            counts[kind] = number = counts.get(kind, -1) + 1
-            child = f"quant_{kind}" + (f"_{number}" if number else "")
-            found.append(
-                Operator(
-                    module,
-                    names,
-                    node.name,
-                    kind,
-                    child,
-                    _main_operand(module, node) if kind == "add" else None,
-                )
-            )
-    return found, failed
+            line = next(iter(str(error).splitlines()), "")
+            reason = f"its forward cannot be traced ({type(error).__name__}: {line})"
+            failed[id(module)] = reason
+    if failed and example is not None:
+        recorded = _recorded(model, [m for _, m in modules if id(m) in failed], kinds, example)
+        found |= recorded
+        failed = {key: reason for key, reason in failed.items() if key not in recorded}
+    operators = [op for names, m in modules for op in _named(m, names, found.get(id(m), []))]
+    return operators, [Untraceable(m, n, failed[id(m)]) for n, m in modules if id(m) in failed]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+def _is_of_the_user(module: nn.Module) -> bool:
+    if isinstance(module, (QuantModule, TensorQuantizer)):
+        return False
+    return not type(module).__module__.startswith(("torch.nn.", "torchq.nn."))
 
 
-def _candidates(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple[fx.Node, str]]:
+def _named(
+    module: nn.Module, names: tuple[str, ...], candidates: Sequence[_Candidate]
+) -> Iterator[Operator]:
+    counts: dict[str, int] = {}
+    for c in candidates:
+        number = counts.get(c.kind, 0)
+        counts[c.kind] = number + 1
+        child = f"quant_{c.kind}" + (f"_{number}" if number else "")
+        yield Operator(module, names, c.site, c.kind, child, c.main)
+
+
+# --- operators of a trace -----------------------------------------------------------------------
+
+
+def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
+    """Return the operators that tracing the module finds, in eval and in training mode.
+
+    They are named by their sites in the source, or by their nodes if the source cannot be
+    rewritten or does not show all of them.
+
+    Raises:
+        Exception: Whatever the forward raises on a Proxy, or its operators are known as nodes
+            only and differ between training and evaluation.
+    """
+    with recording_operators([module]) as recorders:
+        graphs, sites = [], []
+        for training in (False, True):
+            graphs.append(trace_forward(module, training))
+            sites.append(_sites_of_nodes(recorders.get(id(module)), graphs[-1]))
+    nodes = [_nodes_between_tensors(graph, kinds) for graph in graphs]
+    if all(node in named for found, named in zip(nodes, sites, strict=True) for node, _ in found):
+        found = {
+            named[node]: _Candidate(named[node], kind, _main_operand(module, node, kind))
+            for candidates, named in zip(nodes, sites, strict=True)
+            for node, kind in candidates
+        }
+        return list(found.values())
+    if sites[0]:
+        graphs = [trace_forward(module, training) for training in (False, True)]
+        nodes = [_nodes_between_tensors(graph, kinds) for graph in graphs]
+    evaluated, trained = nodes
+    if [(n.name, k) for n, k in evaluated] != [(n.name, k) for n, k in trained]:
+        raise _DifferentModes("its operators differ between training and evaluation")
+    return [_Candidate(n.name, kind, _main_operand(module, n, kind)) for n, kind in evaluated]
+
+
+class _DifferentModes(Exception):
+    """The graph of a module is another one in training."""
+
+
+def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:
+    visits = [] if recorder is None else recorder.visits
+    results = [(v.result, v.name) for v in visits if isinstance(v.result, fx.Proxy)]
+    return {result.node: name for result, name in results if result.node.graph is graph}
+
+
+def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple[fx.Node, str]]:
     numbers: set[fx.Node] = set()
     found = []
     for node in graph.nodes:
         if _is_number(node, numbers):
             numbers.add(node)
-        kind = _KINDS.get(node.target) if node.op in ("call_function", "call_method") else None
-        if kind in kinds and kind is not None and _is_between_tensors(node, kind, numbers):
+        is_call = node.op in ("call_function", "call_method")
+        kind = operator_kind(node.target) if is_call else None
+        if kind is not None and kind in kinds and _is_between_tensors(node, kind, numbers):
             found.append((node, kind))
     return found
 
@@ -206,9 +233,8 @@ def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
     if node.op == "call_function" and node.target is getattr and node.args[1] in _NUMBERS:
         return True
     sources = node.all_input_nodes
-    return (
-        bool(sources) and node.op != "call_module" and all(source in numbers for source in sources)
-    )
+    only_numbers = bool(sources) and all(source in numbers for source in sources)
+    return only_numbers and node.op != "call_module"
 
 
 def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool:
@@ -220,11 +246,8 @@ def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool
     elif kind == "attention":
         operands = list(node.args[:3])
     elif kind == "cat":
-        operands = (
-            list(node.args[0])
-            if node.args and isinstance(node.args[0], (list, tuple))
-            else list(node.args[:1])
-        )
+        first = node.args[0] if node.args else None
+        operands = list(first) if isinstance(first, (list, tuple)) else list(node.args[:1])
         rest = {name: value for name, value in node.kwargs.items() if name != "dim"}
     else:
         operands, rest = list(node.args), dict(node.kwargs)
@@ -235,12 +258,14 @@ def _is_between_tensors(node: fx.Node, kind: str, numbers: set[fx.Node]) -> bool
 
 
 def _is_spatial(node: fx.Node) -> bool:
-    """Whether a mean goes over several dimensions: global pooling."""
+    """Return True if a mean goes over several dimensions: global pooling."""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     return isinstance(dims, (tuple, list)) and len(dims) > 1
 
 
-def _main_operand(module: nn.Module, node: fx.Node) -> int | None:
+def _main_operand(module: nn.Module, node: fx.Node, kind: str) -> int | None:
+    if kind != "add":
+        return None
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     ends = [
         (order[o], i)
@@ -251,20 +276,89 @@ def _main_operand(module: nn.Module, node: fx.Node) -> int | None:
 
 
 def _ends_linear(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node is the call of a layer without activation, or of a Sequential that ends in one."""
+    """Return True for the call of a layer without activation, or of a Sequential ending in one."""
     if node.op != "call_module":
         return False
     called = module.get_submodule(str(node.target))
-    while isinstance(called, nn.Sequential) and (
-        steps := [step for step in called if not isinstance(step, _NOTHING)]
-    ):
+    while isinstance(called, nn.Sequential):
+        steps = [step for step in called if not isinstance(step, _NOTHING)]
+        if not steps:
+            break
         called = steps[-1]
     if isinstance(called, _NOTHING) and node.all_input_nodes:
         return _ends_linear(module, node.all_input_nodes[0])
     return isinstance(called, _LINEAR)
 
 
-def insert_(operators: list[Operator]) -> None:
+# --- operators of a run -------------------------------------------------------------------------
+
+
+def _recorded(
+    model: nn.Module, modules: Sequence[nn.Module], kinds: frozenset[str], example: Any
+) -> dict[int, list[_Candidate]]:
+    """Return the operators that one run of the model shows in modules that cannot be traced.
+
+    Modules that the run does not reach, or whose source cannot be rewritten, are left out.
+    """
+    with state_kept(model), evaluating(model), torch.no_grad():
+        constants = {id(t) for t in (*model.parameters(), *model.buffers())}
+        with recording_operators(modules) as found, _noting_linear_results(model) as linear:
+            call_model(model, example)
+            return {
+                id(module): _candidates(found[id(module)].visits, kinds, constants, linear)
+                for module in modules
+                if id(module) in found and found[id(module)].visits
+            }
+
+
+def _candidates(
+    visits: Sequence[Visit], kinds: frozenset[str], constants: set[int], linear: dict[int, Tensor]
+) -> list[_Candidate]:
+    found: dict[str, _Candidate] = {}
+    order = list(linear)
+    for v in visits:
+        between = all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands)
+        if v.kind not in kinds or not between or not v.plain or not _pools_space(v):
+            continue
+        ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in linear]
+        main = max(ends)[1] if ends and v.kind == "add" else None
+        found.setdefault(v.name, _Candidate(v.name, v.kind, main))
+    return list(found.values())
+
+
+def _pools_space(visit: Visit) -> bool:
+    if visit.function not in (torch.mean, "mean"):
+        return True
+    dims = visit.arguments[1] if len(visit.arguments) > 1 else None
+    return isinstance(dims, (tuple, list)) and len(dims) > 1
+
+
+@contextmanager
+def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Yield the results of linear layers by id, in the order of calls, as they appear."""
+    found: dict[int, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            found.pop(id(result), None)
+            if isinstance(module, _LINEAR):
+                found[id(result)] = result
+
+    kept = (*_LINEAR, *_NOTHING, nn.Sequential)
+    watched = [m for m in model.modules() if isinstance(m, kept) or not any(m.children())]
+    watched = [m for m in watched if not isinstance(m, (*_NOTHING, nn.Sequential))]
+    handles = [module.register_forward_hook(note) for module in watched]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- operators become modules -------------------------------------------------------------------
+
+
+def insert_(operators: Sequence[Operator]) -> None:
     """Put a float module in the place of each operator, in place."""
     by_owner: dict[int, list[Operator]] = {}
     for found in operators:
@@ -274,7 +368,7 @@ def insert_(operators: list[Operator]) -> None:
         for found in group:
             owner.add_module(found.child, found.module().train(owner.training))
         try:
-            replace_operators_(owner, {found.node: found.child for found in group})
+            replace_operators_(owner, {found.site: found.child for found in group})
         except Exception:
             for found in group:
                 delattr(owner, found.child)

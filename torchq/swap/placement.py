@@ -40,7 +40,11 @@ class Placement:
 
 
 def plan_placement(
-    model: nn.Module, config: QuantConfig, target: Target, include: tuple[Pattern, ...]
+    model: nn.Module,
+    config: QuantConfig,
+    target: Target,
+    include: tuple[Pattern, ...],
+    example: Any = None,
 ) -> Placement:
     """Decide where a target wants quantizers; nothing is changed.
 
@@ -55,7 +59,7 @@ def plan_placement(
         Rule(pattern, input=descriptor, optional=True) for pattern in (*patterns, *target.modules)
     ]
     config = dataclasses.replace(config, rules=(*rules, *config.rules))
-    found, untraceable = find_operators(model, target.operators)
+    found, untraceable = find_operators(model, target.operators, example)
     operators = [
         operator
         for operator in found
@@ -71,7 +75,7 @@ def plan_placement(
             u.owner_names,
             u.owner,
             type(u.owner),
-            reason=f"{u.reason}; its sums stay float. {_WRITE}",
+            reason=f"{u.reason}; its operators stay float. {_WRITE}",
         )
         for u in untraceable
     ]
@@ -92,7 +96,10 @@ def _has_convolution(module: nn.Module) -> bool:
     return any(isinstance(part, _CONVOLUTIONS) for part in module.modules())
 
 
-_WRITE = "Write torchq.nn.QuantAdd() and the like in it"
+_WRITE = (
+    "Let a run show them: pass example=..., of which the source must be there, or write "
+    "torchq.nn.QuantAdd() and the like in it"
+)
 
 
 def _activation_descriptor(config: QuantConfig, target: Target) -> QuantDescriptor | None:

@@ -68,7 +68,7 @@ def plan(
         check_used(model, config, wanted, decisions)
         return SwapReport(config, decisions)
     runtime = TARGETS[target]
-    placement = plan_placement(model, config, runtime, wanted)
+    placement = plan_placement(model, config, runtime, wanted, example)
     rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
     layers = adapt_to_target(
         decide(model, placement.config, wanted, example=example, rewritten=rewritten), runtime

@@ -1,0 +1,158 @@
+"""Routers: they redirect the operators of a rewritten forward to child modules, or note them.
+
+See :mod:`torchq.graph.source` for how a forward is rewritten. The name of an operator starts with
+``@`` and tells where in the code it is: ``@3`` is the fourth site of the forward, ``@3#1`` its
+second visit in one call (a loop), ``@5.2`` the third site of a function called at the sixth.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchq.graph import operator_kind
+from torchq.nn.modules.operators import Tap
+
+__all__ = ["MARK", "Recorder", "Route", "Visit", "base_name"]
+
+#: The first character of the names of sites; those of nodes of a trace do not have it.
+MARK = "@"
+
+_OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One operator that a forward carried out.
+
+    Attributes:
+        name: where it is in the code.
+        kind: see :func:`torchq.graph.operator_kind`.
+        operands: the tensors that it computes with, or what stands in their places.
+        plain: there is no argument that changes its meaning, such as ``alpha``.
+        function: the function that was called, or the name of a method.
+        arguments: all its positional arguments.
+        result: what it returned.
+    """
+
+    name: str
+    kind: str
+    operands: tuple[Any, ...]
+    plain: bool
+    function: Any
+    arguments: tuple[Any, ...]
+    result: Any
+
+
+class Recorder:
+    """Where the calls of a module note their operators.
+
+    Attributes:
+        visits: the operators, in the order of calls.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+
+
+def base_name(name: str) -> str:
+    """Return the name of a site without the number of the visit."""
+    head, _, last = name.rpartition(".")
+    site = last.partition("#")[0]
+    return f"{head}.{site}" if head else site
+
+
+class Route:
+    """The router of one call of a module's forward, or of a function in it.
+
+    Args:
+        owner: the module; its ``replacements`` name the child for each operator.
+        path: where in the code the function is called.
+    """
+
+    __slots__ = ("_owner", "_path", "_visits")
+
+    def __init__(self, owner: Any, path: str = MARK) -> None:
+        self._owner = owner
+        self._path = path
+        self._visits: dict[str, int] = {}
+
+    def enter(self, site: str) -> Route:
+        """Return the router of a function that is called at ``site``."""
+        return Route(self._owner, f"{self._name(site)}.")
+
+    def binary(self, site: str, name: str, first: Any, second: Any) -> Any:
+        """Carry out ``operator.<name>(first, second)``, or call the child for it."""
+        return self.call(site, getattr(operator, name), first, second)
+
+    def call(self, site: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Carry out ``function(*args, **kwargs)``, or call the child for it."""
+        child = self._child(site)
+        if child is not None and _are_tensors(function, args):
+            if isinstance(child, Tap):
+                return function(child(args[0]), *args[1:], **kwargs)
+            return child(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if self._owner.recorder is not None:
+            self._note(site, function, args, kwargs, result)
+        return result
+
+    def method(self, site: str, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
+        child = self._child(site)
+        if child is not None and _are_tensors(name, (owner, *args)):
+            if isinstance(child, Tap):
+                return getattr(child(owner), name)(*args, **kwargs)
+            return child(owner, *args, **kwargs)
+        result = getattr(owner, name)(*args, **kwargs)
+        if self._owner.recorder is not None:
+            self._note(site, name, (owner, *args), kwargs, result)
+        return result
+
+    def _name(self, site: str) -> str:
+        place = self._path + site
+        if site.endswith("f"):  # a nested function, which checkpointing may run again
+            return place
+        number = self._visits.get(site, 0)
+        self._visits[site] = number + 1
+        return f"{place}#{number}" if number else place
+
+    def _child(self, site: str) -> nn.Module | None:
+        owner = self._owner
+        if owner.recorder is not None or self._path + site not in owner.replaced_sites:
+            return None
+        name = owner.replacements.get(self._name(site))
+        return None if name is None else getattr(owner, name)
+
+    def _note(
+        self, site: str, function: Any, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        kind = operator_kind(function)
+        if kind is None:
+            return
+        rest = {key: value for key, value in kwargs.items() if key != "dim" or kind != "cat"}
+        plain = not rest or kind in ("pool", "activation", "attention")
+        operands = _operands(kind, args)
+        plain &= len(operands) == _OPERANDS.get(kind, len(operands))
+        visit = Visit(self._name(site), kind, operands, plain, function, args, result)
+        self._owner.recorder.visits.append(visit)
+
+
+def _operands(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if kind in ("pool", "activation"):
+        return args[:1]
+    if kind == "attention":
+        return args[:3]
+    if kind == "cat":
+        return tuple(args[0]) if args and isinstance(args[0], (list, tuple)) else args[:1]
+    return args
+
+
+def _are_tensors(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return False where this call has a number in the place of a tensor."""
+    operands = _operands(operator_kind(function) or "", args)
+    return all(isinstance(operand, (Tensor, fx.Proxy)) for operand in operands)
