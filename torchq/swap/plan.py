@@ -10,9 +10,10 @@ from torch import nn
 
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
+from torchq.graph import state_kept
 from torchq.swap.decisions import SwapReport, check_used, decide, patterns
 from torchq.swap.placement import adapt_to_target, plan_placement
-from torchq.swap.targets import TARGETS
+from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern
 
 __all__ = ["plan", "targets"]
@@ -44,34 +45,46 @@ def plan(
         config: the rules; default :func:`torchq.recipes.int8`.
         include: only modules that match one of these patterns.
         exclude: no module that matches one of these patterns.
-        target: also place quantizers where this runtime wants them: "tensorrt", "onnxruntime" or "openvino"; see
-            :mod:`torchq.swap.targets`. Sums, concatenations and the like in the forward of a module become children of it, named
-            ``quant_add``, ``quant_cat_1``, ...
-
-        example: Arguments for one call of the model (see :func:`torchq.graph.call_model`). The
-            model runs once, and function calls with weights are found in every forward. Without it
-            they are found in modules without children, and where a forward passes the weight of a
-            child to a function.
+        target: also place quantizers where this runtime wants them; one of
+            :func:`torchq.targets`. Additions, concatenations and the like in the forward of a
+            module become children of it, named ``quant_add``, ``quant_cat_1``, ...
+        example: the arguments for one call of the model; see
+            :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
+            operators of forwards that cannot be traced, and the function calls with weights in
+            every forward. Without it these calls are found in modules without children, and where
+            a forward passes the weight of a child to a function.
 
     Returns:
-        every decision with the rule that made it; ``print`` it for a dry run.
+        Every decision with the rule that made it; ``print`` it for a dry run.
 
     Raises:
-        ConfigError: a pattern of ``include`` or ``exclude``, or a rule that is not ``optional``, selects no module that
-            could be quantized; or nothing at all would be quantized.
+        ConfigError: A pattern of ``include`` or ``exclude``, or a rule that is not ``optional``,
+            selects no module that could be quantized; or nothing at all would be quantized.
     """
     config = config or recipes.int8()
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
-    if target is None:
-        decisions = decide(model, config, wanted, example=example)
-        check_used(model, config, wanted, decisions)
-        return SwapReport(config, decisions)
-    runtime = TARGETS[target]
-    placement = plan_placement(model, config, runtime, wanted, example)
+    with state_kept(model):
+        if target is None:
+            decisions = decide(model, config, wanted, example=example)
+            report = SwapReport(config, decisions)
+        else:
+            report = _plan_for_target(model, config, wanted, TARGETS[target], example)
+    check_used(model, report.config, wanted, report.decisions)
+    return report
+
+
+def _plan_for_target(
+    model: nn.Module,
+    config: QuantConfig,
+    include: tuple[Pattern, ...],
+    target: Target,
+    example: Any,
+) -> SwapReport:
+    placement = plan_placement(model, config, target, include, example)
     rewritten = frozenset(id(operator.owner) for operator, _ in placement.operators)
     layers = adapt_to_target(
-        decide(model, placement.config, wanted, example=example, rewritten=rewritten), runtime
+        decide(model, placement.config, include, example=example, rewritten=rewritten), target
     )
     # The forward of a module is either rewritten or left running with quantized calls.
     routed = {id(d.module) for d in layers if d.calls}
@@ -83,5 +96,4 @@ def plan(
     )
     skipped = (*float_operators, *placement.skipped)
     decisions = (*layers, *(d for _, d in operators), *skipped)
-    check_used(model, config, wanted, decisions)
-    return SwapReport(placement.config, decisions, operators, runtime)
+    return SwapReport(placement.config, decisions, operators, target)
