@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
