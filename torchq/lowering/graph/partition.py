@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 
@@ -77,14 +78,16 @@ def _problem(model: nn.Module, check: Check) -> str | None:
 def _fuse_children(root: nn.Module, model: nn.Module, check: Check | None) -> None:
     """Fuse each child of ``model``, a part of ``root`` that keeps its own forward.
 
-    That forward may index or slice a Sequential. Only a check can tell, so without one a
-    Sequential stays what it is, and its children are fused.
+    That forward may index or slice a Sequential, and call a child with other arguments than those
+    that a trace fixes. Only a check can tell, so without one such children stay what they are,
+    and their own children are fused.
     """
     for name, child in list(model.named_children()):
         if _is_leaf(child):
             continue
-        keeps_type = check is None and isinstance(child, nn.Sequential)
-        fused, opaque = (None, set[nn.Module]()) if keeps_type else _fused(child, check)
+        fused, opaque = None, set[nn.Module]()
+        if check is not None or not _may_be_taken_apart(child):
+            fused, opaque = _fused(child, check)
         if fused is not None:
             setattr(model, name, fused)
             if check is not None and _problem(root, check) != "":
@@ -136,6 +139,14 @@ def _traced(model: nn.Module, opaque: set[nn.Module] | None) -> fx.GraphModule |
         if found is model or alike <= opaque:
             return None
         opaque.update(alike)
+
+
+def _may_be_taken_apart(module: nn.Module) -> bool:
+    """Return True if code around ``module`` may do more than call it with its defaults."""
+    if isinstance(module, (nn.Sequential, torch.jit.ScriptModule)):
+        return True
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(p.default is None or isinstance(p.default, (bool, int, float)) for p in parameters)
 
 
 def _is_leaf(module: nn.Module) -> bool:
