@@ -147,3 +147,36 @@ def check_results(block: str, names: dict[str, Any]) -> None:
     if "int8 =" in block:
         with torch.no_grad():
             assert isinstance(names["int8"](names["example"]), Tensor)
+
+
+# --- docs/architecture.md -----------------------------------------------------------------------
+
+MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"(?<![\w./])(?:\w+/)+\w+\.(?:py|md)", MAP))
+PIPELINES = ["fusion", "swap", "nn", "calib", "workflow", "functional", "lowering", "onnx"]
+
+
+def test_the_map_names_files_that_exist() -> None:
+    """Paths on the map are relative to torchq/, or to the repository."""
+    places = (ROOT / "torchq", ROOT)
+    missing = [name for name in NAMED if not any((place / name).exists() for place in places)]
+    assert sorted(missing) == []
+
+
+@pytest.mark.parametrize("package", PIPELINES)
+def test_the_pipelines_show_every_file(package: str) -> None:
+    files = (ROOT / "torchq" / package).rglob("*.py")
+    paths = {path.relative_to(ROOT / "torchq").as_posix() for path in files}
+    assert sorted(path for path in paths - NAMED if not path.endswith("__init__.py")) == []
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    """Compare the diagram, from top to bottom, with the list that import-linter reads."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    contract = re.search(r"^layers = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert contract is not None
+    layers = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])]
+    rows = re.findall(r"^ *\d+  (\S+(?:  \|  \S+)*)", MAP, re.MULTILINE)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == layers
+    top = {path.stem for path in (ROOT / "torchq").iterdir() if path.suffix in ("", ".py")}
+    assert top - {"__init__", "__pycache__"} <= set().union(*layers)

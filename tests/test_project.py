@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "benchmarks/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]

@@ -111,7 +111,7 @@ class QuantDescriptor:
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements share one amax."""
+        """The elements that share one amax."""
         if self.block_size is not None:
             return PerBlock(self.block_size, self.block_axis)
         if self.axis is None:

@@ -133,7 +133,7 @@ def nvfp4() -> QuantConfig:
 
 
 def by_name(name: str) -> QuantConfig:
-    """The recipe called ``name``.
+    """Return the recipe called ``name``.
 
     Raises:
         ConfigError: no such recipe; the text lists them.

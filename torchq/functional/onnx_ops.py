@@ -212,19 +212,24 @@ def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: i
     if block:
         attributes["block_size"] = block
     version = max(kind.opset, 21 if block else 13)
-    zero: tuple[Tensor, ...] = ()
+    zero_points: tuple[Tensor, ...] = ()
     typed = attributes
     if kind.name in ("INT4", "UINT4"):
         data_type = import_optional("onnx_ir", "torch.onnx.export").DataType
         typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
-        zero = (torch.zeros(scale.shape, dtype=kind.dtype, device=x.device),)
+        zero_points = (torch.zeros(scale.shape, dtype=kind.dtype, device=x.device),)
     codes = torch.onnx.ops.symbolic(
-        "QuantizeLinear", (x, scale, *zero), typed, dtype=kind.dtype, shape=x.shape, version=version
+        "QuantizeLinear",
+        (x, scale, *zero_points),
+        typed,
+        dtype=kind.dtype,
+        shape=x.shape,
+        version=version,
     )
     return torch.onnx.ops.symbolic(
         "DequantizeLinear",
-        (codes, scale, *zero),
+        (codes, scale, *zero_points),
         attributes,
         dtype=x.dtype,
         shape=x.shape,
@@ -259,11 +264,11 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
             )
         scales = torch.tensor(scale, dtype=torch.float32)
         scale = g.op("Constant", value_t=scales)
-        zero = g.op("Constant", value_t=torch.zeros(scales.shape, dtype=kind.dtype))
+        zero_point = g.op("Constant", value_t=torch.zeros(scales.shape, dtype=kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}
         if block:
             attributes["block_size_i"] = block
-        codes = g.op("QuantizeLinear", x, scale, zero, **attributes)
-        result = g.op("DequantizeLinear", codes, scale, zero, **attributes)
+        codes = g.op("QuantizeLinear", x, scale, zero_point, **attributes)
+        result = g.op("DequantizeLinear", codes, scale, zero_point, **attributes)
         result.setType(x.type())
         return result

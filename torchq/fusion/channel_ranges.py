@@ -84,7 +84,7 @@ class LayerRange:
 
     @property
     def lost_bits(self) -> float:
-        """What the median channel loses under one scale per tensor: ``log2(spread)``."""
+        """The bits that the median channel loses under one scale per tensor: ``log2(spread)``."""
         return math.log2(self.spread)
 
 

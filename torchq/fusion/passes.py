@@ -175,18 +175,18 @@ def run_passes(
         first: run one after the other.
         repeated: run in turns, until one of them changes nothing.
     """
-    for step in first:
-        _run_to_end(trial, step)
-    while all(_run_to_end(trial, step) for step in repeated):
+    for merge in first:
+        _run_to_end(trial, merge)
+    while all(_run_to_end(trial, merge) for merge in repeated):
         if len(repeated) == 1:
             return
 
 
-def _run_to_end(trial: Trial, step: Pass) -> int:
+def _run_to_end(trial: Trial, merge: Pass) -> int:
     """Run one pass until it finds nothing; return how many merges it made."""
     total = 0
     for _ in range(_MOST_ROUNDS):
-        count = step(trial)
+        count = merge(trial)
         total += count
         if not count:
             break

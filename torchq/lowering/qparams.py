@@ -22,7 +22,7 @@ SIGNED_ZERO_POINT = 128
 # and leaves that integer in the low bits of the mantissa: one pass over memory instead of the three
 # of multiplying, rounding and a (slow) conversion to uint8.
 _ROUND = 1.5 * 2.0**23
-_OFFSETS = {zero: torch.tensor(_ROUND + zero) for zero in (0, SIGNED_ZERO_POINT)}
+_OFFSETS = {point: torch.tensor(_ROUND + point) for point in (0, SIGNED_ZERO_POINT)}
 #: The number of float32 values that fit a core's cache well.
 _CACHED = 2**17
 
@@ -62,9 +62,10 @@ class QParams:
         amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
         if amax <= TINY:
             return cls(1.0, 0, 0, 0)
-        zero = SIGNED_ZERO_POINT if d.format.signed else 0
-        limits = zero + int(d.format.quant_min), zero + int(d.format.quant_max)
-        return cls(float(quantizer.calculate_qparams()[0]), zero, *limits)
+        zero_point = SIGNED_ZERO_POINT if d.format.signed else 0
+        codes = d.format.quant_min, d.format.quant_max
+        limits = [zero_point + int(code) for code in codes]
+        return cls(float(quantizer.calculate_qparams()[0]), zero_point, *limits)
 
     @property
     def bounds(self) -> tuple[float, float]:

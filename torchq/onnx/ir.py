@@ -140,7 +140,7 @@ def opset_of(model: Model) -> int:
 
 
 def float_size(model: Model) -> int:
-    """Return the number of bytes that the initializers would take in float32."""
+    """Return the number of bytes that the initializers would occupy in float32."""
     return 4 * sum(v.const_value.size for v in model.graph.initializers.values())
 
 

@@ -21,7 +21,7 @@ class ExportReport:
         opset: Version of the default ONNX domain.
         exporter: ``"dynamo"``, ``"torchscript"`` or ``"file"``.
         size: Bytes on disk, with external data.
-        float_size: Bytes that the same stored tensors take in float32.
+        float_size: Bytes that the same stored tensors occupy in float32.
         activations: Names of the quantizers of activations in the file.
         weights: Names of the quantizers whose weights are stored as integers or FP8.
         merged: Quantizers whose Q/DQ nodes another quantizer provides, because both had the same

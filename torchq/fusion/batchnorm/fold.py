@@ -98,7 +98,7 @@ class LayerNumbers:
 
     @property
     def finite(self) -> bool:
-        """Whether no number overflowed the layer's dtype."""
+        """True if no number overflowed the layer's dtype."""
         return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all())
 
     def put_into(self, layer: Any) -> None:

@@ -124,8 +124,8 @@ def _check_additive(function: Function, in_channels: int, spatial_dims: int) -> 
     x[1:3].normal_(generator=torch.Generator().manual_seed(0))
     x[3] = x[1] + x[2]
     with torch.no_grad():
-        zero, one, two, both = function(x)
-    if not relative_error(one + two, both + zero) <= TOLERANCE:
+        at_zero, one, two, both = function(x)
+    if not relative_error(one + two, both + at_zero) <= TOLERANCE:
         raise NotAffine("the result for a sum is not the sum of the results")
 
 

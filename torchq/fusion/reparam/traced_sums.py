@@ -195,7 +195,7 @@ class _Look:
 
     @property
     def whole(self) -> bool:
-        """Whether the module is one linear map from its input to its output."""
+        """True if the module is one linear map from its input to its output."""
         if self.region is None:
             return True
         users = [user.op for user in self.region.result.users]

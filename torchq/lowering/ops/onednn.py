@@ -139,11 +139,11 @@ def _bind(
         return lambda *tensors: flat(*(x.unsqueeze(2) for x in tensors)).squeeze(2)
     if weights.x_zero_point and any(params.padding):
         # Zeros of the image are codes of x_zero_point, which a kernel without one does not know.
-        zero = float(weights.x_zero_point)
+        border_code = float(weights.x_zero_point)
         border = [p for p in reversed(params.padding) for _ in range(2)]
         image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]
         inner = _bind((*shape[:2], *image), weights, params.unpadded(), make)
-        return lambda x, *residual: inner(F.pad(x, border, value=zero), *residual)
+        return lambda x, *residual: inner(F.pad(x, border, value=border_code), *residual)
     return make(_packed_conv(shape, weights, params), params)
 
 

@@ -87,7 +87,7 @@ FUSE: tuple[NodePass, ...] = (
     fuse_requantize,
 )
 
-#: Settle what depends on the finished graph. Each pass runs once, in the order of the graph.
+#: Decide what depends on the finished graph. Each pass runs once, in the order of the graph.
 FINISH: tuple[NodePass, ...] = (
     read_shape_of_codes,
     propagate_qparams,

@@ -102,7 +102,7 @@ class LegacySwitches:
 
     @property
     def unsigned(self) -> bool:
-        """Whether codes start at 0; assignable."""
+        """True if codes start at 0; assignable."""
         return self._unsigned
 
     @unsigned.setter
@@ -111,7 +111,7 @@ class LegacySwitches:
 
     @property
     def narrow_range(self) -> bool:
-        """Whether the lowest signed code is left out; assignable."""
+        """True if the lowest signed code is left out; assignable."""
         return self._narrow_range
 
     @narrow_range.setter
@@ -142,7 +142,7 @@ class LegacySwitches:
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements share a range."""
+        """The elements that share a range."""
         if self._axis is None:
             return PerTensor()
         return PerAxis((self._axis,) if isinstance(self._axis, int) else tuple(self._axis))
@@ -167,7 +167,7 @@ class LegacySwitches:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the range is known."""
+        """True if the range is known."""
         return self._learn_amax or self.amax is not None
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ class LegacySwitches:
 
     @property
     def observing(self) -> bool:
-        """Whether calls feed the calibrator."""
+        """True if calls feed the calibrator."""
         return self._if_calib and not self._disabled
 
     @observing.setter
@@ -200,7 +200,7 @@ class LegacySwitches:
 
     @property
     def quantizing(self) -> bool:
-        """Whether calls quantize."""
+        """True if calls quantize."""
         return self._if_quant and not self._disabled
 
     @quantizing.setter
