@@ -13,6 +13,7 @@ from torch import nn
 from tests.fusion.blocks import all_cases
 from tests.fusion.blocks.repvgg import CustomL2Block
 from tests.fusion.blocks.repvit import Classifier
+from tests.fusion.blocks.timm_levit import DistilledClassifier
 from tests.fusion.blocks.yolov7 import ImplicitHead
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.fusion import fuse_
@@ -122,12 +123,18 @@ def test_custom_l2_block_that_takes_two_arguments() -> None:
     assert penalty == 1.0
 
 
-def test_averaging_classifier_becomes_one_linear_layer() -> None:
+@pytest.mark.parametrize(
+    ("classifier", "family"),
+    [(Classifier, "repvit-classifier"), (DistilledClassifier, "timm-distilled-classifier")],
+)
+def test_averaging_classifier_becomes_one_linear_layer(
+    classifier: type[nn.Module], family: str
+) -> None:
     torch.manual_seed(0)
-    model = randomized(nn.Sequential(nn.Flatten(), Classifier(6, 5)).double())
+    model = randomized(nn.Sequential(nn.Flatten(), classifier(6, 5)).double())
     x = torch.randn(4, 6, dtype=torch.float64)
     want = outputs(model, x)
-    assert fuse_(model).fused[0].kind == "repvit-classifier"
+    assert fuse_(model).fused[0].kind == family
     assert type(model[1]) is nn.Linear
     assert error(outputs(model, x), want) <= TOL64
 

@@ -40,6 +40,8 @@ class BNLinear(nn.Sequential):
 
 
 class Classifier(nn.Module):
+    """Two heads, one of them trained on a teacher; their results are averaged."""
+
     def __init__(self, dim: int, classes: int) -> None:
         super().__init__()
         self.classifier, self.classifier_dist = BNLinear(dim, classes), BNLinear(dim, classes)

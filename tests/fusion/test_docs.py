@@ -1,0 +1,42 @@
+"""docs/fuse.md: its tables list every family and every pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fusion.blocks import all_cases
+from torchq.fusion import FAMILIES, passes
+
+TEXT = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(encoding="utf-8")
+PASSES = ("merge_known_blocks", "merge_unknown_blocks", "fold_batchnorms")
+
+
+def test_every_family_has_a_row_and_no_row_is_left_over() -> None:
+    rows = [line.split("|") for line in TEXT.splitlines() if line.startswith("|")]
+    table = [row for row in rows if len(row) == 6 and "`" in row[2]]
+    listed = [name for row in table for name in re.findall(r"`([^`]+)`", row[2])]
+    assert sorted(listed) == sorted([*(rule.name for rule in FAMILIES), "unknown block"])
+
+
+def test_every_family_is_merged_by_a_test() -> None:
+    """The others have tests of their own: their blocks are no maps of one feature map."""
+    tested = {case.family for case in all_cases().values()}
+    others = {
+        "repvgg-custom-l2",
+        "repvit-classifier",
+        "timm-distilled-classifier",
+        "yolov7-implicit",
+        "trained-branches",
+    }
+    assert {rule.name for rule in FAMILIES} - tested == others
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_the_passes_of_the_page_state_before_and_after(name: str) -> None:
+    text = getattr(passes, name).__doc__
+    assert f"`{name}`" in TEXT
+    assert text.index("Before:") < text.index("After:")
+    assert {step.__name__ for step in (*passes.FIRST, *passes.REPEATED)} == set(PASSES)
