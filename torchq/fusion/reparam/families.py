@@ -106,6 +106,15 @@ FAMILIES: tuple[BlockRule, ...] = (
         finish=_use_forward_fuse,
         loose=True,
     ),
+    # Ultralytics RepVGGDW: the large depthwise kernels of YOLOv10's CIB blocks
+    BlockRule(
+        name="ultralytics-repvggdw",
+        has=("conv", "conv1", "act", "forward_fuse"),
+        branches=("conv", "conv1"),
+        writes="conv",
+        bypass=("act",),
+        finish=_use_forward_fuse,
+    ),
     # RepVGG, RepVGGplus, YOLOv6, YOLOv7
     BlockRule(
         name="repvgg",
