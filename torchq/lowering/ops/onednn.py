@@ -80,11 +80,11 @@ def conv(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return the convolution of ``x`` (uint8 codes); see ``torchq::int8_conv``."""
-    codes, scale, bias, *input_qparams = weights
+    codes, scale, bias, x_scale, x_zero_point = weights
     added = None if residual is None else (residual.shape, residual.dtype)
     run: Run = KERNELS.get(
         codes,
-        ("conv", (x.shape, added, *input_qparams, params, epilogue)),
+        ("conv", (x.shape, added, x_scale, x_zero_point, params, epilogue)),
         (scale, bias),
         lambda: bind_conv(x.shape, weights, params, epilogue, residual),
     )
@@ -201,10 +201,10 @@ def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: 
 
 def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``."""
-    codes, scale, bias, *input_qparams = weights
+    codes, scale, bias, x_scale, x_zero_point = weights
     run: Run = KERNELS.get(
         codes,
-        ("linear", (*input_qparams, epilogue)),
+        ("linear", (x_scale, x_zero_point, epilogue)),
         (scale, bias),
         lambda: bind_linear(weights, epilogue),
     )

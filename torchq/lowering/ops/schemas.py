@@ -91,11 +91,6 @@ def int8_linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     return torch.ops.torchq.int8_linear(x, *weights, *epilogue[:5])
 
 
-def _epilogue(flat: tuple[Any, ...]) -> Epilogue:
-    scale, zero_point, dtype, activation, arguments, *residual = flat
-    return Epilogue(scale, zero_point, dtype, activation, tuple(arguments), *residual)
-
-
 def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``run``, which takes parameter objects, as a function of the operator's arguments.
 
@@ -103,10 +98,9 @@ def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def operator(x: Tensor, *flat: Any) -> Tensor:
-        stride, padding, dilation, groups = flat[5:9]
-        params = ConvParams(tuple(stride), tuple(padding), tuple(dilation), groups)
+        params = ConvParams(tuple(flat[5]), tuple(flat[6]), tuple(flat[7]), flat[8])
+        epilogue = Epilogue(*flat[9:13], tuple(flat[13]), *flat[15:])
         residual = flat[14] if len(flat) > 14 else None
-        epilogue = _epilogue(flat[9:14] + flat[15:])
         return run(x, Int8Weights(*flat[:5]), params, epilogue, residual)
 
     return operator
@@ -116,7 +110,7 @@ def _linear_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``run``, which takes parameter objects, as a function of the operator's arguments."""
 
     def operator(x: Tensor, *flat: Any) -> Tensor:
-        return run(x, Int8Weights(*flat[:5]), _epilogue(flat[5:]))
+        return run(x, Int8Weights(*flat[:5]), Epilogue(*flat[5:9], tuple(flat[9])))
 
     return operator
 
