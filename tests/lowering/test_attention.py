@@ -36,7 +36,7 @@ def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descrip
 
 
 def flip(module: Any) -> float:
-    """What one code of the output projection's input, rounded the other way next to a tie, changes in a result at most."""
+    """Return the most that one code of the output projection, next to a tie, can change."""
     return float(module.out_input_quantizer.scale) * float(
         module.out_proj.weight.detach().abs().max()
     )
@@ -145,7 +145,7 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
     )
 
 
-# --- models -----------------------------------------------------------------------------------------------------------------------
+# --- models ------------------------------------------------------------------------------------
 
 
 def deployed(model: nn.Module, given: Any) -> tuple[nn.Module, nn.Module]:

@@ -59,7 +59,7 @@ def linear(inner: int, outer: int, **options: Any) -> nn.Linear:
 
 
 def in_float64(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The simulation with float64 products of its float32 operands, and the sum of their magnitudes."""
+    """Return the simulation with float64 products, and the sum of their magnitudes."""
     operands = model.input_quantizer(x).double(), model.weight_quantizer(model.weight).double()  # type: ignore[operator]
     y = nn.functional.linear(*operands)
     size = nn.functional.linear(*(t.abs() for t in operands))
@@ -91,7 +91,7 @@ def test_a_layer_equals_its_simulation(
     expected, size = in_float64(model, data)
     got = deployed(data)
     assert got.dtype is torch.float32 and got.shape == expected.shape
-    # Float32: one rounding for each of the products' operands, of the sums, and of the three factors and terms behind them.
+    # Float32 rounds each operand of the products, the sums, and three factors and terms behind.
     assert bool(((got - expected).abs() <= 2.0**-24 * (shape[-1] + 8) * size).all())
 
 
@@ -233,7 +233,10 @@ def test_ranges_along_features_are_refused() -> None:
 def test_the_summary_names_kernel_bytes_and_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     deployed = torchq.deploy(calibrated(nn.Linear(64, 32), torch.randn(3, 64), config(RANGES[0])))
     (row,) = torchq.summary(deployed).layers
-    reason = "the input's range is that of each call; torch._scaled_mm is used on CUDA devices, not on cpu"
+    reason = (
+        "the input's range is that of each call; "
+        "torch._scaled_mm is used on CUDA devices, not on cpu"
+    )
     # A byte for each weight, and four for the scale and the bias of each output.
     assert (row.kernel, row.bytes, row.note) == (
         "reference e4m3 x e4m3 -> float",
@@ -251,7 +254,10 @@ def test_the_summary_names_kernel_bytes_and_obstacle(monkeypatch: pytest.MonkeyP
 
 
 class CudaRules:
-    """``_scaled_mm`` as CUDA has it for scales of a whole tensor: the checks of torch, and of cuBLASLt (row by column)."""
+    """``_scaled_mm`` as CUDA has it for scales of a whole tensor.
+
+    The checks are those of torch and of cuBLASLt (row by column).
+    """
 
     def _scaled_mm(
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype

@@ -1,4 +1,7 @@
-"""The path of GPUs, run on the CPU: the same product exists there, and a stand-in refuses what CUDA's would."""
+"""The path of GPUs on the CPU, which has the same product.
+
+A stand-in refuses what CUDA's product would refuse.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from torchq.lowering.ops.params import Epilogue, Int8Weights
 
 
 class CudaRules:
-    """``_int_mm`` as CUDA has it: the checks of torch, and of cuBLASLt (int8 kernels in the layout "TN" alone)."""
+    """``_int_mm`` as CUDA has it.
+
+    The checks are those of torch and of cuBLASLt (int8 kernels in the layout "TN" alone).
+    """
 
     def _int_mm(self, a: Tensor, b: Tensor) -> Tensor:
         assert a.dtype is b.dtype is torch.int8

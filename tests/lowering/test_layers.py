@@ -44,7 +44,8 @@ def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], posit
     expected = copy.deepcopy(model).double()(x.double())
     got = int8(x)
     assert got.dtype is torch.float32
-    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero of 128 makes larger than the result.
+    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero point
+    # of 128 makes larger than the result.
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""What stays in memory: the plain weights may lie in a mapped file, and packed copies go with their weights."""
+"""Memory: plain weights may lie in a mapped file, and packed copies go with their weights."""
 
 from __future__ import annotations
 

@@ -34,13 +34,17 @@ def expected_codes(real: Tensor, scale: float, zero: int) -> Tensor:
 
 
 def check(got: Tensor, real: Tensor, scale: float, zero: int) -> None:
-    """Codes may differ by one where the exact value is within float32 rounding of a tie; floats by a few roundings of the sums."""
+    """Check a result against its exact value.
+
+    Codes may differ by one within float32 rounding of a tie; floats by a few roundings of sums.
+    """
     if got.dtype is torch.uint8:
         difference = (got.double() - expected_codes(real, scale, zero)).abs()
         assert difference.max() <= 1
         assert (difference > 0).float().mean() < 0.01
     else:
-        # Sums of up to 16 * 27 products of 255 * 128 scales of 1.1e-3 * 0.02: float32 keeps 2**-24 of that, a few times over.
+        # Sums of up to 16 * 27 products of 255 * 128, in units of 1.1e-3 * 0.02: float32 loses
+        # 2**-24 of that a few times.
         torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
 
 

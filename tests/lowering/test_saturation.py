@@ -10,7 +10,8 @@ import torchq
 SATURATION = """
 import warnings, torch, torchq
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+layers = torch.nn.Linear(256, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+model = torch.nn.Sequential(*layers).eval()
 torch.nn.init.constant_(model[0].weight, 1.0)
 x = torch.rand(16, 256) - 0.1
 torchq.quantize_(model)

@@ -56,7 +56,7 @@ def test_pairs_of_codes_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Gates(nn.Module):
-    """Every second activation works between two quantizers; the others are clamps, which move zeros."""
+    """Every second activation is between two quantizers; the others are clamps."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

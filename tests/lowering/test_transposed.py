@@ -62,7 +62,8 @@ def test_a_layer_equals_its_simulation(
     assert isinstance(int8, Int8ConvTranspose)
     expected, found = copy.deepcopy(model).double()(x.double()), int8(x)
     assert found.dtype is torch.float32
-    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero of 128 makes larger than the result.
+    # Integer sums are exact; float32 keeps 2**-24 of the largest partial sum, which a zero point
+    # of 128 makes larger than the result.
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
     codes = int8.codes(x)
     torch.testing.assert_close(int8(codes), found, rtol=1e-5, atol=2e-5)
@@ -133,11 +134,11 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
     )
 
 
-# --- in models --------------------------------------------------------------------------------------------------------------------
+# --- in models ---------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
-    """Two levels; the lower one is added behind an activation, the upper one at once, and concatenated."""
+    """Two levels: the lower is added behind an activation, the upper at once and concatenated."""
 
     def __init__(self, activation: type[nn.Module] = nn.ReLU) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class Int8Conv(Int8Layer):
         return channels
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return ``x`` as uint8 codes of the input; several images are quantized one by one."""
+        """Return ``x`` as uint8 codes of the input; images are quantized a few at a time."""
         several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None
         if several and x.dtype is not torch.uint8 and eager(x):
             return self.input_qparams.quantize_images(x)
