@@ -17,6 +17,7 @@ from torchq.onnx.ir import (
     is_constant,
     is_output,
     load_model,
+    named_errors,
     names,
     nodes_of,
     readers,
@@ -142,13 +143,15 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         optimized = Path(folder, "optimized.onnx")
         Session(os.fspath(path), optimize=True, save_optimized=optimized)
         model = load_model(optimized, check=False)
-    counts = dict(Counter(node.op_type for node in model.graph))
-    wide = tuple(
-        _name(node)
-        for node in nodes_of(model, *_WEIGHTS)
-        if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
-    )
-    return InspectReport(os.fspath(path), tuple(_placements(model, target)), counts, wide)
+    with named_errors(path):
+        counts = dict(Counter(node.op_type for node in model.graph))
+        wide = tuple(
+            _name(node)
+            for node in nodes_of(model, *_WEIGHTS)
+            if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
+        )
+        placements = tuple(_placements(model, target))
+    return InspectReport(os.fspath(path), placements, counts, wide)
 
 
 def _name(node: Node) -> str:

@@ -7,14 +7,15 @@ on first use; the names ``Model``, ``Node``, ... stand for its classes in annota
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchq.errors import ExportError
+from torchq.errors import ExportError, TorchqError
 from torchq.utils import replacing
 from torchq.utils.optional import OptionalModule, import_optional
 
@@ -29,6 +30,7 @@ __all__ = [
     "add_node",
     "attribute",
     "bypass",
+    "check_model",
     "computed_by",
     "data_type",
     "float_size",
@@ -36,6 +38,7 @@ __all__ = [
     "is_constant",
     "is_output",
     "load_model",
+    "named_errors",
     "names",
     "nodes_of",
     "onnx_ir",
@@ -79,17 +82,33 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> Model:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     onnx = import_optional("onnx", "torchq.onnx")
-    try:
+    with named_errors(path):
         if check:
             onnx.checker.check_model(str(path))
         model = onnx_ir.load(path)
         if _initializer_bytes(model) < _EXTERNAL_ABOVE:
             model = onnx_ir.external_data.load_to_model(model)
-    except Exception as error:  # The parsers raise errors of many unrelated classes.
+    return model
+
+
+@contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn any error inside the ``with`` block into one that says which file is broken.
+
+    Parsers, shape inference and evaluators raise errors of many unrelated classes on a broken
+    file. torchq's own errors pass.
+
+    Raises:
+        ExportError: Another error was raised inside the block.
+    """
+    try:
+        yield
+    except TorchqError:
+        raise
+    except Exception as error:
         raise ExportError(
             f"{path}: is not a valid ONNX file ({_first_line(error)}). Export the model again"
         ) from error
-    return model
 
 
 def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True) -> int:
@@ -119,6 +138,17 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
             if check:
                 checker.check_model(str(new_path))
         return sum(file.stat().st_size for file in (new_data, new_path) if file.exists())
+
+
+def check_model(model: Model) -> None:
+    """Run the checker of ``onnx`` on a model that fits one file.
+
+    Raises:
+        onnx.checker.ValidationError: The model is broken.
+    """
+    if _initializer_bytes(model) < _EXTERNAL_ABOVE:
+        checker = import_optional("onnx.checker", "torchq.onnx")
+        checker.check_model(onnx_ir.to_proto(model))
 
 
 def run_passes(model: Model, passes: Iterable[Pass]) -> None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from torchq.onnx.ir import load_model, run_passes, save_model
+from torchq.onnx.ir import check_model, load_model, named_errors, run_passes, save_model
 from torchq.onnx.passes.fold_constants import lift_constants
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls
 from torchq.onnx.qdq import write_record
@@ -39,10 +39,12 @@ def retarget_onnx(
     """
     chosen = onnx_target(target)
     model = load_model(source)
-    run_passes(model, (lift_constants, chosen.rewrite, keep_integer_matmuls))
-    found = chosen.findings(model)
+    with named_errors(source):
+        run_passes(model, (lift_constants, chosen.rewrite, keep_integer_matmuls))
+        found = chosen.findings(model)
+        write_record(model, target=target)
+        check_model(model)
     if found:
         warnings.warn(f"retarget_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
-    write_record(model, target=target)
-    size = save_model(model, path)
+    size = save_model(model, path, check=False)
     return report_on(model, Path(path), target, "file", size, found)

@@ -113,12 +113,13 @@ class Simulation:
         x = args[0]
         if quantizer.pre_quant_scale is not None:
             x = x * quantizer.pre_quant_scale.to(x.dtype)
-        scaled = found.scaled(x)
         if self._derived[in_file]:
+            scaled = found.scaled(x)
             codes = _codes_as_in_file(quantizer, found, scaled)
             out = found.dequantize(found.round(scaled)).to(out.dtype)
         else:
             own = _own_layout(quantizer, found)
+            scaled = own.scaled(x)
             codes = own.scaled(out)  # The division leaves a last bit.
             codes = codes.round_() if own.format.is_integer else own.format.snap_(codes)
         self.seen[name] = Seen(scaled, codes, out.clone())  # The layer may work in place.

@@ -18,7 +18,16 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.onnx.example_call import named_tensors
 from torchq.onnx.export import unwrap
-from torchq.onnx.ir import Model, Node, is_constant, load_model, nodes_of, readers, value_of
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    is_constant,
+    load_model,
+    named_errors,
+    nodes_of,
+    readers,
+    value_of,
+)
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
@@ -77,7 +86,8 @@ def verify_onnx(
         True
     """
     model, path = unwrap(model), Path(path)
-    file = _File(model, path, layers)
+    with named_errors(path):
+        file = _File(model, path, layers)
     plain, fast = Session(path, optimize=False), _optimized(path)
     exact, unaltered, optimized = (Outputs(plain.outputs, measure) for _ in range(3))
     count = 0
@@ -89,17 +99,20 @@ def verify_onnx(
             exact.add(expected, found)
             if fast is not None:
                 optimized.add(expected, fast.run(feeds))
-            file.compare(feeds, expected)
+            with named_errors(path):
+                file.compare(feeds, expected)
             unaltered.add(file.as_it_is(model, batch, expected), found)
             count += 1
     if not count:
         raise ExportError("verify_onnx: got no batch; expected at least one")
+    with named_errors(path):
+        rows = file.rows(model)
     return VerifyReport(
         os.fspath(path),
         exact.result(),
         unaltered.result(),
         () if fast is None else optimized.result(),
-        file.rows(model),
+        rows,
         file.last_layers(),
     )
 
