@@ -27,15 +27,17 @@ RULES = [
     Rule("type:Conv2d", input=INT8, weight=INT8),
     Rule(nn.Linear, weight=INT8),
     Rule("*.last"),
+    Rule("type:*Conv2d", weight=INT8, position="first", optional=True),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_round_trip(rule: Rule) -> None:
     back = Rule.from_dict(json.loads(json.dumps(rule.to_dict())))
-    assert (back.input, back.weight, back.skip, back.optional, str(back)) == (
+    assert (back.input, back.weight, back.position, back.skip, back.optional, str(back)) == (
         rule.input,
         rule.weight,
+        rule.position,
         rule.skip,
         rule.optional,
         str(rule),
@@ -133,6 +135,14 @@ def test_text() -> None:
         (
             lambda: Rule.from_dict({"pattern": "a", "skip": "false"}),
             "rule a: got skip='false'; expected True or False",
+        ),
+        (
+            lambda: Rule("a", position="middle"),
+            "rule a .*: got position='middle'; expected 'first', 'last' or None",
+        ),
+        (
+            lambda: Rule("a", weight=QuantDescriptor(4, unsigned="auto")),
+            "rule a: got unsigned='auto' for a weight; expected a bool",
         ),
         (
             lambda: Rule.from_dict({"pattern": "a", "optional": 1}),

@@ -45,6 +45,7 @@ FIELDS: list[dict[str, Any]] = [
     {"calib_method": "entropy"},
     {"calib_method": "percentile", "calib_options": {"percentile": 99.9, "num_bins": 128}},
     {"unsigned": True},
+    {"unsigned": "auto", "num_bits": 4},
     {"narrow_range": True},
     {"block_size": 32},
     {"block_size": 32, "block_axis": 0},
@@ -95,6 +96,7 @@ def test_defaults() -> None:
 
 def test_derived_properties() -> None:
     assert QuantDescriptor(4, unsigned=True).format == integer(4, unsigned=True)
+    assert QuantDescriptor(4, unsigned="auto").format == integer(4)
     assert QuantDescriptor(4, narrow_range=True).format == integer(4, narrow=True)
     assert QuantDescriptor((4, 3)).format == E4M3
     assert QuantDescriptor(axis=1).granularity == PerAxis((1,))
@@ -116,6 +118,7 @@ def test_text() -> None:
         str(QuantDescriptor(block_size=8, fake_quant=False, scale_amax=0.5))
         == "int8 block=8 codes max scale_amax=0.5"
     )
+    assert str(QuantDescriptor(4, unsigned="auto")) == "int4 per-tensor or unsigned max"
 
 
 def test_vector_amax_compares_and_hashes() -> None:
@@ -169,7 +172,10 @@ def test_is_frozen_and_replaceable() -> None:
         ({"name": 3}, "name: got 3; expected str or NoneType"),
         ({"fake_quant": 1}, "fake_quant: got 1; expected bool"),
         ({"learn_amax": None}, "learn_amax: got None; expected bool"),
-        ({"unsigned": "yes"}, "unsigned: got 'yes'; expected bool"),
+        ({"unsigned": "yes"}, "unsigned: got 'yes'; expected bool or 'auto'"),
+        ({"unsigned": "auto", "dynamic": True}, "unsigned='auto': got dynamic, a fixed amax or"),
+        ({"unsigned": "auto", "amax": 1.0}, "unsigned='auto': got dynamic, a fixed amax or"),
+        ({"unsigned": "auto", "num_bits": (4, 3)}, "unsigned='auto': got dynamic, a fixed amax"),
         ({"narrow_range": 0}, "narrow_range: got 0; expected bool"),
         ({"dynamic": 1}, "dynamic: got 1; expected bool"),
         ({"calib_method": None}, "calib_method: got None; expected str"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_recipes_run(name: str, generator: torch.Generator) -> None:
     assert all(p.grad is not None for n, p in net.named_parameters() if n.endswith("weight"))
 
 
-def axes(config: Callable[[], QuantConfig], slot: str) -> list[object]:
+def axes(config: Callable[[], QuantConfig], slot: str) -> list[Any]:
+    """Return the descriptors of one slot in the layers of the model."""
     net = model()
     torchq.quantize_(net, config())
     found = (getattr(m, f"{slot}_quantizer") for m in net if isinstance(m, QuantModule))
@@ -74,10 +76,53 @@ def test_what_each_recipe_does() -> None:
         QuantDescriptor(4, block_size=128),
     ]
     assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
-    w4 = QuantDescriptor(4, learn_amax=True, scale_range_grad=True, calib_method="mse")
-    assert axes(recipes.w4a4, "input") == [w4] * 3 and axes(recipes.w4a4, "weight") == [
-        w4.replace(axis=d.axis) for d in per_channel
+    learned = QuantDescriptor(4, learn_amax=True, scale_range_grad=True)
+    middle = learned.replace(unsigned="auto", calib_method="mse")
+    end = QuantDescriptor(unsigned="auto")
+    assert axes(recipes.w4a4, "input") == [end, middle, end]
+    assert axes(recipes.w4a4, "weight") == [
+        QuantDescriptor(axis=0),
+        learned.replace(axis=1),
+        QuantDescriptor(axis=0),
     ]
+    assert axes(lambda: recipes.w4a4(first_last=None), "input") == [middle] * 3
+
+
+def test_integer_makes_any_width() -> None:
+    few = QuantDescriptor(3, unsigned="auto", calib_method="mse")
+    config = recipes.integer(2, 3, first_last=6, weight_method="entropy")
+    six = QuantDescriptor(6)
+    assert config.name == "w2a3"
+    assert axes(lambda: config, "input") == [
+        six.replace(unsigned="auto"),
+        few,
+        six.replace(unsigned="auto"),
+    ]
+    assert [d and (d.num_bits, d.axis, d.calib_method) for d in axes(lambda: config, "weight")] == [
+        (6, (0,), "entropy"),
+        (2, (1,), "entropy"),
+        (6, (0,), "entropy"),
+    ]
+    assert recipes.integer().rules == recipes.int8().rules
+    assert axes(lambda: recipes.integer(4, None), "input") == [None] * 3
+    assert axes(lambda: recipes.integer(None, 8), "weight") == [None] * 3
+    whole = recipes.integer(4, per_channel=False, unsigned=True)
+    assert axes(lambda: whole, "weight") == [QuantDescriptor(4)] * 3
+    assert axes(lambda: whole, "input") == [QuantDescriptor(unsigned=True)] * 3
+    assert QuantConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("widths", "text"),
+    [
+        ((None, None), "recipes.integer: got neither weight_bits nor input_bits; expected one"),
+        ((4.0, 4), "recipes.integer: got width 4.0; expected an integer"),
+        ((17, 8), "got 17 bits; expected 2 to 16"),
+    ],
+)
+def test_widths_that_integer_refuses(widths: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        recipes.integer(*widths)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ PROMISED: dict[str, str] = {
         dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax
     """,
     "torchq.recipes": """
-        RECIPES by_name int8 int8_per_tensor int4_weight w4a4 fp8 mxfp8 nvfp4
+        RECIPES by_name int8 int8_per_tensor integer int4_weight w4a4 fp8 mxfp8 nvfp4
     """,
     "torchq.calib": """
         CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator

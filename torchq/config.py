@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
@@ -33,6 +33,9 @@ class Rule:
             class, or a callable ``(name, module) -> bool``; see :mod:`torchq.utils.names`.
         input: the descriptor of the input quantizer; None leaves the input in float.
         weight: the descriptor of the weight quantizer; None leaves the weight in float.
+        position: "first" or "last" narrows the pattern to the first or last layer of the model
+            with a quantized weight, in the order of ``named_modules()`` and before exclusions.
+            None: every module that the pattern matches.
         skip: True leaves the modules alone.
         optional: True allows that the pattern matches nothing, which otherwise is an error.
 
@@ -44,6 +47,7 @@ class Rule:
     _: dataclasses.KW_ONLY
     input: QuantDescriptor | None = None
     weight: QuantDescriptor | None = None
+    position: Literal["first", "last"] | None = None
     skip: bool = False
     optional: bool = False
 
@@ -56,6 +60,13 @@ class Rule:
                     f"rule {self}: got {field}={short_repr(value)}; "
                     "expected a QuantDescriptor or None"
                 )
+        if self.weight is not None and self.weight.unsigned == "auto":
+            raise ConfigError(f"rule {self}: got unsigned='auto' for a weight; expected a bool")
+        if self.position not in (None, "first", "last"):
+            raise ConfigError(
+                f"rule {self}: got position={short_repr(self.position)}; "
+                "expected 'first', 'last' or None"
+            )
         for field in ("skip", "optional"):
             value = getattr(self, field)
             if not isinstance(value, bool):
@@ -82,6 +93,8 @@ class Rule:
             descriptor = getattr(self, slot)
             if descriptor is not None:
                 out[slot] = descriptor.to_dict()
+        if self.position is not None:
+            out["position"] = self.position
         return out | {flag: True for flag in ("skip", "optional") if getattr(self, flag)}
 
     @classmethod
@@ -103,7 +116,8 @@ class Rule:
         return cls(**fields)
 
     def __str__(self) -> str:
-        return pattern_text(self.pattern)
+        text = pattern_text(self.pattern)
+        return text if self.position is None else f"{text} ({self.position} layer)"
 
 
 @dataclass(frozen=True)

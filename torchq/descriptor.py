@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchq.errors import ConfigError
 from torchq.formats import (
@@ -54,7 +54,9 @@ class QuantDescriptor:
         scale_amax: a factor > 0 on the range, applied at each use (not cumulative).
         calib_method: a name in :func:`torchq.calib.methods`.
         calib_options: keyword arguments for that method, such as ``{"percentile": 99.99}``.
-        unsigned: codes start at 0, and negative values become 0.
+        unsigned: True: codes start at 0, and negative values become 0. "auto": calibration
+            decides, and chooses unsigned codes if and only if it sees no negative value. Until
+            then the codes are signed.
         narrow_range: leave out the lowest code of a signed integer format.
         block_size: one amax for each run of ``block_size`` elements along ``block_axis``, at
             most 65536; excludes ``axis``.
@@ -84,7 +86,7 @@ class QuantDescriptor:
     scale_amax: float | None = None
     calib_method: str = "max"
     calib_options: Any = ()
-    unsigned: bool = False
+    unsigned: bool | Literal["auto"] = False
     narrow_range: bool = False
     block_size: int | None = None
     block_axis: int = -1
@@ -102,12 +104,13 @@ class QuantDescriptor:
             object.__setattr__(self, field, value)
         _check_types(self)
         _check_rules(self)
-        by_bits(self.num_bits, unsigned=self.unsigned, narrow=self.narrow_range)
+        self.format  # noqa: B018  # An invalid combination is an error now.
 
     @property
     def format(self) -> Format:
-        """The number format."""
-        return by_bits(self.num_bits, unsigned=self.unsigned, narrow=self.narrow_range)
+        """The number format; the signed one while calibration has not decided."""
+        is_unsigned = self.unsigned is True
+        return by_bits(self.num_bits, unsigned=is_unsigned, narrow=self.narrow_range)
 
     @property
     def granularity(self) -> Granularity:
@@ -178,6 +181,7 @@ class QuantDescriptor:
         else:
             parts.append("per-tensor")
         flags = {
+            "or unsigned": self.unsigned == "auto",
             "dynamic": self.dynamic,
             "learned": self.learn_amax,
             "codes": not self.fake_quant,
@@ -307,7 +311,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "fake_quant": (bool,),
     "learn_amax": (bool,),
     "scale_range_grad": (bool,),
-    "unsigned": (bool,),
     "narrow_range": (bool,),
     "dynamic": (bool,),
     "block_size": (int, type(None)),
@@ -350,10 +353,23 @@ def _check_rules(d: QuantDescriptor) -> None:
             "dynamic: got amax or learn_amax too; "
             "expected neither, the range is taken from each call's data"
         )
+    if not isinstance(d.unsigned, bool):
+        _check_auto_unsigned(d)
     if d.scale_range_grad and not d.learn_amax:
         raise ConfigError(
             "scale_range_grad: got learn_amax=False; "
             "expected learn_amax=True, there is no gradient to scale otherwise"
+        )
+
+
+def _check_auto_unsigned(d: QuantDescriptor) -> None:
+    """Raise an error unless calibration can choose between signed and unsigned codes."""
+    if d.unsigned != "auto":
+        raise ConfigError(f"unsigned: got {short_repr(d.unsigned)}; expected bool or 'auto'")
+    if d.dynamic or d.amax is not None or not isinstance(d.num_bits, int):
+        raise ConfigError(
+            "unsigned='auto': got dynamic, a fixed amax or a float format too; "
+            "expected an integer format whose range is calibrated"
         )
 
 

@@ -1,27 +1,32 @@
-"""Ready-made configurations. Each is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, save it as JSON.
+"""Ready-made configurations.
 
-All quantize convolutions, linear layers and the projections of attention; pooling, normalisation and embeddings stay float unless a rule
-names them.
+Each recipe is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, save it as JSON.
+
+Recipes quantize convolutions, linear layers and the projections of attention. Pooling,
+normalization and embeddings stay float unless a rule names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
-from torchq.utils import Registry
+from torchq.errors import ConfigError
+from torchq.utils import Registry, short_repr
 
 __all__ = [
     "RECIPES",
     "by_name",
+    "fp8",
+    "int4_weight",
     "int8",
     "int8_per_tensor",
-    "int4_weight",
-    "w4a4",
-    "fp8",
+    "integer",
     "mxfp8",
     "nvfp4",
+    "w4a4",
 ]
 
 RECIPES: Registry[str, Callable[[], QuantConfig]] = Registry("recipe")
@@ -31,104 +36,207 @@ _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 _LINEAR = "type:torch.nn.modules.linear.Linear"
 _BILINEAR = "type:torch.nn.modules.linear.Bilinear"
 _ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
+# The axis of the output channels of the weight.
+_OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
+# Activations of up to this number of bits choose between signed and unsigned codes.
+_FEW_BITS = 4
 
 
 def _compute_layers(
-    name: str, input: QuantDescriptor | None, weight: QuantDescriptor, *, per_channel: bool
+    input: QuantDescriptor | None,
+    weight: QuantDescriptor | None,
+    *,
+    per_channel: bool,
+    position: Literal["first", "last"] | None = None,
+) -> list[Rule]:
+    """Return a rule for each kind of layer; they differ in the axis of the output channels."""
+    rules = []
+    for pattern, axis in _OUTPUT_AXES.items():
+        along = weight.replace(axis=axis) if weight is not None and per_channel else weight
+        rules.append(Rule(pattern, input=input, weight=along, position=position, optional=True))
+    return rules
+
+
+def integer(
+    weight_bits: int | None = 8,
+    input_bits: int | None = 8,
+    *,
+    first_last: int | None = None,
+    per_channel: bool = True,
+    unsigned: bool | Literal["auto"] | None = None,
+    weight_method: str = "max",
+    input_method: str | None = None,
+    learn_ranges: bool = False,
 ) -> QuantConfig:
-    """Rules for Conv, ConvTranspose, Linear and MultiheadAttention that differ only in the axis of the weight's output channels."""
-    axes = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
-    rules = [
-        Rule(
-            pattern,
-            input=input,
-            weight=weight.replace(axis=axis) if per_channel else weight,
-            optional=True,
+    """Return a recipe of any integer widths.
+
+    Args:
+        weight_bits: width of the weights, 2 to 16; None leaves them float.
+        input_bits: width of the inputs of layers, 2 to 16; None leaves them float.
+        first_last: width of the weights and inputs of the first and last layer, in the order of
+            ``model.named_modules()``; None treats them as the others. They are few and sensitive,
+            so 8 is usual with 4 bits and fewer.
+        per_channel: True keeps a weight range per output channel, False one per tensor.
+        unsigned: the sign of the inputs. None means "auto" if ``input_bits`` is at most 4, so
+            that calibration chooses unsigned codes if it sees no negative value, and otherwise
+            False.
+        weight_method: the calibration method of the weights.
+        input_method: the calibration method of the inputs; None means "mse" up to 4 bits and
+            "max" above.
+        learn_ranges: train the ranges too, with LSQ's gradient scale; for QAT. With
+            ``first_last`` the ranges of the first and last layer stay as calibrated.
+
+    Raises:
+        ConfigError: no width at all, or a width out of range.
+
+    Example:
+        >>> config = integer(weight_bits=4, input_bits=8, first_last=8)
+        >>> [str(rule) for rule in config.rules if rule.position == "last"][2]
+        'type:torch.nn.modules.linear.Linear (last layer)'
+    """
+    if weight_bits is None and input_bits is None:
+        raise ConfigError("recipes.integer: got neither weight_bits nor input_bits; expected one")
+
+    if unsigned is None:
+        unsigned = "auto" if input_bits is not None and input_bits <= _FEW_BITS else False
+
+    def rules(
+        weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
+    ) -> list[Rule]:
+        learn = learn_ranges and position is None
+        descriptors = (
+            _learnable(input, input_method, unsigned, learn),
+            _learnable(weight, weight_method, False, learn),
         )
-        for pattern, axis in axes.items()
-    ]
-    return QuantConfig(tuple(rules), name=name)
+        return _compute_layers(*descriptors, per_channel=per_channel, position=position)
+
+    found = rules(weight_bits, input_bits)
+    if first_last is not None:
+        ends = (
+            None if weight_bits is None else first_last,
+            None if input_bits is None else first_last,
+        )
+        found += rules(*ends, "first") + rules(*ends, "last")
+    parts = [f"w{weight_bits}" if weight_bits else "", f"a{input_bits}" if input_bits else ""]
+    return QuantConfig(tuple(found), name="".join(parts))
+
+
+def _learnable(
+    bits: int | None, method: str | None, unsigned: bool | Literal["auto"], learn: bool
+) -> QuantDescriptor | None:
+    """Return the descriptor of a tensor with an integer format, or None without a width."""
+    if bits is None:
+        return None
+    if type(bits) is not int:
+        raise ConfigError(f"recipes.integer: got width {short_repr(bits)}; expected an integer")
+    if method is None:
+        method = "mse" if bits <= _FEW_BITS else "max"
+    return QuantDescriptor(
+        bits, unsigned=unsigned, calib_method=method, learn_amax=learn, scale_range_grad=learn
+    )
 
 
 @RECIPES.register("int8")
 def int8(*, reduce_range: bool = False) -> QuantConfig:
-    """INT8 weights per output channel, INT8 activations per tensor: what TensorRT, ONNX Runtime and OpenVINO run fastest.
+    """Return INT8 weights per output channel and INT8 activations per tensor.
+
+    TensorRT, ONNX Runtime and OpenVINO run this form fastest.
 
     Args:
-        reduce_range: 7 bits for weights, stored as int8. For x86 CPUs without VNNI or AMX, whose kernels add two products of uint8 and
-            int8 in 16 bits: with 8 bits that overflows. Elsewhere it only costs accuracy.
+        reduce_range: True uses 7 bits for weights, stored as int8. It is meant for x86 CPUs
+            without VNNI or AMX: their kernels add two products of uint8 and int8 in 16 bits,
+            which 8-bit weights overflow. On other CPUs it only costs accuracy.
     """
-    return _compute_layers(
-        "int8", QuantDescriptor(), QuantDescriptor(7 if reduce_range else 8), per_channel=True
+    rules = _compute_layers(
+        QuantDescriptor(), QuantDescriptor(7 if reduce_range else 8), per_channel=True
     )
+    return QuantConfig(tuple(rules), name="int8")
 
 
 @RECIPES.register("int8_per_tensor")
 def int8_per_tensor() -> QuantConfig:
-    """INT8 weights and activations, one range per tensor."""
-    return _compute_layers(
-        "int8_per_tensor", QuantDescriptor(), QuantDescriptor(), per_channel=False
-    )
+    """Return INT8 weights and activations with one range per tensor."""
+    rules = _compute_layers(QuantDescriptor(), QuantDescriptor(), per_channel=False)
+    return QuantConfig(tuple(rules), name="int8_per_tensor")
 
 
 @RECIPES.register("w4a4")
-def w4a4() -> QuantConfig:
-    """INT4 weights per output channel and INT4 activations, both with learned ranges (LSQ): meant for QAT."""
-    descriptor = QuantDescriptor(4, learn_amax=True, scale_range_grad=True, calib_method="mse")
-    return _compute_layers("w4a4", descriptor, descriptor, per_channel=True)
+def w4a4(*, first_last: int | None = 8) -> QuantConfig:
+    """Return INT4 weights per output channel and INT4 activations, with ranges that QAT learns.
+
+    Activations without negative values get unsigned codes at calibration. Weight ranges are the
+    largest magnitudes. The gradient of the ranges is scaled as by LSQ (Esser et al., 2020).
+
+    Args:
+        first_last: the width of the first and last layer, whose ranges stay as calibrated; None
+            treats them as the others.
+    """
+    config = integer(4, 4, first_last=first_last, learn_ranges=True)
+    return QuantConfig(config.rules, name="w4a4")
 
 
 @RECIPES.register("fp8")
 def fp8() -> QuantConfig:
-    """FP8 E4M3 weights per output channel and activations per tensor."""
-    return _compute_layers(
-        "fp8", QuantDescriptor((4, 3)), QuantDescriptor((4, 3)), per_channel=True
-    )
+    """Return FP8 E4M3 weights per output channel and activations per tensor."""
+    descriptor = QuantDescriptor((4, 3))
+    return QuantConfig(tuple(_compute_layers(descriptor, descriptor, per_channel=True)), name="fp8")
 
 
 @RECIPES.register("int4_weight")
 def int4_weight() -> QuantConfig:
-    """INT4 weights alone: blocks of 128 inputs in Linear and MultiheadAttention layers, per output channel in convolutions."""
-    weight = QuantDescriptor(4, calib_method="max")
-    rules = [
-        Rule(pattern, weight=weight.replace(axis=axis), optional=True)
-        for pattern, axis in ((_CONV, 0), (_TRANSPOSED, 1))
-    ]
-    blocks = [
-        Rule(pattern, weight=weight.replace(block_size=128), optional=True)
-        for pattern in (_LINEAR, _BILINEAR, _ATTENTION)
-    ]
-    return QuantConfig((*rules, *blocks), name="int4_weight")
+    """Return INT4 weights alone.
+
+    Linear, Bilinear and MultiheadAttention layers have blocks of 128 inputs; convolutions have a
+    range per output channel.
+    """
+    weight = QuantDescriptor(4)
+    rules = []
+    for pattern, axis in _OUTPUT_AXES.items():
+        is_convolution = pattern in (_CONV, _TRANSPOSED)
+        changes = {"axis": axis} if is_convolution else {"block_size": 128}
+        rules.append(Rule(pattern, weight=weight.replace(**changes), optional=True))
+    return QuantConfig(tuple(rules), name="int4_weight")
 
 
 def _block_scaled(
     name: str, num_bits: tuple[int, int], size: int, scale_format: str
 ) -> QuantConfig:
-    """Blocks along the axis that the layer sums over, for weights and activations, with ranges from each call's data."""
+    """Return rules for blocks of weights and activations, with ranges from the data of each call.
 
-    def on(axis: int) -> QuantDescriptor:
+    The blocks lie along the axis that the layer sums over.
+    """
+
+    def along(axis: int) -> QuantDescriptor:
         return QuantDescriptor(
             num_bits, block_size=size, block_axis=axis, scale_format=scale_format, dynamic=True
         )
 
-    # (input axis, weight axis); spatial axes are counted from the front so that 1-3d share the rule.
+    # The axis of the input and of the weight. Counting from the front lets 1-, 2- and
+    # 3-dimensional convolutions share a rule.
     axes = {_CONV: (1, 1), _TRANSPOSED: (1, 0)}
     axes |= dict.fromkeys((_LINEAR, _BILINEAR, _ATTENTION), (-1, -1))
     rules = [
-        Rule(pattern, input=on(i), weight=on(w), optional=True) for pattern, (i, w) in axes.items()
+        Rule(pattern, input=along(input_axis), weight=along(weight_axis), optional=True)
+        for pattern, (input_axis, weight_axis) in axes.items()
     ]
     return QuantConfig(tuple(rules), name=name)
 
 
 @RECIPES.register("mxfp8")
 def mxfp8() -> QuantConfig:
-    """MXFP8: E4M3 in blocks of 32 with E8M0 scales (OCP Microscaling Formats 1.0). Needs no calibration."""
+    """Return MXFP8: E4M3 in blocks of 32 with E8M0 scales; it needs no calibration.
+
+    Reference: OCP Microscaling Formats (MX) 1.0.
+    """
     return _block_scaled("mxfp8", (4, 3), 32, "e8m0")
 
 
 @RECIPES.register("nvfp4")
 def nvfp4() -> QuantConfig:
-    """NVFP4: E2M1 in blocks of 16 with E4M3 scales and one fp32 scale per tensor. Needs no calibration."""
+    """Return NVFP4: E2M1 in blocks of 16 with E4M3 scales; it needs no calibration.
+
+    One fp32 scale per tensor brings the block scales into the range of E4M3.
+    """
     return _block_scaled("nvfp4", (2, 1), 16, "e4m3")
 
 
@@ -136,6 +244,6 @@ def by_name(name: str) -> QuantConfig:
     """Return the recipe called ``name``.
 
     Raises:
-        ConfigError: no such recipe; the text lists them.
+        ConfigError: there is no such recipe; the text lists them.
     """
     return RECIPES[name]()

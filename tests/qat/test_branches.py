@@ -247,6 +247,8 @@ def test_recipes_apply_to_the_equivalent_kernel() -> None:
     quantizer = model.blocks[2].rbr_reparam.weight_quantizer
     assert quantizer.descriptor.num_bits == 4
     assert isinstance(quantizer.amax, nn.Parameter)
+    # The first layer is the one that the first block becomes.
+    assert model.blocks[0].rbr_reparam.weight_quantizer.descriptor.num_bits == 8
     steps(model.train(), 2)
     assert quantizer.amax.grad is not None
 

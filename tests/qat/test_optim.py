@@ -11,7 +11,7 @@ from torchq.qat import param_groups
 
 def _model() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-    torchq.quantize_(model, torchq.recipes.w4a4())
+    torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
     return model
 
 
@@ -71,7 +71,7 @@ def test_plain_sgd_trains_the_w4a4_recipe() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
     )
-    torchq.quantize_(model, torchq.recipes.w4a4())
+    torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
     x, target = torch.randn(16, 3, 12, 12), torch.randn(16, 16, 12, 12)
     torchq.calibrate(model, [x], progress=False)
     optimizer = torch.optim.SGD(param_groups(model, lr=0.01), momentum=0.9)

@@ -166,7 +166,7 @@ def test_weights_with_mse_are_searched_directly(generator: torch.Generator) -> N
     model = nn.Sequential(nn.Linear(64, 8))
     with torch.no_grad():
         model[0].weight.copy_(torch.randn(8, 64, generator=generator))
-    torchq.quantize_(model, torchq.recipes.w4a4())
+    torchq.quantize_(model, torchq.recipes.integer(4, 4, weight_method="mse"))
     torchq.calibrate(model, None, progress=False)
     quantizer = model[0].weight_quantizer
     descriptor = quantizer.descriptor

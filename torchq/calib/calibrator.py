@@ -58,6 +58,15 @@ class Calibrator(ABC):
         """True if any data was collected; reads no device memory."""
         return self.observer.batches > 0
 
+    def track_negative(self) -> None:
+        """Look for negative values from now on, to choose between signed and unsigned codes."""
+        self.observer.tracks_negative = True
+
+    @property
+    def negative_batches(self) -> int:
+        """The number of tensors with negative values, if they are counted; waits for the device."""
+        return 0 if self.observer.negative is None else int(self.observer.negative)
+
     def collect(self, x: Tensor) -> None:
         """Add one tensor to the statistics, without waiting for its device.
 

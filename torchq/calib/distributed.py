@@ -67,10 +67,20 @@ def sync(
         seen = [i for i, batches in enumerate(counts) if any(batches)]
         _prepare_shapes(link, observers, seen, names)
         nonfinite = link.reduce("sum", [observers[i].nonfinite for i in seen])
+        tracking = [observers[i] for i in seen if observers[i].tracks_negative]
+        negative = link.reduce("sum", [_negative_batches(observer) for observer in tracking])
         _run_exchanges(link, [observers[i].exchange(counts[i], link.rank) for i in seen])
         for i, bad in zip(seen, nonfinite, strict=True):
             observers[i].nonfinite = bad
             observers[i].batches = sum(counts[i])
+        for observer, count in zip(tracking, negative, strict=True):
+            observer.negative = count
+
+
+def _negative_batches(observer: Observer) -> Tensor:
+    """Return the number of tensors with negative values of a prepared observer."""
+    assert observer.nonfinite is not None
+    return torch.zeros_like(observer.nonfinite) if observer.negative is None else observer.negative
 
 
 class _Link:

@@ -57,14 +57,17 @@ class Observer(ABC):
         batches: the number of non-empty tensors observed, known on the host.
         nonfinite: 0-d int64 on the data's device, the number of those tensors that held a NaN or
             an infinity; None before the first.
-        negative: for unsigned formats, the number of tensors with negative values, likewise. It
-            counts this process alone, because it only serves a warning.
+        tracks_negative: True counts the tensors with negative values; always for unsigned
+            formats. Set it before the first tensor.
+        negative: their number, 0-d int64 on the data's device; None before the first tensor, or
+            if they are not counted.
         shape: the shape of the amax; None before the first tensor.
     """
 
     def __init__(self, granularity: Granularity, *, signed: bool = True) -> None:
         self.granularity = granularity
         self.signed = signed
+        self.tracks_negative = not signed
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +87,9 @@ class Observer(ABC):
         with torch.inference_mode(False), torch.no_grad():
             self.prepare(self.granularity.amax_shape(x.shape), x.device)
             parts = group_view(x.detach(), self.granularity)
-            amax, finite, negative = magnitude(parts, signed=self.signed)
+            amax, finite, negative = magnitude(
+                parts, signed=self.signed, find_negative=self.tracks_negative
+            )
             assert self.nonfinite is not None
             self.nonfinite = self.nonfinite + ~finite
             if negative is not None:
@@ -143,7 +148,7 @@ class Observer(ABC):
 
     def settings(self) -> tuple[object, ...]:
         """Return what must be equal between observers that are merged, on every rank."""
-        return (type(self).__name__, self.granularity, self.signed)
+        return (type(self).__name__, self.granularity, self.signed, self.tracks_negative)
 
     @abstractmethod
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:

@@ -29,7 +29,9 @@ def is_on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def magnitude(
+    parts: Tensor, *, signed: bool, find_negative: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the largest magnitude of every group, and what a format would lose.
 
     An unsigned format turns negative values into 0, so only positive values count for it.
@@ -38,26 +40,26 @@ def magnitude(parts: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | 
         parts: a :func:`~torchq.functional.kernels.group_view` (before, groups, after), floating
             point, with at least one element.
         signed: False ignores negative values.
+        find_negative: look for negative values, also if ``signed``.
 
     Returns:
         ``(amax, finite, negative)`` on the device of the data, computed without waiting for it.
 
         * amax: (groups,) float32; all 0 if any value is NaN or infinite.
         * finite: 0-d bool, True if no value is NaN or infinite.
-        * negative: None if ``signed``, else a 0-d bool, True if any value is negative.
+        * negative: 0-d bool, True if any value is negative; None if nobody looked for one.
     """
     negative = None
-    if signed and is_on_host(parts):
+    find_negative = find_negative or not signed
+    if is_on_host(parts) and not find_negative:
         largest = largest_magnitude(parts, (0, 2)).view(-1).float()
         finite = torch.isfinite(largest).all()
     else:
         smallest, largest = _extremes(parts)
         finite = torch.isfinite(smallest).all() & torch.isfinite(largest).all()
-        if signed:
-            largest = torch.maximum(largest, -smallest)
-        else:
+        if find_negative:
             negative = (smallest < 0).any()
-            largest = largest.clamp(min=0)
+        largest = torch.maximum(largest, -smallest) if signed else largest.clamp(min=0)
     return torch.where(finite, largest, 0.0), finite, negative
 
 

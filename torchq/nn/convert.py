@@ -132,7 +132,7 @@ class QuantModule(nn.Module):
         for name, slots in (("input", self.input_slots), ("weight", self.weight_slots)):
             quantizer = getattr(self, f"{slots[0]}_quantizer") if slots else None
             if isinstance(quantizer, TensorQuantizer):
-                found[name] = quantizer.descriptor
+                found[name] = quantizer.given_descriptor
         return found
 
     def on_convert(self) -> None:

@@ -37,6 +37,8 @@ _MODES = {
     "quantize": (False, True),
     "observe+quantize": (True, True),
 }
+# The value of the buffer ``unsigned`` while calibration has not chosen; then 0 or 1.
+_UNDECIDED = -1
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 
 
@@ -53,6 +55,8 @@ class TensorQuantizer(nn.Module):
             :meth:`~torchq.formats.Granularity.amax_shape`. It exists from construction and holds no element until it is
             known; loading a state dict adopts the shape found there. As long as it is empty, and always with
             ``descriptor.dynamic``, each call takes the range of its own data.
+        unsigned: with ``QuantDescriptor(unsigned="auto")`` a 0-d int8 buffer: -1 while calibration
+            has not chosen the sign, then 0 or 1. :attr:`descriptor` holds the choice.
         pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off (SmoothQuant).
         quantizing, observing: the two switches that :attr:`mode` names.
         name: the dotted path in the model, for error texts; set by :func:`torchq.quantize_`.
@@ -90,6 +94,9 @@ class TensorQuantizer(nn.Module):
         else:
             self.register_buffer("amax", initial)
         self.register_buffer("pre_quant_scale", None)
+        if self.descriptor.unsigned == "auto":
+            undecided = torch.tensor(_UNDECIDED, dtype=torch.int8, device=device)
+            self.register_buffer("unsigned", undecided)
         if self._search is None:
             self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
 
@@ -209,8 +216,27 @@ class TensorQuantizer(nn.Module):
             self.amax = new
 
     def forget_amax(self) -> None:
-        """Back to an unknown range."""
+        """Make the range unknown again, and the sign if calibration chooses it."""
         self._adopt(torch.empty(0, device=self.amax.device))
+        if self._chooses_sign:
+            self._set_unsigned(_UNDECIDED)
+
+    @property
+    def given_descriptor(self) -> QuantDescriptor:
+        """The descriptor that the quantizer was made with, without the choice of the sign."""
+        return self.descriptor.replace(unsigned="auto") if self._chooses_sign else self.descriptor
+
+    @property
+    def _chooses_sign(self) -> bool:
+        return "unsigned" in self._buffers
+
+    def _set_unsigned(self, value: int) -> None:
+        """Write the choice of the sign to the buffer and to the descriptor."""
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = torch.full_like(self.get_buffer("unsigned"), value)
+            self.register_buffer("unsigned", buffer)
+        choice = "auto" if value == _UNDECIDED else bool(value)
+        self.descriptor = self.descriptor.replace(unsigned=choice)
 
     def observe(self, x: Tensor) -> None:
         """Give ``x`` to the calibrator.
@@ -226,13 +252,16 @@ class TensorQuantizer(nn.Module):
             raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
 
     def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
-        d = self.descriptor
+        d = self.given_descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
         try:
-            return make_calibrator(
+            calibrator = make_calibrator(
                 method or d.calib_method, format=d.format, granularity=d.granularity, **options
             )
+            if self._chooses_sign:
+                calibrator.track_negative()
+            return calibrator
         except ConfigError as error:
             raise ConfigError(f"{self.name or 'TensorQuantizer'}: {error}") from None
 
@@ -257,20 +286,27 @@ class TensorQuantizer(nn.Module):
             raise CalibrationError(
                 f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'"
             )
+        unsigned = self.calibrator.negative_batches == 0
+        if self._chooses_sign:
+            self.calibrator.format = self.given_descriptor.replace(unsigned=unsigned).format
         try:
             amax = self.calibrator.compute_amax(**options)
         except CalibrationError as error:
             raise CalibrationError(f"{where}: {error}") from None
         self.set_amax(amax)
-        self._warn_of_negatives(where, self.calibrator)
+        if self._chooses_sign:
+            self._set_unsigned(int(unsigned))
+        else:
+            self._warn_of_negatives(where, self.calibrator)
         self.calibrator, self.observing = None, False
 
     def _warn_of_negatives(self, where: str, calibrator: Calibrator) -> None:
-        seen = calibrator.observer.negative
-        if seen is not None and int(seen):
+        seen = calibrator.negative_batches
+        if seen:
             warnings.warn(
-                f"{where}: got negative values in {int(seen)} of {calibrator.observer.batches} batches; {self.descriptor.format} makes "
-                "them 0. Use unsigned=False, or leave it if that is meant",
+                f"{where}: got negative values in {seen} of {calibrator.batches} batches; "
+                f"{self.descriptor.format} makes them 0. "
+                "Use unsigned=False or 'auto', or leave it if that is meant",
                 stacklevel=3,
             )
 
@@ -323,7 +359,20 @@ class TensorQuantizer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         if key in missing:  # a float checkpoint leaves the range as it is
-            missing.remove(key)
+            missing[:] = [name for name in missing if name not in (key, prefix + "unsigned")]
+        if prefix + "unsigned" in state_dict and self._chooses_sign:
+            self._adopt_loaded_sign(prefix, args[4])
+
+    def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
+        """Bring the descriptor in line with the loaded buffer ``unsigned``."""
+        buffer = self.get_buffer("unsigned")
+        if buffer.is_meta:
+            return
+        value = int(buffer)
+        if value not in (_UNDECIDED, 0, 1):
+            errors.append(f"{prefix}unsigned: got {value}; expected -1, 0 or 1")
+        else:
+            self._set_unsigned(value)
 
     def extra_repr(self) -> str:
         if self.descriptor.dynamic:

@@ -19,7 +19,7 @@ from torchq.fusion.record import recording
 from torchq.fusion.reparam.branches import BranchesEdit, branches_of, has_one_linear_part
 from torchq.nn import QuantBranches, TensorQuantizer, convert_
 from torchq.swap import SwapReport, quantize_
-from torchq.swap.decisions import by_rules, decide, patterns
+from torchq.swap.decisions import by_rules, decide, patterns, resolve_positions
 from torchq.utils import Pattern, copy_module, undone_on_error
 
 __all__ = ["BranchReport", "quantize_branches_"]
@@ -79,7 +79,10 @@ def quantize_branches_(
     config = (config or recipes.int8()).with_rules(
         *(Rule(pattern, skip=True) for pattern in patterns(exclude))
     )
-    edits = [_prepare(model, path, rule, config) for path, rule in find_blocks(model)]
+    blocks = find_blocks(model)
+    merged = {path: _layer_path(path, rule) for path, rule in blocks}
+    config = resolve_positions(model, config, merged=merged)
+    edits = [_prepare(model, path, rule, config) for path, rule in blocks]
     if not edits:
         raise ConfigError(
             f"quantize_branches_: {type(model).__name__} has no block with branches; expected"
@@ -104,7 +107,12 @@ def quantize_branches_(
 
 def _target(edit: BranchesEdit) -> str:
     """Return the path at which the branches of a block are placed."""
-    return f"{edit.path}.{edit.rule.writes}".lstrip(".")
+    return _layer_path(edit.path, edit.rule)
+
+
+def _layer_path(path: str, rule: BlockRule) -> str:
+    """Return the path of the layer that a block becomes."""
+    return f"{path}.{rule.writes}".lstrip(".")
 
 
 def _prepare(model: nn.Module, path: str, rule: BlockRule, config: QuantConfig) -> BranchesEdit:

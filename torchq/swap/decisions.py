@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from torchq.config import QuantConfig
+from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
 from torchq.swap.calls import decide_calls
@@ -26,7 +27,15 @@ from torchq.utils import (
     twin_of,
 )
 
-__all__ = ["Decision", "SwapReport", "by_rules", "check_used", "decide", "patterns"]
+__all__ = [
+    "Decision",
+    "SwapReport",
+    "by_rules",
+    "check_used",
+    "decide",
+    "patterns",
+    "resolve_positions",
+]
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,64 @@ def decide(
                 Decision(names, module, type(module), rule="(contains quantized modules)")
             )
     return tuple(decisions)
+
+
+def resolve_positions(
+    model: nn.Module,
+    config: QuantConfig,
+    *,
+    example: Any = None,
+    merged: Mapping[str, str] | None = None,
+) -> QuantConfig:
+    """Return ``config`` with the path of a layer as the pattern of each rule with a position.
+
+    The candidates are the layers whose weight the other rules quantize, in the order of
+    ``named_modules()``. Rules that skip do not count, so excluding the last layer does not make
+    the one before it the last. An optional rule whose pattern does not match its layer is dropped.
+
+    Args:
+        model: the model.
+        config: the rules.
+        example: see :func:`plan`.
+        merged: paths of blocks that become one layer each, to the paths of these layers.
+
+    Raises:
+        ConfigError: A rule that is not optional does not match its layer.
+    """
+    if not any(rule.position for rule in config.rules):
+        return config
+    general = tuple(r for r in config.rules if r.position is None and not r.skip)
+    decisions = decide(model, replace(config, rules=general), example=example)
+    layers = [d for d in decisions if d.weight is not None and not d.reason]
+    rules: list[Rule] = []
+    for rule in config.rules:
+        layer = None
+        if rule.position and layers:
+            layer = layers[0 if rule.position == "first" else -1]
+        if rule.position is None:
+            rules.append(rule)
+        elif layer is not None and _selects(rule.pattern, layer):
+            rules.append(replace(rule, pattern=_exactly(_after_merge(layer.name, merged or {}))))
+        elif not rule.optional:
+            raise ConfigError(
+                f"rule {rule}: the {rule.position} layer is "
+                f"{layer.name or '(root)' if layer else 'none'}; expected one that it matches"
+            )
+    return replace(config, rules=tuple(rules))
+
+
+def _after_merge(name: str, merged: Mapping[str, str]) -> str:
+    """Return the path of the layer that the layer ``name`` becomes a part of, or ``name``."""
+    for block, layer in merged.items():
+        if not block or name == block or name.startswith(f"{block}."):
+            return layer
+    return name
+
+
+def _exactly(name: str) -> str:
+    """Return the pattern that selects one path."""
+    has_wildcard = not name or any(character in name for character in "*?[:")
+    return f"re:^{re.escape(name)}$" if has_wildcard else name
 
 
 def _by_places(

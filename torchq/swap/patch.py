@@ -9,6 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from torchq import recipes
 from torchq.config import QuantConfig
+from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, revert_
 from torchq.swap.apply import carry_out_
 from torchq.swap.decisions import Decision, by_rules, decide
@@ -98,4 +99,11 @@ def patch(config: QuantConfig | None = None) -> Patch:
         >>> type(model[0]).__name__, type(torch.nn.Sequential(torch.nn.Linear(2, 2))[0]).__name__
         ('QuantLinear', 'Linear')
     """
-    return Patch(config or recipes.int8())
+    config = config or recipes.int8()
+    for rule in config.rules:
+        if rule.position is not None:
+            raise ConfigError(
+                f"patch: rule {rule}: needs the whole model, which patch never sees; expected no "
+                "rule with a position. Call quantize_, or recipes.integer(..., first_last=None)"
+            )
+    return Patch(config)

@@ -11,7 +11,7 @@ from torch import nn
 from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.graph import state_kept
-from torchq.swap.decisions import SwapReport, check_used, decide, patterns
+from torchq.swap.decisions import SwapReport, check_used, decide, patterns, resolve_positions
 from torchq.swap.placement import adapt_to_target, plan_placement
 from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern
@@ -65,6 +65,7 @@ def plan(
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     with state_kept(model):
+        config = resolve_positions(model, config, example=example)
         if target is None:
             decisions = decide(model, config, wanted, example=example)
             report = SwapReport(config, decisions)

@@ -89,7 +89,9 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         "modules": modules,
         "calls": calls,
         "operators": operators,
-        "quantizers": {n: q.descriptor.to_dict() for n, q in known.items() if id(q) not in owned},
+        "quantizers": {
+            n: q.given_descriptor.to_dict() for n, q in known.items() if id(q) not in owned
+        },
         "shared": [[_public_path(path) for path in paths] for paths in shared_groups(model)],
         "modes": {name: q.mode for name, q in known.items()},
     }
@@ -233,7 +235,7 @@ def _check_placed_quantizers(model: nn.Module, record: _Record) -> None:
     }
     for path, quantizer in quantizers(model).items():
         expected = record.quantizers.get(path)
-        if id(quantizer) not in owned and quantizer.descriptor != expected:
+        if id(quantizer) not in owned and quantizer.given_descriptor != expected:
             raise QuantizationError(
                 f"{path}: quantizes as {quantizer.descriptor}; expected {expected or 'none here'}. "
                 "Load into the architecture that was saved"

@@ -1,0 +1,223 @@
+"""``unsigned="auto"``: calibration chooses unsigned codes if and only if it sees no negative."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor, Rule
+from torchq.calib import methods
+from torchq.errors import CalibrationError
+from torchq.formats import INT4, UINT4
+from torchq.nn import TensorQuantizer
+
+AUTO = QuantDescriptor(4, unsigned="auto")
+
+
+def calibrated(*batches: Tensor, method: str | None = None) -> TensorQuantizer:
+    quantizer = TensorQuantizer(AUTO)
+    quantizer.start_calibration(method)
+    for batch in batches:
+        quantizer.observe(batch)
+    quantizer.finish_calibration()
+    return quantizer
+
+
+def net() -> nn.Sequential:
+    """Return a net whose second layer has an input without negative values, the others do not."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    ).eval()
+
+
+def quantized(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    torchq.quantize_(model, torchq.recipes.integer(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torchq.calibrate(model, [torch.randn(64, 6, generator=generator)], progress=False)
+    return model
+
+
+def signs(model: nn.Module) -> list[object]:
+    layers = [m for m in model.modules() if isinstance(m, torchq.nn.QuantLinear)]
+    return [layer.input_quantizer.descriptor.unsigned for layer in layers]
+
+
+@pytest.mark.parametrize("method", methods())
+def test_one_negative_value_decides(method: str, generator: torch.Generator) -> None:
+    positive = torch.rand(4000, generator=generator)
+    unsigned = calibrated(positive, torch.zeros(5), -torch.zeros(5), method=method)
+    assert unsigned.descriptor == AUTO.replace(unsigned=True)
+    assert unsigned.given_descriptor == AUTO
+    assert unsigned.descriptor.format == UINT4
+    signed = calibrated(positive, torch.tensor([-1e-30]), method=method)
+    assert signed.descriptor == AUTO.replace(unsigned=False)
+    assert signed.descriptor.format == INT4
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("unsigned", [True, False])
+def test_the_range_is_that_of_the_chosen_format(
+    method: str, unsigned: bool, generator: torch.Generator
+) -> None:
+    x = torch.randn(4000, generator=generator)
+    x = x.relu() if unsigned else x
+    known = TensorQuantizer(QuantDescriptor(4, unsigned=unsigned))
+    known.start_calibration(method)
+    known.observe(x)
+    known.finish_calibration()
+    chosen = calibrated(x, method=method)
+    assert torch.equal(chosen.amax, known.amax)
+    assert torch.equal(chosen(x), known(x))
+
+
+def test_until_calibration_the_codes_are_signed() -> None:
+    quantizer = TensorQuantizer(AUTO)
+    x = torch.tensor([-1.0, 0.5])
+    assert torch.equal(quantizer(x), TensorQuantizer(QuantDescriptor(4))(x))
+    quantizer.set_amax(1.0)
+    assert quantizer.descriptor == AUTO and int(quantizer.unsigned) == -1
+
+
+def test_a_new_calibration_chooses_again() -> None:
+    quantizer = calibrated(torch.ones(3))
+    for x, unsigned in ((-torch.ones(3), False), (torch.ones(3), True)):
+        quantizer.start_calibration()
+        quantizer.observe(x)
+        quantizer.finish_calibration()
+        assert quantizer.descriptor.unsigned is unsigned
+    quantizer.forget_amax()
+    assert quantizer.descriptor == AUTO and int(quantizer.unsigned) == -1
+
+
+def test_a_failed_calibration_changes_nothing() -> None:
+    quantizer = calibrated(torch.ones(3))
+    quantizer.start_calibration()
+    quantizer.observe(torch.tensor([-1.0, torch.inf]))
+    with pytest.raises(CalibrationError, match="NaN or infinite"):
+        quantizer.finish_calibration()
+    assert quantizer.descriptor.unsigned is True and quantizer.amax == 1.0
+
+
+def test_merged_statistics_decide_together() -> None:
+    one, other = TensorQuantizer(AUTO), TensorQuantizer(AUTO)
+    for quantizer, x in ((one, torch.ones(2)), (other, -torch.ones(2))):
+        quantizer.start_calibration()
+        quantizer.observe(x)
+    assert one.calibrator is not None and other.calibrator is not None
+    one.calibrator.merge(other.calibrator)
+    one.finish_calibration()
+    assert one.descriptor.unsigned is False
+
+
+def test_a_model_chooses_layer_by_layer(generator: torch.Generator) -> None:
+    model = quantized(net(), generator)
+    assert signs(model) == [False, True, False]
+    assert "uint4 per-tensor" in str(torchq.summary(model))
+    x = torch.randn(5, 6, generator=generator)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.half().float()):
+        assert signs(twin) == [False, True, False]
+    assert torch.equal(twin(x), model(x))
+
+
+def test_state_dicts_carry_the_choice(generator: torch.Generator) -> None:
+    model = quantized(net(), generator)
+    fresh = net()
+    torchq.quantize_(fresh, torchq.recipes.integer(4, 4))
+    assert signs(fresh) == ["auto"] * 3
+    state = model.state_dict()
+    fresh.load_state_dict(state)
+    x = torch.randn(5, 6, generator=generator)
+    assert signs(fresh) == [False, True, False] and torch.equal(fresh(x), model(x))
+    del state["2.input_quantizer.unsigned"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"2\.input_quantizer\.unsigned"'):
+        fresh.load_state_dict(state)
+    state["2.input_quantizer.unsigned"] = torch.tensor(7, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match=r"2\.input_quantizer\.unsigned: got 7; expected -1, 0"):
+        fresh.load_state_dict(state)
+    fixed = net()
+    torchq.quantize_(fixed, torchq.recipes.integer(4, 4, unsigned=False))
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"2\.input_quantizer\.unsigned"'):
+        fixed.load_state_dict(model.state_dict())
+    floats = {key: value for key, value in state.items() if "quantizer" not in key}
+    fresh.load_state_dict(floats)
+
+
+def test_files_carry_the_choice(tmp_path: Path, generator: torch.Generator) -> None:
+    model = quantized(net(), generator)
+    torchq.save(model, tmp_path / "model.pt")
+    x = torch.randn(5, 6, generator=generator)
+    loaded = torchq.load(net(), tmp_path / "model.pt")
+    assert signs(loaded) == [False, True, False] and torch.equal(loaded(x), model(x))
+    other = net()
+    torchq.quantize_(other)
+    assert torch.equal(torchq.load(other, tmp_path / "model.pt")(x), model(x))
+    torchq.save(loaded, tmp_path / "again.pt")
+    again = torchq.load(loaded, tmp_path / "again.pt")
+    assert signs(again) == [False, True, False] and torch.equal(again(x), model(x))
+
+
+def test_training_learns_the_chosen_range(generator: torch.Generator) -> None:
+    model = net()
+    torchq.quantize_(model, torchq.recipes.integer(4, 4, learn_ranges=True))
+    torchq.calibrate(model, [torch.randn(64, 6, generator=generator)], progress=False)
+    assert signs(model) == [False, True, False]
+    model.train()(torch.randn(5, 6, generator=generator)).square().sum().backward()
+    ranges = [q.amax.grad for q in model.modules() if isinstance(q, TensorQuantizer)]
+    assert len(ranges) == 6 and all(grad is not None for grad in ranges)
+
+
+def test_the_choice_is_deployed(generator: torch.Generator) -> None:
+    model = quantized(net(), generator)
+    x = torch.randn(32, 6, generator=generator)
+    deployed = torchq.deploy(model, example=x)
+    # Integer kernels round ties of the fp32 arithmetic differently: one 4-bit code at most.
+    torch.testing.assert_close(deployed(x), model(x), rtol=0, atol=0.25)
+
+
+def test_the_choice_is_exported(tmp_path: Path, generator: torch.Generator) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    model = quantized(net(), generator)
+    x = torch.randn(32, 6, generator=generator)
+    torchq.export_onnx(model, x, tmp_path / "model.onnx")
+    kinds = {
+        tensor.data_type
+        for tensor in onnx.load(str(tmp_path / "model.onnx")).graph.initializer
+        if tensor.data_type in (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
+    }
+    assert onnx.TensorProto.UINT8 in kinds
+    assert torchq.verify_onnx(model, tmp_path / "model.onnx", [x]).ok
+
+
+def test_quantizers_that_share_a_range_choose_together(generator: torch.Generator) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.a(x).relu() + self.b(x))
+
+    torch.manual_seed(0)
+    model = Sum().eval()
+    x = torch.randn(16, 4, generator=generator)
+    config = torchq.QuantConfig((Rule("*", input=AUTO, weight=QuantDescriptor(4, axis=0)),))
+    torchq.quantize_(model, config, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    shared = torchq.nn.shared_groups(model)
+    quantizers = dict(model.named_modules(remove_duplicate=False))
+    for paths in shared:
+        assert len({quantizers[path].descriptor.unsigned for path in paths}) == 1
+    decided = [
+        q for q in model.modules() if isinstance(q, TensorQuantizer) and "unsigned" in q._buffers
+    ]
+    assert decided and all(isinstance(q.descriptor.unsigned, bool) for q in decided)
