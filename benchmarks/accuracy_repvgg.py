@@ -1,8 +1,14 @@
-"""Accuracy of a trained RepVGG: where branches and their kernel are quantized makes the difference.
+"""Accuracy of a trained RepVGG: quantizing its branches, its merged kernel, or both in training.
 
-Rows: FP32; PTQ of the branches one by one (quantized before fusing); PTQ of the fused network; QAT of the fused network, which has no
-BatchNorm any more; QAT of the branches under the equivalent kernel, fused afterwards. Each with one range per output channel and with
-one per tensor, at 8 and at 4 bits. Test images are kept out of calibration and training.
+Rows, each with one range per output channel and with one per tensor, at 8 and at 4 bits:
+
+- FP32, unfused and fused;
+- PTQ of the branches one by one (quantized before fusing);
+- PTQ of the fused network;
+- QAT of the fused network, which has no BatchNorm any more;
+- QAT of the branches under the equivalent kernel, fused afterwards.
+
+Test images are kept out of calibration and training.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ def _recipes() -> dict[str, torchq.QuantConfig]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line a configuration."""
+    """Print one line for each configuration."""
     options = arguments(__doc__, "repvgg.pt", train=10000)
     options.add_argument(
         "--qat",
@@ -66,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--lr-fused",
         type=float,
         default=0.001,
-        help="and of the fused network, where 0.01 diverges (default: %(default)s)",
+        help="the same of the fused network, where 0.01 diverges (default: %(default)s)",
     )
     chosen = parse(options, argv)
     test, data, calibration = read_both(chosen)
@@ -83,7 +89,7 @@ def _run(
     options: argparse.Namespace,
 ) -> None:
     fused = copy.deepcopy(model)
-    done = torchq.fuse_(fused, test.images[:4])
+    done = torchq.fuse_(fused, test.images[:4], progress=False)
     text = diagnose_ranges(model, calibration[0]).compare(diagnose_ranges(fused, calibration[0]))
     report.value(case="fp32", accuracy=_score(model, test))
     report.value(case="fp32 fused", accuracy=_score(fused, test), error=done.error, ranges=text)
@@ -116,18 +122,16 @@ def _equivalent(
     """Train the branches, the last fifth with frozen BatchNorm, then fuse."""
 
     def freeze(step: int) -> None:
-        if (
-            step == options.steps * 4 // 5
-        ):  # the learning rate is small by now: without batch statistics a larger one diverges
-            torchq.qat.freeze_bn_(model)
-            if name != _LEARNED:
-                calibrate_weights(
-                    model
-                )  # the kernels have moved with the statistics; learned ranges have followed
+        if step != options.steps * 4 // 5:
+            return
+        # The learning rate is small by now; without batch statistics a larger one diverges.
+        torchq.qat.freeze_bn_(model)
+        if name != _LEARNED:  # the kernels have moved with the statistics, learned ranges too
+            calibrate_weights(model)
 
     trained = train(model, data, options.steps, options.lr, before=freeze)
     before = logits(trained, test)
-    done = torchq.fuse_(trained, test.images[:4])
+    done = torchq.fuse_(trained, test.images[:4], progress=False)
     same = torch.equal(before, logits(trained, test))
     report.value(
         case="QAT of the equivalent kernel",

@@ -1,8 +1,10 @@
 """Fusing BatchNorms and branches: is it exact, how long does it take, and what does it gain?
 
-Three parts. ``exact``: torchvision's CNNs with random weights, statistics and signs; errors of the fused network in float64 and float32
-against the float64 one. ``layer``: layer by layer against torch.nn.utils.fusion, on layers it covers and on layers it gets wrong.
-``latency``: unfused, fused by torch.fx.experimental.optimization.fuse, and fused by torchq.
+- ``exact``: torchvision's CNNs with random weights, statistics and signs; errors of the fused
+  network in float64 and float32 against the unfused float64 network.
+- ``layer``: layer by layer beside torch.nn.utils.fusion, on layers that it covers and on layers
+  that it gets wrong.
+- ``latency``: unfused, fused by torch.fx.experimental.optimization.fuse, and fused by torchq.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +61,7 @@ _LATENCY = ("resnet50", "mobilenet_v2", "repvgg_a0")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line a network, layer or candidate."""
+    """Print one line for each network, layer or candidate."""
     options = parser(__doc__)
     options.add_argument(
         "--parts",
@@ -95,7 +98,7 @@ def _build(name: str) -> nn.Module:
 
 
 def _random_norms(model: nn.Module) -> nn.Module:
-    """Statistics and parameters as training leaves them, every fourth scale negative."""
+    """Give BatchNorms numbers as training leaves them, every fourth scale negative."""
     for norm in model.modules():
         if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             norm.running_mean.normal_(0, 0.3)
@@ -106,8 +109,11 @@ def _random_norms(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def _first(out: object) -> Tensor:
-    return out if isinstance(out, Tensor) else next(iter(out.values()))  # type: ignore[attr-defined]
+def _first(out: Any) -> Tensor:
+    """Return the output, or the first of several."""
+    first = out if isinstance(out, Tensor) else next(iter(out.values()))
+    assert isinstance(first, Tensor)
+    return first
 
 
 @torch.no_grad()
@@ -116,26 +122,30 @@ def _error(model: nn.Module, x: Tensor, want: Tensor) -> float:
 
 
 def _exact(report: Reporter, options: argparse.Namespace) -> None:
+    """Compare fused networks with the unfused float64 ones."""
     for name in options.networks[:2] if options.quick else options.networks:
         model, size = _build(name), max(options.size, 128 if name == "inception_v3" else 0)
-        x = (
-            torch.randn(1, 3, 4, 64, 65)
-            if name in _VIDEO_NETWORKS
-            else torch.randn(1, 3, size, size + 1)
-        )
+        shape = (1, 3, 4, 64, 65) if name in _VIDEO_NETWORKS else (1, 3, size, size + 1)
+        x = torch.randn(shape)
         exact = copy.deepcopy(model).double()
         with torch.no_grad():
             want = _first(exact(x.double()))
         unfused = _error(model, x, want)
         start = time.perf_counter()
-        done = torchq.fuse_(model, x)
+        done = torchq.fuse_(model, x, progress=False)
         seconds = time.perf_counter() - start
-        torchq.fuse_(exact, x.double())
+        torchq.fuse_(exact, x.double(), progress=False)
         report.value(
-            part="exact", network=name, fused=len(done.fused), refused=len(done.refused), error_float64=_error(exact, x.double(), want),
-            error_float32=_error(model, x, want), error_float32_unfused=unfused, seconds=round(seconds, 2),
+            part="exact",
+            network=name,
+            fused=len(done.fused),
+            refused=len(done.refused),
+            error_float64=_error(exact, x.double(), want),
+            error_float32=_error(model, x, want),
+            error_float32_unfused=unfused,
+            seconds=round(seconds, 2),
             reasons=sorted({r.reason[:60] for r in done.refused}),
-        )  # fmt: skip
+        )
 
 
 _PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, ...]]] = {
@@ -152,7 +162,7 @@ _PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, ..
 
 
 def _layers(report: Reporter, options: argparse.Namespace) -> None:
-    """One layer and its BatchNorm: torch's helper against torchq, correctness and time."""
+    """Compare one layer and its BatchNorm fused by torch's helper and by torchq."""
     for name, (make, shape) in _PAIRS.items():
         torch.manual_seed(0)
         pair = _random_norms(nn.Sequential(*make()))
@@ -189,16 +199,18 @@ def _torch_pair(pair: nn.Module) -> nn.Module:
 
 def _torchq_pair(pair: nn.Module, x: Tensor) -> nn.Module:
     fused = copy.deepcopy(pair)
-    torchq.fuse_(fused, x)
+    torchq.fuse_(fused, x, progress=False)
     return fused
 
 
 def _latency(report: Reporter, options: argparse.Namespace) -> None:
+    """Compare latencies of networks unfused, fused by torch and fused by torchq."""
     from torch.fx.experimental.optimization import fuse
 
     for name in _LATENCY:
         unfused = _build(name)
-        x = torch.randn(1, 3, 64 if options.quick else 224, 64 if options.quick else 224)
+        size = 64 if options.quick else 224
+        x = torch.randn(1, 3, size, size)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             want = copy.deepcopy(unfused).double()(x.double())
@@ -208,7 +220,7 @@ def _latency(report: Reporter, options: argparse.Namespace) -> None:
             seconds["torch"] = time.perf_counter() - start
             by_torchq = copy.deepcopy(unfused)
             start = time.perf_counter()
-            torchq.fuse_(by_torchq)
+            torchq.fuse_(by_torchq, progress=False)
             seconds["torchq"] = time.perf_counter() - start
         models = {"unfused": unfused, "torch": by_torch, "torchq": by_torchq}
         with torch.inference_mode():

@@ -1,4 +1,7 @@
-"""RepVGG (Ding et al., 2101.03697) with the attribute names of its authors: random for latency, and the small one trained on CIFAR-10."""
+"""RepVGG (Ding et al., 2101.03697) with the attribute names of its authors.
+
+A large one with random weights for latency, and a small one that was trained on CIFAR-10.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["RepVGG", "RepVGGBlock", "repvgg_a0", "repvgg_cifar"]
 
 
 class RepVGGBlock(nn.Module):
-    """3x3, 1x1 and identity branches, each with its BatchNorm, then ReLU."""
+    """3x3, 1x1 and identity branches, each with a BatchNorm, then a ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -23,7 +26,7 @@ class RepVGGBlock(nn.Module):
         self.nonlinearity = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
+        """Map ``(N, inputs, H, W)`` to ``(N, outputs, H / stride, W / stride)``."""
         if hasattr(self, "rbr_reparam"):
             return self.nonlinearity(self.rbr_reparam(x))
         identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
@@ -41,9 +44,9 @@ class RepVGG(nn.Module):
     """Blocks, global average pool, one linear layer.
 
     Args:
-        widths: output channels of each block.
-        strides: of each block.
-        classes: of the linear layer.
+        widths: the output channels of each block.
+        strides: the stride of each block.
+        classes: the outputs of the linear layer.
     """
 
     def __init__(self, widths: Sequence[int], strides: Sequence[int], classes: int) -> None:
@@ -55,19 +58,23 @@ class RepVGG(nn.Module):
         self.linear = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) -> (N, classes)."""
+        """Map ``(N, 3, H, W)`` to ``(N, classes)``."""
         return self.linear(F.adaptive_avg_pool2d(self.stages(x), 1).flatten(1))
 
 
 def repvgg_a0() -> RepVGG:
-    """RepVGG-A0, untrained."""
+    """Return RepVGG-A0 with random weights."""
     widths = [48, *[48] * 2, *[96] * 4, *[192] * 14, 1280]
     strides = [2, 2, 1, 2, *[1] * 3, 2, *[1] * 13, 2]
     return RepVGG(widths, strides, 1000)
 
 
 def repvgg_cifar(folder: Path) -> RepVGG:
-    """The small one, trained: 12 blocks of 32, 64 and 128 channels; ``folder`` holds ``repvgg.pt``. Eval mode."""
+    """Return the trained small network in eval mode: 12 blocks of 32, 64 and 128 channels.
+
+    Args:
+        folder: holds ``repvgg.pt``.
+    """
     model = RepVGG([32] * 4 + [64] * 4 + [128] * 4, [*[1] * 4, 2, *[1] * 3, 2, *[1] * 3], 10)
     model.load_state_dict(torch.load(folder / "repvgg.pt", map_location="cpu", weights_only=True))
     return model.eval()

@@ -309,7 +309,8 @@ def test_without_verification_the_result_is_the_same() -> None:
     assert torch.equal(model[0].weight, other[0].weight)
 
 
-def test_report_reads_as_a_table() -> None:
+def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)
     ).eval()

@@ -1,0 +1,101 @@
+"""What fuse_ shows: a report as wide as the terminal, and progress where it takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq.fusion.passes
+from tests.fusion.blocks.repvgg import RepVGGBlock
+from tests.fusion.common import randomized
+from torchq.errors import ConfigError
+from torchq.fusion import diagnose_ranges, fuse_
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), RepVGGBlock(8, 8), nn.ReLU())
+    return randomized(nn.Sequential(*layers, nn.BatchNorm2d(8)))
+
+
+def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    model = net()
+    before = diagnose_ranges(model, torch.randn(1, 3, 8, 8))
+    report = fuse_(model)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 60
+    reason = report.reason("4")
+    assert reason is not None
+    assert " ".join(reason.split()) in " ".join(text.split())
+    assert max(map(len, str(before).splitlines())) <= 60
+
+
+def test_the_report_names_each_fusion_and_refusal_in_one_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = str(fuse_(net(), torch.randn(1, 3, 8, 8))).splitlines()
+    assert lines[0].startswith("2 fused, 1 refused, applied, whole model off by ")
+    assert lines[1].startswith("  2.rbr_reparam  <- 2.rbr_dense, 2.rbr_1x1, 2.rbr_identity")
+    assert "[repvgg, names, error " in lines[1]
+    assert lines[2].startswith("  0  <- 1  [norm after layer, fx, error ")
+    assert lines[3].startswith("  4  refused: its input comes from 3, not from a convolution")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_each_pass_shows_progress_after_a_second(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+
+    def bar(items: Sequence[Any], **options: Any) -> Iterator[Any]:
+        assert options["enabled"] is enabled
+        assert options["delay"] == 1.0
+        shown.append((options["description"], len(items)))
+        yield from items
+
+    monkeypatch.setattr(torchq.fusion.passes, "progress_bar", bar)
+    fuse_(net(), progress=enabled)
+    modules = len(list(net().modules()))
+    assert shown[0] == ("merge blocks", modules)
+    assert {description for description, _ in shown} == {
+        "merge blocks",
+        "trace branches",
+        "fold BatchNorm",
+    }
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        out = self.bn(self.conv(x)) + shift
+        assert isinstance(out, Tensor)
+        return out
+
+
+class Optional(TwoInputs):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:  # type: ignore[override]
+        out = self.bn(self.conv(x)) + shift
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_a_batch_with_labels_is_an_example() -> None:
+    """As a loader yields it: the label is no argument, and the second input of a model is one."""
+    x, labels, shift = torch.randn(2, 3, 4, 4), torch.tensor([0, 1]), torch.ones(4, 1, 1)
+    assert fuse_(net(), (torch.randn(2, 3, 8, 8), labels)).applied
+    for example in ((x, shift), [x, shift, labels], {"x": x, "shift": shift}):
+        torch.manual_seed(0)
+        report = fuse_(randomized(TwoInputs()), example)
+        assert report.applied
+        assert report.error is not None
+    with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
+        fuse_(randomized(Optional()), (x, labels))
