@@ -21,9 +21,15 @@ def progress_bar(
     unit: str = "batch",
     delay: float = 0.0,
 ) -> Iterator[T]:
-    """Iterate over ``items`` behind a bar that shows the rate in ``unit`` per second; silent with ``enabled=False``.
+    """Iterate over ``items`` behind a bar that shows the rate.
 
-    ``total`` is taken from ``len(items)`` where there is one. The bar appears after ``delay`` seconds.
+    Args:
+        items: anything iterable.
+        description: in front of the bar.
+        total: how many items there are; default ``len(items)`` where there is one.
+        enabled: with False there is no bar.
+        unit: of the rate, per second.
+        delay: seconds after which the bar appears.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
