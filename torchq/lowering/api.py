@@ -17,6 +17,7 @@ from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.ops.onednn import saturates
 from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import lower, uncalibrated
+from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
 from torchq.nn import QuantModule, RoutedModule
 from torchq.utils import copy_module, modules_with_names, set_submodule
 from torchq.workflow import freeze_
@@ -133,6 +134,7 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
     for names, module in list(modules_with_names(model)):
         if not isinstance(module, QuantModule) or module.is_container:
             continue
+        remove_weight_hooks(module)
         hook = forward_hook_kind(module)
         if hook:
             new: nn.Module | str = f"it has {hook}"
@@ -155,12 +157,18 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
 
 
 def _round_weights(module: QuantModule, reason: str) -> None:
-    """Round the weights once instead of at every call, and leave a note for the summary."""
+    """Round the weights once instead of at every call, and leave a note for the summary.
+
+    A weight that a hook or a parametrization computes is still rounded at every call.
+    """
     module.deploy_note = reason  # type: ignore[assignment]
+    if forward_hook_kind(module):
+        return
     with torch.no_grad():
         for quantizer, weight in module.quantized_weights():
-            weight.copy_(quantizer(weight))
-            quantizer.mode = "off"
+            if stores_weight(module, weight):
+                weight.copy_(quantizer(weight))
+                quantizer.mode = "off"
 
 
 def _warn_of_saturation(model: nn.Module, reduce_range: bool) -> None:

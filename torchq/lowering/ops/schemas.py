@@ -99,7 +99,7 @@ def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def operator(x: Tensor, *flat: Any) -> Tensor:
         params = ConvParams(tuple(flat[5]), tuple(flat[6]), tuple(flat[7]), flat[8])
-        epilogue = Epilogue(*flat[9:13], tuple(flat[13]), *flat[15:])
+        epilogue = Epilogue(flat[9], flat[10], flat[11], flat[12], tuple(flat[13]), *flat[15:])
         residual = flat[14] if len(flat) > 14 else None
         return run(x, Int8Weights(*flat[:5]), params, epilogue, residual)
 
@@ -110,7 +110,8 @@ def _linear_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``run``, which takes parameter objects, as a function of the operator's arguments."""
 
     def operator(x: Tensor, *flat: Any) -> Tensor:
-        return run(x, Int8Weights(*flat[:5]), Epilogue(*flat[5:9], tuple(flat[9])))
+        epilogue = Epilogue(flat[5], flat[6], flat[7], flat[8], tuple(flat[9]))
+        return run(x, Int8Weights(*flat[:5]), epilogue)
 
     return operator
 

@@ -1,0 +1,86 @@
+"""Weights that a hook computes before every call stay quantized in a deployed model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
+
+import torchq
+from tests.lowering.common import calibrated
+from torchq.lowering import Int8Conv
+from torchq.lowering.weight_hooks import stores_weight
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+
+D = torchq.QuantDescriptor
+#: Coarse weights, so that a weight that is not rounded is far off.
+WEIGHT = D(3, axis=0)
+INT8, FP8 = D(8), D((4, 3))
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "prune twice": lambda layer: [prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"],
+    "prune the bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    "own hook": lambda layer: layer.register_forward_pre_hook(double),
+}
+
+
+def double(layer: nn.Module, args: Any) -> None:
+    """Compute the weight before a call, as a hook of a user may."""
+    if not hasattr(layer, "source"):
+        layer.source = layer.weight.detach().clone()  # type: ignore[operator, assignment, union-attr]
+    with torch.no_grad():
+        layer.weight.copy_(2 * layer.source)  # type: ignore[operator, union-attr]
+
+
+def config(input: torchq.QuantDescriptor) -> torchq.QuantConfig:
+    return torchq.recipes.int8().with_rules(torchq.Rule(nn.Conv2d, input=input, weight=WEIGHT))
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("input", [INT8, FP8], ids=["kernel", "simulated"])
+def test_the_weight_stays_quantized(hook: str, input: torchq.QuantDescriptor) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(2, 3, 9, 9),
+    )
+    HOOKS[hook](model[2])
+    calibrated(model, x, config(input))
+    int8 = torchq.deploy(model, x)
+    # Float32 sums differ in their last bits.
+    torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)
+    kernels = sum(isinstance(m, Int8Conv) for m in int8.modules())
+    stays = hook == "own hook"
+    assert kernels == (0 if input is FP8 else 2 - stays)
+
+
+def test_the_model_keeps_its_hooks() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 9, 9)
+    weight_norm(model[0])
+    calibrated(model, x)
+    torchq.deploy(model, x)
+    assert {"weight_g", "weight_v"} <= set(dict(model[0].named_parameters()))
+
+
+def test_a_parametrized_weight_is_rounded_at_every_call() -> None:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(2, 3, 9, 9),
+    )
+    torchq.quantize_(model.eval(), config(FP8))
+    layer = model[2]
+    parametrize.register_parametrization(layer, "weight", Double())
+    torchq.calibrate(model, [x], progress=False)
+    assert not stores_weight(layer, layer.weight)  # type: ignore[arg-type]
+    assert stores_weight(model[0], model[0].weight)  # type: ignore[arg-type]
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
