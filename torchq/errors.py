@@ -12,6 +12,7 @@ __all__ = [
     "QuantizationError",
     "FuseError",
     "ExportError",
+    "FrontendError",
     "MissingExtraError",
 ]
 
@@ -38,6 +39,10 @@ class FuseError(TorchqError, RuntimeError):
 
 class ExportError(TorchqError, RuntimeError):
     """A model cannot be exported or deployed as it is."""
+
+
+class FrontendError(TorchqError, ValueError):
+    """A model file of another framework cannot be read, or holds what cannot be converted."""
 
 
 class MissingExtraError(TorchqError, ImportError):

@@ -1,0 +1,33 @@
+"""The converters, one file for each family of operators; importing this package fills the registry."""
+
+from torchq.frontends.onnx.converters import (
+    activations,
+    arithmetic,
+    convolutions,
+    indexing,
+    matmul,
+    movement,
+    normalization,
+    pooling,
+    quantization,
+    recurrent,
+    reductions,
+    shapes,
+    vision,
+)
+
+__all__ = [
+    "activations",
+    "arithmetic",
+    "convolutions",
+    "indexing",
+    "matmul",
+    "movement",
+    "normalization",
+    "pooling",
+    "quantization",
+    "recurrent",
+    "reductions",
+    "shapes",
+    "vision",
+]

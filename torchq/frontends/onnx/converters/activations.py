@@ -1,0 +1,164 @@
+"""Activations, as modules of torch.nn where torch has one with the same meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.converters.arithmetic import scalar_or_value
+from torchq.frontends.onnx.functions import elementwise
+from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.values import Value
+
+__all__: list[str] = []
+
+_PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "Relu": nn.ReLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+    "Softplus": nn.Softplus,
+    "Softsign": nn.Softsign,
+    "HardSwish": nn.Hardswish,
+    "Mish": nn.Mish,
+}
+
+
+@converter(*_PLAIN)
+def _plain(node: NodeContext) -> Value:
+    return node.module(_PLAIN[node.op_type](), node.inputs[0])
+
+
+@converter("LeakyRelu")
+def _leaky_relu(node: NodeContext) -> Value:
+    return node.module(nn.LeakyReLU(node.attr("alpha", 0.01)), node.inputs[0])
+
+
+@converter("Elu")
+def _elu(node: NodeContext) -> Value:
+    return node.module(nn.ELU(node.attr("alpha", 1.0)), node.inputs[0])
+
+
+@converter("Celu")
+def _celu(node: NodeContext) -> Value:
+    return node.module(nn.CELU(node.attr("alpha", 1.0)), node.inputs[0])
+
+
+@converter("Selu")
+def _selu(node: NodeContext) -> Value:
+    alpha, gamma = node.attr("alpha", 1.67326319217681884765625), node.attr("gamma", 1.05070102214813232421875)
+    if abs(alpha - 1.6732632) < 1e-6 and abs(gamma - 1.0507010) < 1e-6:
+        return node.module(nn.SELU(), node.inputs[0])
+    return node.call(torch.mul, node.call(F.elu, node.inputs[0], alpha), gamma)
+
+
+@converter("Gelu")
+def _gelu(node: NodeContext) -> Value:
+    return node.module(nn.GELU(node.attr("approximate", "none")), node.inputs[0])
+
+
+@converter("Swish")
+def _swish(node: NodeContext) -> Value:
+    alpha = node.attr("alpha", 1.0)
+    if alpha == 1.0:
+        return node.module(nn.SiLU(), node.inputs[0])
+    gate = node.call(torch.sigmoid, node.call(torch.mul, node.inputs[0], alpha))
+    return node.call(torch.mul, node.inputs[0], gate)
+
+
+@converter("HardSigmoid")
+def _hard_sigmoid(node: NodeContext) -> Value:
+    alpha, beta = node.attr("alpha", 0.2), node.attr("beta", 0.5)
+    if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
+        return node.module(nn.Hardsigmoid(), node.inputs[0])
+    return node.call(elementwise.hard_sigmoid, node.inputs[0], alpha, beta)
+
+
+@converter("ThresholdedRelu")
+def _thresholded_relu(node: NodeContext) -> Value:
+    alpha = node.attr("alpha", 1.0)
+    return node.module(nn.Threshold(alpha, 0.0), node.inputs[0])
+
+
+@converter("Shrink")
+def _shrink(node: NodeContext) -> Value:
+    return node.call(
+        elementwise.shrink, node.inputs[0], node.attr("bias", 0.0), node.attr("lambd", 0.5)
+    )
+
+
+@converter("PRelu")
+def _prelu(node: NodeContext) -> Value:
+    slope, shape = node.constant(1), node.shape(0)
+    if slope is not None and shape is not None and len(shape) >= 2:
+        channels = shape[1]
+        leading = slope.dim() == len(shape) - 1 or node.version < 7
+        per_channel = leading and slope.dim() > 0 and slope.numel() == slope.shape[0] == channels
+        if slope.numel() == 1 or per_channel:
+            module = nn.PReLU(slope.numel())
+            module.weight = nn.Parameter(slope.reshape(-1).clone())
+            return node.module(module, node.inputs[0])
+    return node.call(elementwise.prelu, *node.inputs)
+
+
+@converter("Softmax", "LogSoftmax", "Hardmax")
+def _softmax(node: NodeContext) -> Value:
+    axis = node.attr("axis", -1 if node.version >= 13 else 1)
+    modules = {"Softmax": nn.Softmax, "LogSoftmax": nn.LogSoftmax}
+    last = node.shape(0) is not None and axis in (-1, node.ndim(0) - 1)
+    if node.version >= 13 or last:
+        if node.op_type == "Hardmax":
+            return node.call(elementwise.hardmax, node.inputs[0], axis)
+        return node.module(modules[node.op_type](axis), node.inputs[0])
+    # Before opset 13 the axes from ``axis`` on count as one.
+    ndim = node.ndim(0)
+    flat = node.call(torch.flatten, node.inputs[0], axis % ndim)
+    if node.op_type == "Hardmax":
+        result = node.call(elementwise.hardmax, flat, -1)
+    else:
+        result = node.module(modules[node.op_type](-1), flat)
+    return node.call(torch.Tensor.view_as, result, node.inputs[0])
+
+
+@converter("Clip")
+def _clip(node: NodeContext) -> Value:
+    if node.version < 11:
+        low, high = node.attr("min", -torch.inf), node.attr("max", torch.inf)
+        return _clamp(node, low, high)
+    low = scalar_or_value(node, 1) if node.input(1) is not None else None
+    high = scalar_or_value(node, 2) if node.input(2) is not None else None
+    numbers = (int, float)
+    if isinstance(low, (*numbers, type(None))) and isinstance(high, (*numbers, type(None))):
+        return _clamp(node, -torch.inf if low is None else low, torch.inf if high is None else high)
+    return node.call(elementwise.clip, node.inputs[0], node.input(1), node.input(2))
+
+
+def _clamp(node: NodeContext, low: float, high: float) -> Value:
+    if (low, high) == (0, 6) and node.floating(0):
+        return node.module(nn.ReLU6(), node.inputs[0])
+    if (low, high) == (0, torch.inf) and node.floating(0):
+        return node.module(nn.ReLU(), node.inputs[0])
+    bounds = [None if abs(bound) == torch.inf else bound for bound in (low, high)]
+    if bounds == [None, None]:
+        return node.inputs[0]
+    return node.call(torch.clamp, node.inputs[0], *bounds)
+
+
+@converter("Dropout")
+def _dropout(node: NodeContext) -> list[Value]:
+    training = node.input(2)
+    if training is not None and bool(node.known(2, "training mode")) and _ratio(node) > 0:
+        node.refuse("it drops values at random; expected inference")
+    result = node.module(nn.Dropout(_ratio(node)), node.inputs[0])
+    if len(node.output_names) < 2:
+        return [result]
+    return [result, node.call(torch.ones_like, node.inputs[0], dtype=torch.bool)]
+
+
+def _ratio(node: NodeContext) -> float:
+    if node.version >= 12:
+        return 0.5 if node.input(1) is None else float(node.known(1, "ratio"))
+    return float(node.attr("ratio", 0.5))

@@ -1,0 +1,133 @@
+"""Operators that pick elements by position, and those that return positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.converters.convolutions import module_name
+from torchq.frontends.onnx.functions import movement
+from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.values import Constant, Ints, Value
+
+__all__: list[str] = []
+
+
+@converter("Gather", dtypes=None)
+def _gather(node: NodeContext) -> Value:
+    axis, value, places = node.attr("axis", 0), node.inputs[0], node.constant(1)
+    if isinstance(value, Ints) and places is not None and places.dim() <= 1:
+        items = [value.items[int(place)] for place in places.reshape(-1).tolist()]
+        return node.sizes(items, scalar=places.dim() == 0)
+    if _is_table(node, axis):
+        assert isinstance(value, Constant)
+        module = nn.Embedding(*value.tensor.shape, device="meta")
+        module.weight = node.importer.parameter(value)
+        return node.module(module, node.inputs[1], name=module_name(node, value))
+    if places is not None and places.dim() == 0 and not isinstance(value, Constant):
+        return node.call(torch.select, value, axis, int(places))
+    return node.call(movement.gather, value, node.inputs[1], axis)
+
+
+def _is_table(node: NodeContext, axis: int) -> bool:
+    """Return True for a lookup in a matrix of weights by token numbers, an embedding."""
+    value, dtype = node.inputs[0], node.dtype(1)
+    is_weight = isinstance(value, Constant) and value.tensor.dim() == 2 and bool(value.name)
+    if not is_weight or axis != 0 or node.constant(1) is not None:
+        return False
+    return value.tensor.is_floating_point() and dtype in (torch.int64, torch.int32)  # type: ignore[union-attr]
+
+
+@converter("GatherElements", dtypes=None)
+def _gather_elements(node: NodeContext) -> Value:
+    return node.call(movement.gather_elements, *node.inputs, node.attr("axis", 0))
+
+
+@converter("GatherND", dtypes=None)
+def _gather_nd(node: NodeContext) -> Value:
+    return node.call(movement.gather_nd, *node.inputs, node.attr("batch_dims", 0))
+
+
+@converter("ScatterElements", "Scatter")
+def _scatter_elements(node: NodeContext) -> Value:
+    axis, reduction = node.attr("axis", 0), node.attr("reduction", "none")
+    return node.call(movement.scatter_elements, *node.inputs, axis, reduction)
+
+
+@converter("ScatterND")
+def _scatter_nd(node: NodeContext) -> Value:
+    return node.call(movement.scatter_nd, *node.inputs, node.attr("reduction", "none"))
+
+
+@converter("Compress")
+def _compress(node: NodeContext) -> Value:
+    return node.call(movement.compress, *node.inputs, node.attr("axis"))
+
+
+@converter("NonZero")
+def _non_zero(node: NodeContext) -> Value:
+    return node.call(non_zero, node.inputs[0])
+
+
+def non_zero(x: Tensor) -> Tensor:
+    """Return the positions of what is not zero, (dimensions of x, count)."""
+    return torch.nonzero(x).t()
+
+
+@converter("ArgMax", "ArgMin")
+def _arg(node: NodeContext) -> Value:
+    last = bool(node.attr("select_last_index", 0))
+    axis, keep = node.attr("axis", 0), bool(node.attr("keepdims", 1))
+    return node.call(arg_extreme, node.inputs[0], axis, keep, last, node.op_type == "ArgMax")
+
+
+def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
+    """Return where the largest or smallest element along ``axis`` is: the first, or the last one of several."""
+    function = torch.argmax if largest else torch.argmin
+    if not last:
+        return function(x, axis, keep)
+    return x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
+
+
+@converter("TopK")
+def _top_k(node: NodeContext) -> list[Value]:
+    k = node.attributes.get("k")
+    count = node.input(1) if k is None else k
+    known = node.constant(1) if k is None else None
+    if known is not None:
+        count = int(known.reshape(-1)[0])
+    axis, largest = node.attr("axis", -1), bool(node.attr("largest", 1))
+    return node.call_parts(2, top_k, node.inputs[0], count, axis, largest)
+
+
+def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest or smallest elements in order, and their positions; of equal ones the first come first."""
+    values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
+    count = int(k)
+    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
+
+
+@converter("Unique")
+def _unique(node: NodeContext) -> list[Value]:
+    ordered = bool(node.attr("sorted", 1))
+    return node.call_parts(4, unique, node.inputs[0], node.attr("axis"), ordered)
+
+
+def unique(x: Tensor, axis: int | None, ordered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the different elements (or slices along ``axis``), where each is first, which one each is, and how many there are.
+
+    Args:
+        x: any shape; flattened where ``axis`` is None.
+        axis: of the slices.
+        ordered: ascending, else in the order of their first occurrence.
+    """
+    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
+    values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=axis)
+    places = torch.arange(inverse.numel(), device=x.device)
+    first = torch.full_like(counts, inverse.numel()).scatter_reduce(0, inverse, places, "amin")
+    if not ordered:
+        order = torch.argsort(first)
+        values, first, counts = values.index_select(axis, order), first[order], counts[order]
+        inverse = torch.argsort(order)[inverse]
+    return values, first, inverse, counts

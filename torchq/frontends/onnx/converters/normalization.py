@@ -1,0 +1,172 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.converters.convolutions import module_name
+from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.values import Constant, Value
+
+__all__: list[str] = []
+
+_BATCH: dict[int, type[Any]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+_INSTANCE: dict[int, type[Any]] = {
+    3: nn.InstanceNorm1d,
+    4: nn.InstanceNorm2d,
+    5: nn.InstanceNorm3d,
+}
+
+
+def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
+    """Return inputs that are all known, else None."""
+    found = [node.input(index) for index in indices]
+    return found if all(isinstance(value, Constant) for value in found) else None  # type: ignore[return-value]
+
+
+@converter("BatchNormalization")
+def _batch_norm(node: NodeContext) -> Value:
+    if node.attr("training_mode", 0) or len([name for name in node.output_names if name]) > 1:
+        node.refuse("it is in training mode; expected inference")
+    epsilon, momentum = node.attr("epsilon", 1e-5), node.attr("momentum", 0.9)
+    parts, ndim = _constants(node, 1, 2, 3, 4), len(node.shape(0) or ())
+    if parts is None or ndim not in _BATCH or not node.floating(0):
+        x, scale, bias, mean, var = node.inputs
+        return node.call(F.batch_norm, x, mean, var, scale, bias, False, 0.0, epsilon)
+    scale_, bias_, mean_, var_ = parts
+    module = _BATCH[ndim](scale_.tensor.numel(), epsilon, 1 - momentum)
+    module.weight, module.bias = (node.importer.parameter(part) for part in (scale_, bias_))
+    module.running_mean, module.running_var = mean_.tensor.clone(), var_.tensor.clone()
+    return node.module(module, node.inputs[0], name=module_name(node, scale_))
+
+
+@converter("InstanceNormalization")
+def _instance_norm(node: NodeContext) -> Value:
+    epsilon, parts, ndim = node.attr("epsilon", 1e-5), _constants(node, 1, 2), node.ndim(0)
+    if parts is None or ndim not in _INSTANCE:
+        x, scale, bias = node.inputs
+        return node.call(F.instance_norm, x, None, None, scale, bias, True, 0.0, epsilon)
+    module = _INSTANCE[ndim](parts[0].tensor.numel(), epsilon, affine=True)
+    module.weight, module.bias = (node.importer.parameter(part) for part in parts)
+    return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
+
+
+@converter("LayerNormalization")
+def _layer_norm(node: NodeContext) -> Value | list[Value]:
+    axis, epsilon = node.attr("axis", -1), node.attr("epsilon", 1e-5)
+    shape = node.shape(0)
+    parts = _constants(node, 1) if node.input(2) is None else _constants(node, 1, 2)
+    if len([name for name in node.output_names if name]) > 1:
+        return node.call_parts(3, layer_norm, *_three(node), axis, epsilon)
+    tail = None if shape is None else shape[axis % len(shape) :]
+    if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
+        return node.call_parts(3, layer_norm, *_three(node), axis, epsilon)[0]
+    module = nn.LayerNorm(tail, epsilon, bias=len(parts) > 1)  # type: ignore[arg-type]
+    module.weight = node.importer.parameter(parts[0])
+    if len(parts) > 1:
+        module.bias = node.importer.parameter(parts[1])
+    return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
+
+
+def _three(node: NodeContext) -> tuple[Value, Value, Value]:
+    return node.inputs[0], node.inputs[1], node.input(2)
+
+
+def layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor | None, axis: int, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised tensor, the means, and the inverses of the deviations; computed in float32 at least."""
+    axes = list(range(axis % x.dim(), x.dim()))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = wide.mean(axes, keepdim=True)
+    inverse = torch.rsqrt((wide - mean).square().mean(axes, keepdim=True) + epsilon)
+    y = ((wide - mean) * inverse).to(x.dtype) * scale
+    return (y if bias is None else y + bias), mean, inverse
+
+
+@converter("GroupNormalization")
+def _group_norm(node: NodeContext) -> Value:
+    groups, epsilon = node.required("num_groups"), node.attr("epsilon", 1e-5)
+    parts = _constants(node, 1, 2)
+    shape = node.shape(0)
+    channels = shape[1] if shape else None
+    if parts is None or channels is None or node.version < 21 and parts[0].tensor.numel() != channels:
+        return node.call(group_norm, *node.inputs, groups, epsilon)
+    module = nn.GroupNorm(groups, channels, epsilon)
+    module.weight, module.bias = (node.importer.parameter(part) for part in parts)
+    return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
+
+
+def group_norm(x: Tensor, scale: Tensor, bias: Tensor, groups: int, epsilon: float) -> Tensor:
+    """Return channels normalised in groups; scale and bias hold one number a channel, or (before opset 21) one a group."""
+    channels = x.shape[1]
+    scale, bias = (part.repeat_interleave(channels // part.numel()) for part in (scale, bias))
+    return F.group_norm(x, groups, scale, bias, epsilon)
+
+
+@converter("LRN")
+def _lrn(node: NodeContext) -> Value:
+    alpha, beta, bias = node.attr("alpha", 1e-4), node.attr("beta", 0.75), node.attr("bias", 1.0)
+    size = node.required("size")
+    if size % 2:
+        return node.module(nn.LocalResponseNorm(size, alpha, beta, bias), node.inputs[0])
+    return node.call(local_response_norm, node.inputs[0], size, alpha, beta, bias)
+
+
+def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
+    """Return ``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta`` for an even ``size``."""
+    squares = F.pad(x.square().transpose(1, -1), ((size - 1) // 2, size // 2))
+    sums = squares.unfold(-1, size, 1).sum(-1).transpose(1, -1)
+    return x / (bias + alpha / size * sums) ** beta
+
+
+@converter("LpNormalization")
+def _lp_normalization(node: NodeContext) -> Value:
+    return node.call(lp_normalize, node.inputs[0], node.attr("p", 2), node.attr("axis", -1))
+
+
+def lp_normalize(x: Tensor, p: int, axis: int) -> Tensor:
+    """Return ``x`` divided by its p-norm along ``axis``; zeros where the norm is zero."""
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return torch.where(norm == 0, torch.zeros_like(x), x / norm)
+
+
+@converter("MeanVarianceNormalization")
+def _mean_variance(node: NodeContext) -> Value:
+    return node.call(mean_variance_normalize, node.inputs[0], list(node.attr("axes", [0, 2, 3])))
+
+
+def mean_variance_normalize(x: Tensor, axes: list[int]) -> Tensor:
+    """Return ``x`` with mean 0 and deviation 1 along ``axes``."""
+    mean = x.mean(axes, keepdim=True)
+    deviation = ((x * x).mean(axes, keepdim=True) - mean * mean).sqrt()
+    return (x - mean) / (deviation + 1e-9)
+
+
+@converter("RMSNormalization")
+def _rms_norm(node: NodeContext) -> Value:
+    axis, epsilon = node.attr("axis", -1), node.attr("epsilon", 1e-5)
+    shape, parts = node.shape(0), _constants(node, 1)
+    tail = None if shape is None else shape[axis % len(shape) :]
+    if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
+        return node.call(rms_norm, node.inputs[0], node.inputs[1], axis, epsilon)
+    module = nn.RMSNorm(tail, epsilon)  # type: ignore[arg-type]
+    module.weight = node.importer.parameter(parts[0])
+    return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
+
+
+def rms_norm(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> Tensor:
+    """Return ``x`` divided by the root of its mean square over the axes from ``axis`` on, times ``scale``."""
+    axes = list(range(axis % x.dim(), x.dim()))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return (wide * torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)).to(x.dtype) * scale

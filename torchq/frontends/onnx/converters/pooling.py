@@ -1,0 +1,199 @@
+"""Pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.converters.convolutions import padded_input, window
+from torchq.frontends.onnx.functions import convolution
+from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.values import Value
+
+__all__: list[str] = []
+
+_MAX: dict[int, type[Any]] = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+_AVERAGE: dict[int, type[Any]] = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+_GLOBAL_AVERAGE: dict[int, type[Any]] = {
+    1: nn.AdaptiveAvgPool1d,
+    2: nn.AdaptiveAvgPool2d,
+    3: nn.AdaptiveAvgPool3d,
+}
+_GLOBAL_MAX: dict[int, type[Any]] = {
+    1: nn.AdaptiveMaxPool1d,
+    2: nn.AdaptiveMaxPool2d,
+    3: nn.AdaptiveMaxPool3d,
+}
+
+
+def _kernel(node: NodeContext) -> list[int]:
+    kernel = list(node.required("kernel_shape"))
+    if len(kernel) not in _MAX:
+        node.refuse(f"got a kernel of {len(kernel)} dimensions; expected 1 to 3")
+    return kernel
+
+
+@converter("MaxPool")
+def _max_pool(node: NodeContext) -> Value | list[Value]:
+    kernel, ceil_mode = _kernel(node), bool(node.attr("ceil_mode", 0))
+    if not node.floating(0):
+        return _max_pool_integers(node, kernel)
+    x, stride, dilation, padding = padded_input(node, kernel, -torch.inf)
+    indices = len(node.output_names) > 1
+    if indices and (x is not node.inputs[0] or ceil_mode):
+        node.refuse("indices of a pooling with uneven padding are not supported")
+    if indices:
+        order = bool(node.attr("storage_order", 0))
+        arguments = (x, kernel, stride, padding, dilation, ceil_mode, order)
+        return node.call_parts(2, convolution.max_pool_with_indices, *arguments)
+    if any(2 * p > k for p, k in zip(padding, kernel, strict=True)) or ceil_mode:
+        amounts = [side for p in reversed(padding) for side in (p, p)]
+        x = node.call(pad_for_ceil, x, amounts, kernel, stride, dilation, ceil_mode)
+        padding = [0] * len(kernel)
+    return node.module(_MAX[len(kernel)](kernel, stride, padding, dilation), x)
+
+
+def pad_for_ceil(
+    x: Tensor,
+    amounts: list[int],
+    kernel: list[int],
+    stride: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """Pad with -inf so that a pooling that rounds down has the windows of one that rounds up.
+
+    ONNX lets a window begin anywhere inside the input or the padding before it, and ignores one that begins behind.
+    """
+    amounts = list(amounts)
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        at = 2 * (len(kernel) - 1 - axis)
+        size = x.shape[2 + axis] + amounts[at] + amounts[at + 1]
+        room = size - d * (k - 1) - 1
+        if ceil_mode and room % s:
+            count = -(-room // s)
+            if count * s < x.shape[2 + axis] + amounts[at]:
+                amounts[at + 1] += count * s - room
+    return torch.nn.functional.pad(x, amounts, value=-torch.inf)
+
+
+def _max_pool_integers(node: NodeContext, kernel: list[int]) -> Value:
+    stride, dilation, pads = window(node, kernel)
+    if len(kernel) != 2 or node.attr("auto_pad", "NOTSET") != "NOTSET" or node.attr("ceil_mode", 0):
+        node.refuse("a pooling of integers with these settings is not supported")
+    dtype = node.dtype(0)
+    if len(node.output_names) > 1 or dtype is None:
+        node.refuse("indices of a pooling of integers are not supported")
+    return node.call(max_pool_integers, node.inputs[0], kernel, stride, dilation, pads)
+
+
+def max_pool_integers(
+    x: Tensor, kernel: list[int], stride: list[int], dilation: list[int], pads: list[int]
+) -> Tensor:
+    """Return the maxima of windows of 8-bit integers."""
+    wide = torch.nn.functional.pad(
+        x.float(), [pads[1], pads[3], pads[0], pads[2]], value=-torch.inf
+    )
+    return torch.nn.functional.max_pool2d(wide, kernel, stride, 0, dilation).to(x.dtype)
+
+
+@converter("AveragePool")
+def _average_pool(node: NodeContext) -> Value:
+    kernel, ceil_mode = _kernel(node), bool(node.attr("ceil_mode", 0))
+    stride, dilation, pads = window(node, kernel)
+    include = bool(node.attr("count_include_pad", 0))
+    auto, spatial = node.attr("auto_pad", "NOTSET"), len(kernel)
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        return node.call(
+            average_pool_same, node.inputs[0], kernel, stride, dilation, auto == "SAME_UPPER", include
+        )
+    if auto == "VALID":
+        pads = [0] * (2 * spatial)
+    plain = set(dilation) <= {1} and pads[:spatial] == pads[spatial:] and not ceil_mode
+    if plain and all(2 * p <= k for p, k in zip(pads, kernel, strict=False)):
+        counted = include or not any(pads)
+        return node.module(
+            _AVERAGE[spatial](kernel, stride, pads[:spatial], count_include_pad=counted), node.inputs[0]
+        )
+    return node.call(
+        convolution.average_pool, node.inputs[0], kernel, stride, dilation, pads, ceil_mode, include
+    )
+
+
+def average_pool_same(
+    x: Tensor, kernel: list[int], stride: list[int], dilation: list[int], upper: bool, include: bool
+) -> Tensor:
+    """Return the means of windows with automatic padding."""
+    before, behind = [], []
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        size = x.shape[axis]
+        missing = max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size)
+        before.append(missing // 2 if upper else missing - missing // 2)
+        behind.append(missing - before[-1])
+    return convolution.average_pool(x, kernel, stride, dilation, before + behind, False, include)
+
+
+@converter("LpPool")
+def _lp_pool(node: NodeContext) -> Value:
+    kernel = _kernel(node)
+    stride, dilation, pads = window(node, kernel)
+    if node.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        x, stride, dilation, _ = padded_input(node, kernel)
+        return node.call(
+            convolution.lp_pool, x, node.attr("p", 2), kernel, stride, dilation, [0] * len(pads), False
+        )
+    ceil_mode = bool(node.attr("ceil_mode", 0))
+    return node.call(
+        convolution.lp_pool, node.inputs[0], node.attr("p", 2), kernel, stride, dilation, pads, ceil_mode
+    )
+
+
+@converter("GlobalAveragePool", "GlobalMaxPool")
+def _global_pool(node: NodeContext) -> Value:
+    table = _GLOBAL_AVERAGE if node.op_type == "GlobalAveragePool" else _GLOBAL_MAX
+    spatial = node.ndim(0) - 2
+    if spatial not in table:
+        node.refuse(f"got {spatial} spatial dimensions; expected 1 to 3")
+    return node.module(table[spatial](1), node.inputs[0])
+
+
+@converter("GlobalLpPool")
+def _global_lp_pool(node: NodeContext) -> Value:
+    axes = list(range(2, node.ndim(0)))
+    return node.call(torch.linalg.vector_norm, node.inputs[0], node.attr("p", 2), axes, True)
+
+
+@converter("MaxUnpool")
+def _max_unpool(node: NodeContext) -> Value:
+    kernel = _kernel(node)
+    stride, _, pads = window(node, kernel)
+    shape = node.known_ints(2, "output shape") if node.input(2) is not None else None
+    return node.call(max_unpool, node.inputs[0], node.inputs[1], kernel, stride, pads, shape)
+
+
+def max_unpool(
+    x: Tensor,
+    indices: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    pads: list[int],
+    shape: list[int] | None,
+) -> Tensor:
+    """Put values at their positions in a tensor of zeros; positions count through the whole unpooled tensor."""
+    spatial = len(kernel)
+    sizes = [
+        (x.shape[2 + i] - 1) * stride[i] - pads[i] - pads[spatial + i] + kernel[i]
+        for i in range(spatial)
+    ]
+    natural = [*x.shape[:2], *sizes]
+    total = 1
+    for size in natural:
+        total *= size
+    flat = torch.zeros(total, dtype=x.dtype, device=x.device)
+    if shape is None or shape == natural:
+        return flat.scatter(0, indices.reshape(-1), x.reshape(-1)).view(natural)
+    wide = torch.zeros(int(torch.tensor(shape).prod()), dtype=x.dtype, device=x.device)
+    return wide.scatter(0, indices.reshape(-1), x.reshape(-1)).view(shape)

@@ -1,0 +1,193 @@
+"""Quantized files: pairs of QuantizeLinear and DequantizeLinear become quantizers, integer operators become float ones between such pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from torchq.descriptor import QuantDescriptor
+from torchq.formats import FloatFormat
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.functions import quantization
+from torchq.frontends.onnx.reader import dtype_of
+from torchq.frontends.onnx.registry import NUMBERS, converter
+from torchq.frontends.onnx.values import Constant, Value
+from torchq.functional import scale_from_amax
+from torchq.nn import TensorQuantizer
+
+__all__ = ["Quantization", "amax_of", "quantizer_of"]
+
+_FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
+_CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How a tensor of a file is quantized.
+
+    Attributes:
+        scale: float32, one number or one for each index of ``axis``.
+        zero_point: of the element type of the codes, the shape of ``scale``.
+        axis: of the scales.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    axis: int
+
+    def equals(self, other: Quantization) -> bool:
+        """Return True if both give the same codes."""
+        same = self.zero_point.dtype == other.zero_point.dtype and self.scale.shape == other.scale.shape
+        same = same and (self.axis == other.axis or self.scale.numel() == 1)
+        return same and torch.equal(self.scale, other.scale) and torch.equal(self.zero_point, other.zero_point)
+
+
+def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
+    """Return the range whose scale is ``scale``, exactly where such a float32 number exists, else the nearest."""
+    amax = (scale.double() * descriptor.format.qmax).float()
+    best, error = amax, (scale_from_amax(amax, descriptor.format).double() - scale.double()).abs()
+    for direction in (-torch.inf, torch.inf):
+        other = torch.nextafter(amax, torch.full_like(amax, direction))
+        off = (scale_from_amax(other, descriptor.format).double() - scale.double()).abs()
+        best, error = torch.where(off < error, other, best), torch.minimum(off, error)
+    return best
+
+
+def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
+    """Return a quantizer with the range of a file, None where no format of torchq has its zero point."""
+    dtype, zero = found.zero_point.dtype, found.zero_point
+    axis = None
+    if found.scale.numel() > 1:
+        if ndim is None:
+            return None
+        axis = found.axis % ndim
+    if dtype in _FLOAT8:
+        descriptor = QuantDescriptor(_FLOAT8[dtype], axis=axis)
+    elif dtype in (torch.int8, torch.int16) and not bool(zero.any()):
+        descriptor = QuantDescriptor(8 * dtype.itemsize, axis=axis)
+    elif dtype is torch.uint8 and not bool(zero.any()):
+        descriptor = QuantDescriptor(8, axis=axis, unsigned=True)
+    elif dtype is torch.uint8 and bool((zero == 128).all()):
+        descriptor = QuantDescriptor(8, axis=axis)
+    else:
+        return None
+    quantizer = TensorQuantizer(descriptor)
+    amax = amax_of(found.scale.reshape(-1), descriptor)
+    if axis is None:
+        quantizer.set_amax(amax.reshape(()))
+    else:
+        shape = [1] * (ndim or 1)
+        shape[axis] = -1
+        quantizer.set_amax(amax.view(shape))
+    return quantizer
+
+
+def _parameters(node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None) -> Quantization | None:
+    """Return the scale and zero point of a node where both are known, else None."""
+    scale, zero = node.constant(scale_index), node.constant(zero_index)
+    if scale is None or (zero is None and node.input(zero_index) is not None) or node.attr("block_size", 0):
+        return None
+    if zero is None:
+        if dtype is None:
+            return None
+        zero = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
+    return Quantization(scale.float(), zero, axis)
+
+
+def _code_type(node: NodeContext) -> torch.dtype:
+    known = node.dtype(2) if node.input(2) is not None else None
+    given = dtype_of(node.attr("output_dtype", 0))
+    if node.attr("output_dtype", 0) and given is None:
+        node.refuse("torch has no type for its codes")
+    return known or given or torch.uint8
+
+
+@converter("QuantizeLinear", dtypes=frozenset(_CODES))
+def _quantize(node: NodeContext) -> Value:
+    axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
+    result = node.call(
+        quantization.quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
+    )
+    found = _parameters(node, 1, 2, axis, dtype)
+    if isinstance(result, fx.Node) and found is not None:
+        node.importer.codes[result] = (node.inputs[0], found)
+    return result
+
+
+@converter("DequantizeLinear", dtypes=frozenset(_CODES))
+def _dequantize(node: NodeContext) -> Value:
+    axis, block_size, value = node.attr("axis", 1), node.attr("block_size", 0), node.inputs[0]
+    found = _parameters(node, 1, 2, axis, node.dtype(0))
+    if isinstance(value, fx.Node) and found is not None and value in node.importer.codes:
+        source, given = node.importer.codes[value]
+        if given.equals(found) and node.dtype(1) in (torch.float32, None):
+            return _fake_quantized(node, source, found, value)
+    result = node.call(
+        quantization.dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size
+    )
+    if isinstance(result, Constant) and found is not None and isinstance(value, Constant):
+        name = value.name
+        for ending in ("_quantized", "_q", ".quantized", "/codes"):
+            name = name.removesuffix(ending)
+        result = Constant(result.tensor, name)
+        if value.tensor.dtype is not torch.int32:
+            node.importer.weights[result] = found
+    return result
+
+
+def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes: fx.Node) -> Value:
+    """Return the call of one quantizer for all readers of a tensor of codes."""
+    known = node.importer.dequantized.get(codes)
+    if known is not None:
+        return known
+    shape = node.shape(0)
+    quantizer = quantizer_of(found, None if shape is None else len(shape))
+    if quantizer is not None:
+        result = node.module(quantizer, source, name=_quantizer_name(node))
+        if isinstance(result, fx.Node):
+            node.importer.quantizers[result] = (source, quantizer)
+    else:
+        scale, zero = Constant(found.scale), Constant(found.zero_point)
+        result = node.call(
+            quantization.fake_quantize_linear, source, scale, zero, found.axis, found.zero_point.dtype
+        )
+    node.importer.dequantized[codes] = result
+    return result
+
+
+def _quantizer_name(node: NodeContext) -> str:
+    """Return where to put a quantizer: the name of the node without the operator."""
+    name = node.name
+    for ending in ("/DequantizeLinear", "_DequantizeLinear", ".DequantizeLinear"):
+        name = name.removesuffix(ending)
+    return f"{name}_quantizer"
+
+
+@converter("DynamicQuantizeLinear")
+def _dynamic(node: NodeContext) -> list[Value]:
+    return node.call_parts(3, quantization.dynamic_quantize_linear, node.inputs[0])
+
+
+def _real(node: NodeContext, index: int, axis: int = 1) -> Value:
+    """Return the real values of an input of codes that is followed by its scale and zero point."""
+    parts = node.inputs[index : index + 3]
+    return node.call(quantization.dequantize_linear, parts[0], parts[1], parts[2], axis, 0)
+
+
+@converter("QLinearMatMul", dtypes=frozenset(_CODES))
+def _qlinear_matmul(node: NodeContext) -> Value:
+    if any((node.shape(i) or [0] * 9)[1:] for i in (1, 4)):
+        node.refuse("one scale for each row or column of a product is not supported")
+    y = node.call(exact_matmul, *node.inputs[:6])
+    return node.call(quantization.requantize, y, node.inputs[6], node.inputs[7])
+
+
+def exact_matmul(a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor) -> Tensor:
+    """Return the real product of codes: integers are summed exactly, then scaled."""
+    left = a.double() - a_zero.double()
+    columns = b_zero.double() if b_zero.numel() == 1 else b_zero.double().unsqueeze(-2)
+    sums = torch.matmul(left, b.double() - columns)
+    scale = a_scale.double() * (b_scale.double() if b_scale.numel() == 1 else b_scale.double().unsqueeze(-2))
+    return (sums * scale).float()

@@ -1,0 +1,118 @@
+"""Sizes, constants, and tensors that are made from sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.functions import movement
+from torchq.frontends.onnx.reader import dtype_of
+from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.values import Constant, Value
+
+__all__: list[str] = []
+
+
+@converter("Constant", dtypes=None)
+def _constant(node: NodeContext) -> Value:
+    if "value" in node.attributes:
+        return Constant(node.attributes["value"])
+    kinds = {
+        "value_float": torch.float32,
+        "value_floats": torch.float32,
+        "value_int": torch.int64,
+        "value_ints": torch.int64,
+    }
+    for name, dtype in kinds.items():
+        if name in node.attributes:
+            return Constant(torch.tensor(node.attributes[name], dtype=dtype))
+    node.refuse("strings and sparse tensors are not supported")
+
+
+@converter("Shape", dtypes=None)
+def _shape(node: NodeContext) -> Value:
+    shape = node.shape(0)
+    if shape is None:
+        return node.call(shape_of, node.inputs[0], node.attr("start", 0), node.attr("end"))
+    places = range(len(shape))[slice(node.attr("start", 0), node.attr("end"))]
+    return node.sizes([node.size(0, axis) for axis in places])
+
+
+def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
+    """Return the sizes of ``x`` as an int64 vector."""
+    return torch.tensor(x.shape[start:end], dtype=torch.int64)
+
+
+@converter("Size", dtypes=None)
+def _size(node: NodeContext) -> Value:
+    shape = node.shape(0)
+    if shape is not None and None not in shape:
+        return node.sizes([torch.Size(shape).numel()], scalar=True)  # type: ignore[arg-type]
+    return node.call(size_of, node.inputs[0])
+
+
+def size_of(x: Tensor) -> Tensor:
+    """Return the number of elements of ``x`` as an int64 number."""
+    return torch.tensor(x.numel(), dtype=torch.int64)
+
+
+@converter("ConstantOfShape")
+def _constant_of_shape(node: NodeContext) -> Value:
+    value = node.attr("value", torch.zeros(1))
+    number = value.reshape(-1)[0].item()
+    sizes = node.ints(0)
+    if sizes is not None and all(isinstance(size, int) for size in sizes):
+        movement._check_size(sizes, "ConstantOfShape")  # type: ignore[arg-type]
+        # One element in memory however large the shape is: weights of published test models are made like this.
+        return Constant(torch.full((1,), number, dtype=value.dtype).expand(sizes))  # type: ignore[arg-type]
+    shape = node.inputs[0] if sizes is None else sizes
+    return node.call(movement.constant_of_shape, shape, number, value.dtype)
+
+
+@converter("Range")
+def _range(node: NodeContext) -> Value:
+    bounds = [node.ints(i) if node.dtype(i) == torch.int64 else None for i in range(3)]
+    if all(bound is not None for bound in bounds) and any(
+        isinstance(item, fx.Node) for bound in bounds for item in bound or ()
+    ):
+        start, limit, delta = ((bound or [0])[0] for bound in bounds)
+        return node.call(torch.arange, start, limit, delta)
+    return node.call(movement.range_of, *node.inputs)
+
+
+@converter("EyeLike")
+def _eye_like(node: NodeContext) -> Value:
+    dtype = dtype_of(node.attributes["dtype"]) if "dtype" in node.attributes else node.dtype(0)
+    if dtype is None:
+        node.refuse("its element type is not known")
+    return node.call(movement.eye_like, node.inputs[0], dtype, node.attr("k", 0))
+
+
+@converter("OneHot")
+def _one_hot(node: NodeContext) -> Value:
+    return node.call(movement.one_hot, *node.inputs, node.attr("axis", -1))
+
+
+@converter("HannWindow", "HammingWindow", "BlackmanWindow")
+def _window(node: NodeContext) -> Value:
+    dtype = dtype_of(node.attr("output_datatype", 1)) or torch.float32
+    coefficients = {
+        "HannWindow": [0.5, 0.5],
+        "HammingWindow": [25 / 46, 21 / 46],
+        "BlackmanWindow": [0.42, 0.5, 0.08],
+    }[node.op_type]
+    periodic = bool(node.attr("periodic", 1))
+    return node.call(cosine_window, node.inputs[0], coefficients, periodic, dtype)
+
+
+def cosine_window(
+    size: Tensor, coefficients: list[float], periodic: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return ``a0 - a1 cos(t) + a2 cos(2 t) ...`` over one period of ``size`` samples."""
+    count = int(size)
+    angle = 2 * torch.pi * torch.arange(count, dtype=torch.float64) / (count if periodic else max(count - 1, 1))
+    total = torch.zeros(count, dtype=torch.float64)
+    for order, factor in enumerate(coefficients):
+        total += (-1) ** order * factor * torch.cos(order * angle)
+    return total.to(dtype)

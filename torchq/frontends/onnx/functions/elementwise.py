@@ -1,0 +1,144 @@
+"""Elementwise functions with ONNX's rules for integers, signs and saturation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "bit_shift",
+    "cast",
+    "cast_float8",
+    "clip",
+    "divide",
+    "hard_sigmoid",
+    "hardmax",
+    "maximum",
+    "mean_of",
+    "minimum",
+    "power",
+    "prelu",
+    "remainder",
+    "round_half_even",
+    "shrink",
+    "sign",
+    "thresholded_relu",
+    "total",
+]
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a / b``; integers are rounded toward zero."""
+    if a.is_floating_point():
+        return a / b
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def remainder(a: Tensor, b: Tensor, fmod: bool) -> Tensor:
+    """Return the remainder with the sign of ``b``, or with the sign of ``a`` where ``fmod`` is set."""
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+
+
+def power(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a ** b`` in the element type of ``a``."""
+    if a.is_floating_point() and not b.is_floating_point():
+        return torch.pow(a, b.to(a.dtype))
+    return torch.pow(a, b).to(a.dtype)
+
+
+def bit_shift(x: Tensor, by: Tensor, right: bool) -> Tensor:
+    """Return the bits of unsigned integers moved right or left."""
+    return torch.bitwise_right_shift(x, by) if right else torch.bitwise_left_shift(x, by)
+
+
+def maximum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise maximum of tensors that broadcast."""
+    return reduce(torch.maximum, tensors)
+
+
+def minimum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise minimum of tensors that broadcast."""
+    return reduce(torch.minimum, tensors)
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise sum of tensors that broadcast."""
+    return reduce(torch.add, tensors)
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise mean of tensors that broadcast."""
+    return total(tensors) / len(tensors)
+
+
+def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
+    """Return ``min(max(x, low), high)``; the upper bound wins where the bounds cross."""
+    if low is not None:
+        x = torch.maximum(x, low.to(x.dtype))
+    return x if high is None else torch.minimum(x, high.to(x.dtype))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in another element type; floating-point numbers are cut toward zero for integers."""
+    return x.to(dtype)
+
+
+def round_half_even(x: Tensor) -> Tensor:
+    """Return the nearest integers, ties to even."""
+    return torch.round(x)
+
+
+def sign(x: Tensor) -> Tensor:
+    """Return -1, 0 or 1."""
+    return torch.sign(x)
+
+
+def prelu(x: Tensor, slope: Tensor) -> Tensor:
+    """Return ``x`` where it is not negative, else ``slope * x``; the slope broadcasts from the right."""
+    return torch.where(x < 0, slope * x, x)
+
+
+def thresholded_relu(x: Tensor, alpha: float) -> Tensor:
+    """Return ``x`` where it is greater than ``alpha``, else 0."""
+    return F.threshold(x, alpha, 0.0)
+
+
+def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
+    """Return ``clamp(alpha * x + beta, 0, 1)``."""
+    return (x * alpha + beta).clamp(0, 1)
+
+
+def shrink(x: Tensor, bias: float, threshold: float) -> Tensor:
+    """Return x moved toward zero by ``bias`` outside ``[-threshold, threshold]``, 0 inside."""
+    moved = torch.where(x > 0, x - bias, x + bias).to(x.dtype)
+    return torch.where(x.abs() > threshold, moved, torch.zeros_like(x))
+
+
+def hardmax(x: Tensor, axis: int) -> Tensor:
+    """Return 1 at the first maximum along ``axis``, 0 elsewhere."""
+    first = x.argmax(axis, keepdim=True)
+    return torch.zeros_like(x).scatter_(axis, first, 1)
+
+
+def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """Return ``x`` as FP8 numbers, rounded to nearest even.
+
+    Values that round beyond the largest number become that number where ``saturate`` is set. Else they become infinity in
+    E5M2, and NaN in the formats without infinity (ONNX operator Cast, table of FP8 conversions).
+    """
+    x = x.to(torch.float32)
+    largest = torch.finfo(dtype).max
+    fits = torch.where(x.isnan(), x, x.clamp(-largest, largest)).to(dtype)
+    if saturate:
+        return fits
+    # Half a step beyond the largest number, the tie included where the largest number has an odd last bit.
+    below = (torch.tensor(largest).to(dtype).view(torch.uint8) - 1).view(dtype).float()
+    limit = largest + float(largest - below) / 2
+    odd = bool(torch.tensor(largest).to(dtype).view(torch.uint8) & 1)
+    beyond = (x.abs() >= limit) if odd else (x.abs() > limit)
+    replaced = x.sign() * torch.inf if dtype is torch.float8_e5m2 else torch.full_like(x, torch.nan)
+    return torch.where(beyond, replaced.to(dtype), fits)

@@ -1,0 +1,297 @@
+"""Resizing of images, and boxes of detectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["ResizeOptions", "affine_grid", "col2im", "grid_sample", "non_max_suppression", "resize", "roi_align"]
+
+
+@dataclass(frozen=True)
+class ResizeOptions:
+    """The attributes of the ONNX operator Resize; see there."""
+
+    mode: str = "nearest"
+    coordinates: str = "half_pixel"
+    nearest: str = "round_prefer_floor"
+    cubic_a: float = -0.75
+    exclude_outside: bool = False
+    extrapolation: float = 0.0
+    antialias: bool = False
+
+
+def resize(
+    x: Tensor,
+    scales: Sequence[float] | Tensor | None,
+    sizes: Sequence[int] | Tensor | None,
+    axes: Sequence[int],
+    policy: str,
+    roi: Tensor | None,
+    options: tuple[str, str, str, float, bool, float, bool],
+) -> Tensor:
+    """Return ``x`` resized along ``axes``, one axis after the other.
+
+    Args:
+        x: any shape.
+        scales: for each axis, or None.
+        sizes: for each axis, where scales are None.
+        axes: the resized ones.
+        policy: what keeps the aspect ratio with sizes: ``"stretch"``, ``"not_larger"`` or ``"not_smaller"``.
+        roi: (2 * axes,) normalised bounds for ``tf_crop_and_resize``.
+        options: the fields of :class:`ResizeOptions`.
+    """
+    settings = ResizeOptions(*options)
+    own = [x.shape[axis] for axis in axes]
+    if sizes is not None:
+        wanted = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+        factors = [w / n for w, n in zip(wanted, own, strict=True)]
+        if policy != "stretch":
+            factor = min(factors) if policy == "not_larger" else max(factors)
+            factors = [factor] * len(own)
+            wanted = [math.floor(factor * n + 0.5) for n in own]
+    else:
+        assert scales is not None
+        factors = scales.tolist() if isinstance(scales, Tensor) else list(scales)
+        wanted = [math.floor(n * factor) for n, factor in zip(own, factors, strict=True)]
+    bounds = None if roi is None else roi.tolist()
+    for place, axis in enumerate(axes):
+        span = (0.0, 1.0) if bounds is None else (bounds[place], bounds[len(axes) + place])
+        crops = settings.coordinates == "tf_crop_and_resize"
+        if wanted[place] != own[place] or factors[place] != 1.0 or crops:
+            x = _resize_axis(x, axis, wanted[place], factors[place], span, settings)
+    return x
+
+
+def _coordinates(
+    count: int, size: int, factor: float, span: tuple[float, float], options: ResizeOptions
+) -> Tensor:
+    """Return where each new element lies in the old axis."""
+    at = torch.arange(count, dtype=torch.float64)
+    length = factor * size
+    mode = options.coordinates
+    if mode == "align_corners":
+        return at * (size - 1) / (length - 1) if length != 1 else torch.zeros(count, dtype=torch.float64)
+    if mode == "asymmetric":
+        return at / factor
+    if mode == "tf_crop_and_resize":
+        if count > 1:
+            return span[0] * (size - 1) + at * (span[1] - span[0]) * (size - 1) / (length - 1)
+        return torch.full((count,), 0.5 * (span[0] + span[1]) * (size - 1), dtype=torch.float64)
+    if mode == "pytorch_half_pixel" and count == 1:
+        return torch.full((count,), -0.5, dtype=torch.float64)
+    if mode == "half_pixel_symmetric":
+        adjustment = count / length
+        center = size / 2
+        return center * (1 - adjustment) + (at + 0.5) / factor - 0.5
+    return (at + 0.5) / factor - 0.5
+
+
+def _resize_axis(
+    x: Tensor, axis: int, count: int, factor: float, span: tuple[float, float], options: ResizeOptions
+) -> Tensor:
+    size = x.shape[axis]
+    where = _coordinates(count, size, factor, span, options)
+    if options.mode == "nearest":
+        places = _nearest(where, options.nearest).clamp(0, size - 1).long().to(x.device)
+        y = x.index_select(axis, places)
+    else:
+        places, weights = _taps(where, size, factor, options)
+        wide = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        matrix = torch.zeros(count, size, dtype=torch.float64)
+        matrix.scatter_add_(1, places, weights)
+        y = torch.movedim(wide, axis, -1) @ matrix.to(wide).t()
+        y = torch.movedim(y, -1, axis).to(x.dtype)
+    if options.coordinates != "tf_crop_and_resize":
+        return y
+    outside = ((where < 0) | (where > size - 1)).to(x.device)
+    shape = [1] * x.dim()
+    shape[axis] = count
+    return torch.where(outside.view(shape), torch.tensor(options.extrapolation, dtype=x.dtype), y)
+
+
+def _nearest(where: Tensor, mode: str) -> Tensor:
+    if mode == "floor":
+        return where.floor()
+    if mode == "ceil":
+        return where.ceil()
+    if mode == "round_prefer_ceil":
+        return (where + 0.5).floor()
+    return (where - 0.5).ceil()
+
+
+def _taps(where: Tensor, size: int, factor: float, options: ResizeOptions) -> tuple[Tensor, Tensor]:
+    """Return for each new element the old elements that it is made of, and their weights."""
+    scale = min(factor, 1.0) if options.antialias else 1.0
+    reach = 1.0 if options.mode == "linear" else 2.0
+    half = math.ceil(reach / scale)
+    base = where.floor()
+    offsets = torch.arange(-half + 1, half + 1, dtype=torch.float64)
+    places = base.unsqueeze(1) + offsets
+    distance = (places - where.unsqueeze(1)).abs() * scale
+    if options.mode == "linear":
+        weights = (1 - distance).clamp(min=0)
+    else:
+        weights = _cubic(distance, options.cubic_a)
+    inside = (places >= 0) & (places <= size - 1)
+    if options.exclude_outside:
+        weights = torch.where(inside, weights, 0.0)
+    if options.exclude_outside or options.antialias:
+        weights = weights / weights.sum(1, keepdim=True)
+    return places.clamp(0, size - 1).long(), weights
+
+
+def _cubic(d: Tensor, a: float) -> Tensor:
+    """Return Keys' cubic convolution kernel (1981, equation 4) at distances."""
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((d - 5) * d + 8) * d * a - 4 * a
+    return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
+
+
+def grid_sample(x: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> Tensor:
+    """Return values of images at normalised positions."""
+    return F.grid_sample(x, grid, mode, padding, align)
+
+
+def affine_grid(theta: Tensor, size: Tensor | Sequence[int], align: bool) -> Tensor:
+    """Return the positions of an affine map of an image."""
+    shape = size.tolist() if isinstance(size, Tensor) else list(size)
+    return F.affine_grid(theta, shape, align)
+
+
+def col2im(
+    x: Tensor,
+    image: Sequence[int],
+    block: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Return images summed up from their blocks."""
+    before, behind = list(pads[: len(image)]), list(pads[len(image) :])
+    whole = [n + a + b for n, a, b in zip(image, before, behind, strict=True)]
+    y = F.fold(x, whole, list(block), list(dilation), 0, list(stride))
+    return y[:, :, before[0] : before[0] + image[0], before[1] : before[1] + image[1]]
+
+
+def _iou(boxes: Tensor, one: Tensor) -> Tensor:
+    """Return the overlap of boxes (y1, x1, y2, x2) with one box, over their union."""
+    low, high = torch.maximum(boxes[:, :2], one[:2]), torch.minimum(boxes[:, 2:], one[2:])
+    common = (high - low).clamp(min=0).prod(1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    return common / (areas + (one[2:] - one[:2]).prod() - common)
+
+
+def non_max_suppression(
+    boxes: Tensor,
+    scores: Tensor,
+    most: Tensor | int,
+    iou_limit: Tensor | float,
+    score_limit: Tensor | float | None,
+    center_form: bool,
+) -> Tensor:
+    """Return (batch, class, box) of the boxes that no better box of their class overlaps too much.
+
+    Args:
+        boxes: (batch, boxes, 4): two opposite corners (y, x, y, x), or centre and size (x, y, w, h).
+        scores: (batch, classes, boxes).
+        most: kept boxes of each class and batch at most.
+        iou_limit: a box that overlaps a better one by more than this share of their union goes.
+        score_limit: boxes with a score up to this go; None for all.
+        center_form: the second form of boxes.
+    """
+    if center_form:
+        middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
+        corners = torch.cat([middle - half, middle + half], -1)
+    else:
+        first, second = boxes[..., :2], boxes[..., 2:]
+        corners = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
+    limit, overlap = int(most), float(iou_limit)
+    found = []
+    for batch in range(scores.shape[0]):
+        for kind in range(scores.shape[1]):
+            own = scores[batch, kind]
+            order = torch.sort(own, descending=True, stable=True).indices
+            if score_limit is not None:
+                order = order[own[order] > float(score_limit)]
+            found += [[batch, kind, i] for i in _keep(corners[batch], order, limit, overlap)]
+    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+
+
+def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:
+    kept: list[int] = []
+    while len(order) and len(kept) < most:
+        best = int(order[0])
+        kept.append(best)
+        rest = order[1:]
+        order = rest[_iou(corners[rest], corners[best]) <= overlap]
+    return kept
+
+
+def roi_align(
+    x: Tensor,
+    rois: Tensor,
+    batches: Tensor,
+    size: tuple[int, int],
+    ratio: int,
+    scale: float,
+    half_pixel: bool,
+    largest: bool,
+) -> Tensor:
+    """Return regions of feature maps, each resampled to one size (He et al. 2017, Mask R-CNN, section 3).
+
+    Args:
+        x: (N, C, H, W).
+        rois: (regions, 4) as x1, y1, x2, y2.
+        batches: the image of each region.
+        size: height and width of the results.
+        ratio: samples along each side of a bin; 0 for as many as fit.
+        scale: from coordinates of regions to those of ``x``.
+        half_pixel: pixels lie at half coordinates.
+        largest: take the largest of the weighted samples instead of the mean.
+    """
+    results = [
+        _align_one(x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest)
+        for roi, b in zip(rois, batches, strict=True)
+    ]
+    return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
+
+
+def _align_one(
+    image: Tensor, roi: Tensor, size: tuple[int, int], ratio: int, half_pixel: bool, largest: bool
+) -> Tensor:
+    x1, y1, x2, y2 = roi.tolist()
+    width, height = x2 - x1, y2 - y1
+    if not half_pixel:
+        width, height = max(width, 1.0), max(height, 1.0)
+    (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
+    (columns, column_weights, nx) = _samples(x1, width, size[1], ratio, image.shape[2])
+    corners = [
+        [image[:, rows[i]][:, :, columns[j]] * (row_weights[i][:, None] * column_weights[j]).to(image) for j in (0, 1)]
+        for i in (0, 1)
+    ]
+    shape = (image.shape[0], size[0], ny, size[1], nx)
+    if largest:
+        stacked = torch.stack([part for pair in corners for part in pair]).amax(0)
+        return stacked.view(shape).amax((2, 4))
+    return (corners[0][0] + corners[0][1] + corners[1][0] + corners[1][1]).view(shape).mean((2, 4))
+
+
+def _samples(start: float, length: float, bins: int, ratio: int, size: int) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return two neighbours and their weights for every sample along one axis, and the samples in a bin."""
+    count = ratio if ratio > 0 else max(1, math.ceil(length / bins))
+    at = start + (torch.arange(bins * count, dtype=torch.float64) + 0.5) * (length / bins / count)
+    outside = (at < -1.0) | (at > size)
+    at = at.clamp(min=0)
+    low = at.floor().long()
+    last = low >= size - 1
+    low = torch.where(last, size - 1, low)
+    high = torch.where(last, size - 1, low + 1)
+    fraction = torch.where(last, 0.0, at - low)
+    alive = (~outside).double()
+    return [low, high], [(1 - fraction) * alive, fraction * alive], count

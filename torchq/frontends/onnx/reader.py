@@ -1,0 +1,163 @@
+"""Reading an ONNX file: the protobuf message, its tensors, and files beside it. Nothing in a file is trusted."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchq.errors import FrontendError
+from torchq.utils.optional import need
+
+__all__ = ["attribute_values", "dtype_of", "read_model", "tensor_of"]
+
+_DTYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    4: torch.uint16,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    12: torch.uint32,
+    13: torch.uint64,
+    16: torch.bfloat16,
+    17: torch.float8_e4m3fn,
+    18: torch.float8_e4m3fnuz,
+    19: torch.float8_e5m2,
+    20: torch.float8_e5m2fnuz,
+}
+
+
+def dtype_of(data_type: int) -> torch.dtype | None:
+    """Return torch's dtype for an ONNX element type, None where torch has none (strings, complex and packed numbers)."""
+    return _DTYPES.get(data_type)
+
+
+def read_model(source: Any) -> tuple[Any, Path | None]:
+    """Read a file, checked, with functions of the model inlined.
+
+    Args:
+        source: a path, the bytes of a file, or an ``onnx.ModelProto``.
+
+    Returns:
+        the model, and the folder that external data may lie in.
+
+    Raises:
+        FrontendError: the file cannot be read, or is not valid ONNX.
+        MissingExtraError: onnx is not installed.
+    """
+    onnx = need("onnx", "from_onnx")
+    folder, where = None, "from_onnx"
+    try:
+        if isinstance(source, (str, os.PathLike)):
+            path = Path(source)
+            where, folder = f"from_onnx: {path}", path.resolve().parent
+            model = onnx.load_model(str(path), load_external_data=False)
+        elif isinstance(source, bytes):
+            model = onnx.load_model_from_string(source)
+        else:
+            model = onnx.ModelProto.FromString(source.SerializeToString())
+        if model.functions:
+            model = need("onnx.inliner", "from_onnx").inline_local_functions(model)
+    except FileNotFoundError:
+        raise FrontendError(f"{where}: there is no such file") from None
+    except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
+        raise FrontendError(f"{where}: cannot be read as ONNX ({type(error).__name__}: {error})") from None
+    if not model.graph.node and not model.graph.output:
+        raise FrontendError(f"{where}: got a model without nodes and outputs; expected an ONNX model")
+    return model, folder
+
+
+def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
+    """Return the tensor of a TensorProto; sizes are checked before memory is taken.
+
+    Raises:
+        FrontendError: the element type is not known to torch, sizes do not agree, or external data lies outside ``folder``.
+    """
+    helper = need("onnx.numpy_helper", "from_onnx")
+    dtype = dtype_of(proto.data_type)
+    if dtype is None:
+        name = need("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
+        raise FrontendError(f"{where}: tensor {proto.name!r} holds {name}, which torch has no type for")
+    shape = tuple(proto.dims)
+    if any(size < 0 for size in shape):
+        raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
+    if proto.data_location == 1:
+        return _external(proto, dtype, shape, folder, where)
+    stored = len(proto.raw_data) // dtype.itemsize if proto.HasField("raw_data") else _stored(proto)
+    if stored != math.prod(shape):
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} holds {stored} elements; expected {math.prod(shape)} for shape {shape}"
+        )
+    if proto.HasField("raw_data"):
+        return _from_bytes(proto.raw_data, dtype, shape)
+    array = helper.to_array(proto)
+    if dtype.itemsize < 4 and array.dtype.name not in ("uint8", "int8", "int16", "uint16", "bool", "float16"):
+        return _from_bytes(array.tobytes(), dtype, shape)
+    return torch.from_numpy(np.array(array))
+
+
+def _stored(proto: Any) -> int:
+    """Return how many elements the typed fields of a TensorProto hold."""
+    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+    return max(len(getattr(proto, field)) for field in fields)
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _external(
+    proto: Any, dtype: torch.dtype, shape: tuple[int, ...], folder: Path | None, where: str
+) -> Tensor:
+    """Read a tensor that lies in a file beside the model."""
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    if folder is None or "location" not in entries:
+        raise FrontendError(f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model")
+    path = (folder / entries["location"]).resolve()
+    if not path.is_relative_to(folder):
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, which is outside the folder of the model"
+        )
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
+        available = path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise FrontendError(f"{where}: the data of tensor {proto.name!r} cannot be read ({error})") from None
+    if offset < 0 or length != size or offset + length > available:
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; {path.name} has {available}"
+        )
+    with path.open("rb") as file:
+        file.seek(offset)
+        return _from_bytes(file.read(size), dtype, shape)
+
+
+def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, Any]:
+    """Return the attributes of a node: tensors as torch tensors, strings decoded, sub-graphs as they are."""
+    get = need("onnx.helper", "from_onnx").get_attribute_value
+    result: dict[str, Any] = {}
+    for attribute in node.attribute:
+        value = get(attribute)
+        if attribute.type == attribute.TENSOR:
+            value = tensor_of(value, folder, where)
+        elif attribute.type == attribute.STRING:
+            value = value.decode("utf-8", "replace")
+        elif attribute.type == attribute.STRINGS:
+            value = [item.decode("utf-8", "replace") for item in value]
+        elif attribute.type in (attribute.INTS, attribute.FLOATS):
+            value = list(value)
+        result[attribute.name] = value
+    return result

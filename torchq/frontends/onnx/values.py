@@ -1,0 +1,42 @@
+"""What a name in an ONNX file stands for while the file is converted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from torch import Tensor, fx
+
+__all__ = ["Constant", "Ints", "Value"]
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that is known at conversion.
+
+    Attributes:
+        tensor: the values; never changed in place.
+        name: of the initializer that holds the tensor, ``""`` for a computed one.
+    """
+
+    tensor: Tensor
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Ints:
+    """An int64 tensor that is computed from shapes, kept as its elements.
+
+    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather, Concat, Reshape.
+
+    Attributes:
+        items: numbers, and nodes that compute one number.
+        scalar: True for a tensor without dimensions, False for a vector.
+    """
+
+    items: tuple[int | fx.Node, ...]
+    scalar: bool = False
+
+
+#: A node computes a tensor in every call. None is an optional input or output that is left out.
+Value = Union[fx.Node, Constant, Ints, None]
