@@ -269,6 +269,7 @@ class Importer:
         for output, value in zip(proto.output, results, strict=False):
             if output:
                 self.values[output] = value
+        _note_ndim(context, results)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")
@@ -409,6 +410,38 @@ class Importer:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         return parent
+
+
+_SAME_NDIM = frozenset(
+    "Relu LeakyRelu Sigmoid Tanh Softmax Identity Cast Clip Erf Sqrt Neg Exp Log Transpose Slice Pad Dropout Gelu Concat "
+    "LayerNormalization Conv MaxPool AveragePool BatchNormalization Resize QuantizeLinear DequantizeLinear Tile Abs".split()
+)
+_BROADCAST = frozenset("Add Sub Mul Div Pow Where MatMul Max Min Sum PRelu Equal Less Greater Expand".split())
+
+
+def _note_ndim(node: NodeContext, results: list[Value]) -> None:
+    """Note how many dimensions the result has where shape inference lost it and the converter can tell."""
+    shapes, name = node.importer.shapes, node.output_names[0] if node.output_names else ""
+    if name in shapes or not results or not isinstance(results[0], fx.Node):
+        return
+    ndims = [None if (shape := node.shape(i)) is None else len(shape) for i in range(len(node.inputs)) if node.inputs[i] is not None]
+    ndim: int | None = None
+    if node.op_type == "Reshape":
+        sizes = node.ints(1)
+        if sizes is not None:
+            shapes[name] = [size if isinstance(size, int) and size > 0 else None for size in sizes]
+        return
+    if node.op_type in _SAME_NDIM and ndims:
+        ndim = ndims[0]
+    elif node.op_type in _BROADCAST and None not in ndims:
+        ndim = max(n for n in ndims if n is not None)
+    elif node.op_type in ("Unsqueeze", "Squeeze") and ndims and ndims[0] is not None:
+        axes = node.axes() or []
+        ndim = ndims[0] + (len(axes) if node.op_type == "Unsqueeze" else -len(axes))
+    elif node.op_type == "Gather" and None not in ndims:
+        ndim = sum(n for n in ndims if n is not None) - 1
+    if ndim is not None:
+        shapes[name] = [None] * ndim
 
 
 def _domain(node: Any) -> str:

@@ -17,10 +17,12 @@ class Constant:
     Attributes:
         tensor: the values; never changed in place.
         name: of the initializer that holds the tensor, ``""`` for a computed one.
+        origin: the initializer that the tensor was made from, which names modules.
     """
 
     tensor: Tensor
     name: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
@@ -60,12 +61,6 @@ def padded_input(
     return x, stride, dilation, [0] * spatial
 
 
-def module_name(node: NodeContext, weight: Constant) -> str:
-    """Return where to put a module: the name of its weight without the last part, or the name of the node."""
-    stem, _, last = weight.name.rpartition(".")
-    return stem if stem and last == "weight" else node.name
-
-
 @converter("Conv")
 def _conv(node: NodeContext) -> Value:
     weight, bias = node.inputs[1], node.input(2)
@@ -85,7 +80,7 @@ def _conv(node: NodeContext) -> Value:
     module.weight = node.importer.parameter(weight)
     if isinstance(bias, Constant):
         module.bias = node.importer.parameter(bias)
-    return node.module(module, x, name=module_name(node, weight))
+    return weighted(node, module, weight, x)
 
 
 @converter("ConvTranspose")
@@ -113,7 +108,7 @@ def _conv_transpose(node: NodeContext) -> Value:
     module.weight = node.importer.parameter(weight)
     if isinstance(bias, Constant):
         module.bias = node.importer.parameter(bias)
-    return node.module(module, node.inputs[0], name=module_name(node, weight))
+    return weighted(node, module, weight, node.inputs[0])
 
 
 def _transposed_pads(

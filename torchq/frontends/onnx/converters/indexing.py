@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.converters.convolutions import module_name
+from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Ints, Value

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.converters.convolutions import module_name, shifted
+from torchq.frontends.onnx.converters.convolutions import shifted
+from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
@@ -20,7 +21,7 @@ def _linear(node: NodeContext, weight: Constant, transposed: bool, bias: Constan
     module.weight = node.importer.parameter(weight, "transposed" if transposed else "", tensor)
     if bias is not None:
         module.bias = node.importer.parameter(bias)
-    return node.module(module, node.inputs[0], name=module_name(node, weight))
+    return weighted(node, module, weight, node.inputs[0], transposed)
 
 
 @converter("MatMul")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -33,7 +34,15 @@ def _transpose(node: NodeContext) -> Value:
     order = node.attr("perm")
     if order is None:
         return node.call(movement.transpose, node.inputs[0])
-    return node.call(torch.permute, node.inputs[0], list(order))
+    result = node.call(torch.permute, node.inputs[0], list(order))
+    value = node.inputs[0]
+    if isinstance(value, Constant) and isinstance(result, Constant):
+        result = Constant(result.tensor, "", value.name or value.origin)
+        found = node.importer.weights.get(value)
+        if found is not None:
+            axis = list(order).index(found.axis % len(order))
+            node.importer.weights[result] = dataclasses.replace(found, axis=axis)
+    return result
 
 
 @converter("Flatten", dtypes=None)
@@ -77,9 +86,11 @@ def _unsqueeze(node: NodeContext) -> Value:
         node.refuse("its axes are missing")
     if isinstance(node.inputs[0], Ints) and node.inputs[0].scalar and len(axes) == 1:
         return node.sizes(node.inputs[0].items)
-    ndim = node.ndim(0) + len(axes)
+    if min(axes) < 0 and len(axes) > 1:
+        ndim = node.ndim(0) + len(axes)
+        axes = [axis % ndim for axis in axes]
     result = node.inputs[0]
-    for axis in sorted(axis % ndim for axis in axes):
+    for axis in sorted(axes):
         result = node.call(torch.unsqueeze, result, axis)
     return result
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.converters.convolutions import module_name
+from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import FloatFormat
@@ -15,9 +16,9 @@ from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import NUMBERS, converter
 from torchq.frontends.onnx.values import Constant, Value
 from torchq.functional import scale_from_amax
-from torchq.nn import TensorQuantizer
+from torchq.nn import TensorQuantizer, convert_
 
-__all__ = ["Quantization", "amax_of", "quantizer_of"]
+__all__ = ["Quantization", "amax_of", "module_name", "quantizer_of", "weighted"]
 
 _FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 _CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}
@@ -84,6 +85,40 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
     return quantizer
 
 
+def module_name(node: NodeContext, weight: Constant) -> str:
+    """Return where to put a module: the name of its weight without the last part, or the name of the node."""
+    stem, _, last = (weight.name or weight.origin).rpartition(".")
+    return stem if stem and last == "weight" else node.name
+
+
+def weighted(
+    node: NodeContext, module: nn.Module, weight: Constant, x: Value, transposed: bool = False
+) -> Value:
+    """Call a layer; one whose weight the file holds as codes becomes its quantized twin with the ranges of the file.
+
+    Args:
+        node: the node of the layer.
+        module: with its weight and bias.
+        weight: the constant behind the weight.
+        x: the input. The quantizer that makes it, if any, becomes the input quantizer of the layer.
+        transposed: the weight of the module is the transpose of the constant.
+    """
+    importer, name = node.importer, module_name(node, weight)
+    found = importer.weights.get(weight)
+    if found is not None and transposed:
+        found = dataclasses.replace(found, axis=1 - found.axis % 2)
+    own = None if found is None else quantizer_of(found, weight.tensor.dim())
+    if own is None:
+        return node.module(module, x, name=name)
+    source, of_input = importer.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
+    given = None if of_input is None else of_input.descriptor
+    convert_(module, input=given, weight=own.descriptor)
+    module.weight_quantizer = own
+    if of_input is not None:
+        module.input_quantizer = of_input
+    return node.module(module, source, name=name)
+
+
 def _parameters(node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
     scale, zero = node.constant(scale_index), node.constant(zero_index)
@@ -131,7 +166,7 @@ def _dequantize(node: NodeContext) -> Value:
         name = value.name
         for ending in ("_quantized", "_q", ".quantized", "/codes"):
             name = name.removesuffix(ending)
-        result = Constant(result.tensor, name)
+        result = Constant(result.tensor, "", name)
         if value.tensor.dtype is not torch.int32:
             node.importer.weights[result] = found
     return result
