@@ -1,6 +1,7 @@
 """Readers of other frameworks' model files: each returns a GraphModule of ordinary modules.
 
-The result can be fused, quantized, calibrated, trained, deployed and exported like a model written in PyTorch.
+The result can be fused, quantized, calibrated, trained, deployed and exported like a model written
+in PyTorch.
 """
 
 from torchq.frontends.onnx import from_onnx

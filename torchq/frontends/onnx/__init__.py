@@ -1,4 +1,7 @@
-"""The reader of ONNX files: an importer, a registry of converters, and the functions that converted graphs call."""
+"""The reader of ONNX files.
+
+An importer, a registry of converters, and the functions that converted graphs call.
+"""
 
 from torchq.frontends.onnx import converters
 from torchq.frontends.onnx.context import NodeContext

@@ -23,7 +23,10 @@ MAX_FOLDED = 2**26
 
 
 def stack_ints(items: Sequence[int], scalar: bool) -> Tensor:
-    """Return sizes as the int64 tensor that ONNX means: a vector, or a number without dimensions."""
+    """Return sizes as the int64 tensor that ONNX means.
+
+    A vector, or a number without dimensions.
+    """
     return torch.tensor(items[0] if scalar else list(items), dtype=torch.int64)
 
 
@@ -97,7 +100,10 @@ class NodeContext:
         return tensor
 
     def ints(self, index: int) -> list[int | fx.Node] | None:
-        """Return the elements of an input of sizes: numbers and nodes; None for a tensor that the network computes."""
+        """Return the elements of an input of sizes: numbers and nodes.
+
+        None for a tensor that the network computes.
+        """
         value = self.input(index)
         if isinstance(value, Constant):
             integers = not value.tensor.is_floating_point() and value.tensor.dtype is not torch.bool
@@ -113,13 +119,16 @@ class NodeContext:
         return [int(item) for item in self.known(index, what).reshape(-1).tolist()]
 
     def axes(self, index: int = 1) -> list[int] | None:
-        """Return axes: an attribute in old versions of an operator, an input in newer ones; None where they are left out."""
+        """Return axes: an attribute in old versions of an operator, an input in newer ones.
+
+        None where they are left out.
+        """
         if "axes" in self.attributes:
             return list(self.attributes["axes"])
         return None if self.input(index) is None else self.known_ints(index, "axes")
 
     def shape(self, index: int) -> list[int | None] | None:
-        """Return the shape of an input as far as it is known, None if even the number of dimensions is not."""
+        """Return the shape of an input: None for a size, or for all of it, that is not known."""
         value = self.input(index)
         if isinstance(value, Constant):
             return list(value.tensor.shape)
@@ -158,8 +167,10 @@ class NodeContext:
         """Call ``function`` in the forward of the result; at once where all arguments are known.
 
         Args:
-            function: takes tensors for :class:`Constant` and :class:`Ints`; must be importable by its name.
-            args, kwargs: values, numbers, strings and lists of these.
+            function: takes tensors for :class:`Constant` and :class:`Ints`; must be importable by
+                its name.
+            *args: values, numbers, strings and lists of these.
+            **kwargs: likewise.
         """
         if not self._has_nodes((args, kwargs)):
             return self._folded(function, args, kwargs)
@@ -169,10 +180,10 @@ class NodeContext:
 
     def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
         """Call a function that returns ``count`` tensors."""
-        result = self.call(function, *args)
+        result: Any = self.call(function, *args)
         if isinstance(result, fx.Node):
             return [self.call(operator.getitem, result, index) for index in range(count)]
-        return list(result)  # type: ignore[arg-type]  # a tuple of constants
+        return list(result)  # a tuple of constants
 
     def module(self, module: nn.Module, *args: Value, name: str | None = None) -> Value:
         """Call a module of the result; at once where all arguments are known.
@@ -222,7 +233,8 @@ class NodeContext:
     def _noted(self, node: fx.Node, function: object) -> fx.Node:
         node.meta["onnx_name"], node.meta["onnx_op"] = self.name, self.op_type
         if getattr(function, "__module__", "").startswith("torchq."):
-            node.meta["is_wrapped"] = True  # torch.fx keeps the call whole when it traces the result again
+            # torch.fx keeps the call whole when it traces the result again.
+            node.meta["is_wrapped"] = True
         return node
 
     def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
@@ -231,7 +243,10 @@ class NodeContext:
         if isinstance(result, (tuple, list)):
             return tuple(Constant(part) for part in result)  # type: ignore[return-value]
         if result.numel() > MAX_FOLDED and math.prod(result.stride() or (1,)):
-            self.refuse(f"it makes a constant of {tuple(result.shape)}; expected one of at most {MAX_FOLDED} elements")
+            self.refuse(
+                f"it makes a constant of {tuple(result.shape)}; "
+                f"expected one of at most {MAX_FOLDED} elements"
+            )
         return Constant(result)
 
     def _has_nodes(self, value: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Reading an ONNX file: the protobuf message, its tensors, and files beside it. Nothing in a file is trusted."""
+"""Reading an ONNX file.
+
+The protobuf message, its tensors, and files beside it. Nothing in a file is trusted.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _DTYPES = {
 
 
 def dtype_of(data_type: int) -> torch.dtype | None:
-    """Return torch's dtype for an ONNX element type, None where torch has none (strings, complex and packed numbers)."""
+    """Return torch's dtype for an ONNX element type, None where torch has no such dtype."""
     return _DTYPES.get(data_type)
 
 
@@ -71,9 +74,13 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
     except FileNotFoundError:
         raise FrontendError(f"{where}: there is no such file") from None
     except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
-        raise FrontendError(f"{where}: cannot be read as ONNX ({type(error).__name__}: {error})") from None
+        raise FrontendError(
+            f"{where}: cannot be read as ONNX ({type(error).__name__}: {error})"
+        ) from None
     if not model.graph.node and not model.graph.output:
-        raise FrontendError(f"{where}: got a model without nodes and outputs; expected an ONNX model")
+        raise FrontendError(
+            f"{where}: got a model without nodes and outputs; expected an ONNX model"
+        )
     return model, folder
 
 
@@ -81,13 +88,16 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     """Return the tensor of a TensorProto; sizes are checked before memory is taken.
 
     Raises:
-        FrontendError: the element type is not known to torch, sizes do not agree, or external data lies outside ``folder``.
+        FrontendError: the element type is not known to torch, sizes do not agree, or external data
+            lies outside ``folder``.
     """
     helper = need("onnx.numpy_helper", "from_onnx")
     dtype = dtype_of(proto.data_type)
     if dtype is None:
         name = need("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
-        raise FrontendError(f"{where}: tensor {proto.name!r} holds {name}, which torch has no type for")
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} holds {name}, which torch has no type for"
+        )
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
         raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
@@ -96,12 +106,20 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     stored = len(proto.raw_data) // dtype.itemsize if proto.HasField("raw_data") else _stored(proto)
     if stored != math.prod(shape):
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} holds {stored} elements; expected {math.prod(shape)} for shape {shape}"
+            f"{where}: tensor {proto.name!r} holds {stored} elements; "
+            f"expected {math.prod(shape)} for shape {shape}"
         )
     if proto.HasField("raw_data"):
         return _from_bytes(proto.raw_data, dtype, shape)
     array = helper.to_array(proto)
-    if dtype.itemsize < 4 and array.dtype.name not in ("uint8", "int8", "int16", "uint16", "bool", "float16"):
+    if dtype.itemsize < 4 and array.dtype.name not in (
+        "uint8",
+        "int8",
+        "int16",
+        "uint16",
+        "bool",
+        "float16",
+    ):
         return _from_bytes(array.tobytes(), dtype, shape)
     return torch.from_numpy(np.array(array))
 
@@ -124,21 +142,27 @@ def _external(
     """Read a tensor that lies in a file beside the model."""
     entries = {entry.key: entry.value for entry in proto.external_data}
     if folder is None or "location" not in entries:
-        raise FrontendError(f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model")
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model"
+        )
     path = (folder / entries["location"]).resolve()
     if not path.is_relative_to(folder):
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, which is outside the folder of the model"
+            f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, "
+            "which is outside the folder of the model"
         )
     size = math.prod(shape) * dtype.itemsize
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
         available = path.stat().st_size
     except (OSError, ValueError) as error:
-        raise FrontendError(f"{where}: the data of tensor {proto.name!r} cannot be read ({error})") from None
+        raise FrontendError(
+            f"{where}: the data of tensor {proto.name!r} cannot be read ({error})"
+        ) from None
     if offset < 0 or length != size or offset + length > available:
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; {path.name} has {available}"
+            f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; "
+            f"{path.name} has {available}"
         )
     with path.open("rb") as file:
         file.seek(offset)
@@ -146,7 +170,10 @@ def _external(
 
 
 def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, Any]:
-    """Return the attributes of a node: tensors as torch tensors, strings decoded, sub-graphs as they are."""
+    """Return the attributes of a node.
+
+    Tensors as torch tensors, strings decoded, sub-graphs as they are.
+    """
     get = need("onnx.helper", "from_onnx").get_attribute_value
     result: dict[str, Any] = {}
     for attribute in node.attribute:

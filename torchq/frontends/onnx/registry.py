@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONVERTERS", "NUMBERS", "Converter", "Entry", "converter", "identity"]
 
-Converter = Callable[["NodeContext"], Union[Value, Sequence[Value]]]
+Converter = Callable[["NodeContext"], "Value | Sequence[Value]"]
 
 #: The element types that torch computes with on every device.
 NUMBERS = frozenset(
@@ -41,7 +41,8 @@ class Entry:
 
     Attributes:
         convert: from one node of the file to its outputs.
-        dtypes: element types of inputs and outputs that the operator can be converted for, None for any that torch has.
+        dtypes: element types of inputs and outputs that the operator can be converted for, None for
+            any that torch has.
     """
 
     convert: Converter
@@ -60,7 +61,8 @@ def converter(
     Args:
         op_types: names such as ``"Conv"``.
         domain: of the operators, ``""`` for ONNX's own.
-        dtypes: element types of inputs and outputs that the converter can handle; None for any that torch has.
+        dtypes: element types of inputs and outputs that the converter can handle; None for any that
+            torch has.
 
     Raises:
         ConfigError: one of the operators has a converter already.
@@ -79,7 +81,7 @@ def identity(
     function: Callable[..., object],
     dtypes: frozenset[torch.dtype] | None = NUMBERS,
 ) -> None:
-    """Enter an operator without attributes that one torch function computes from the same inputs."""
+    """Enter an operator without attributes that one torch function computes."""
 
     def convert(node: NodeContext) -> Value:
         return node.call(function, *node.inputs)

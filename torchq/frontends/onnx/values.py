@@ -29,7 +29,8 @@ class Constant:
 class Ints:
     """An int64 tensor that is computed from shapes, kept as its elements.
 
-    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather, Concat, Reshape.
+    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
+    Concat, Reshape.
 
     Attributes:
         items: numbers, and nodes that compute one number.
@@ -41,4 +42,4 @@ class Ints:
 
 
 #: A node computes a tensor in every call. None is an optional input or output that is left out.
-Value = Union[fx.Node, Constant, Ints, None]
+Value = Union[fx.Node, Constant, Ints, None]  # noqa: UP007  # a value at run time, in Python 3.10

@@ -1,4 +1,7 @@
-"""The converters, one file for each family of operators; importing this package fills the registry."""
+"""The converters, one file for each family of operators.
+
+Importing this package fills the registry.
+"""
 
 from torchq.frontends.onnx.converters import (
     activations,

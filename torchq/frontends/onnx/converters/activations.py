@@ -49,7 +49,10 @@ def _celu(node: NodeContext) -> Value:
 
 @converter("Selu")
 def _selu(node: NodeContext) -> Value:
-    alpha, gamma = node.attr("alpha", 1.67326319217681884765625), node.attr("gamma", 1.05070102214813232421875)
+    alpha, gamma = (
+        node.attr("alpha", 1.67326319217681884765625),
+        node.attr("gamma", 1.05070102214813232421875),
+    )
     if abs(alpha - 1.6732632) < 1e-6 and abs(gamma - 1.0507010) < 1e-6:
         return node.module(nn.SELU(), node.inputs[0])
     return node.call(torch.mul, node.call(F.elu, node.inputs[0], alpha), gamma)

@@ -76,7 +76,10 @@ def _binary(node: NodeContext) -> Value:
 
 
 def align_old_operands(node: NodeContext) -> None:
-    """Give the second operand the shape that broadcasting of opset 6 means: its first dimension lies at ``axis`` of the first."""
+    """Give the second operand the shape that broadcasting of opset 6 means.
+
+    Its first dimension lies at ``axis`` of the first.
+    """
     if node.version > 6 or not node.attr("broadcast", 0) or "axis" not in node.attributes:
         return
     first, second = node.ndim(0), node.ndim(1)
@@ -86,7 +89,10 @@ def align_old_operands(node: NodeContext) -> None:
 
 
 def scalar_or_value(node: NodeContext, index: int) -> Any:
-    """Return a constant number without dimensions as a Python number, which keeps the type of the tensor it meets."""
+    """Return an input; a constant without dimensions as a Python number.
+
+    A Python number keeps the element type of the tensor that it meets.
+    """
     value = node.inputs[index]
     if isinstance(value, Constant) and value.tensor.dim() == 0:
         return value.tensor.item()
@@ -94,13 +100,18 @@ def scalar_or_value(node: NodeContext, index: int) -> Any:
 
 
 def _sizes_of(node: NodeContext) -> tuple[list[Any], list[Any], bool] | None:
-    """Return two operands that are sizes element by element, and if the result is a scalar; None for other tensors."""
+    """Return two operands that are sizes element by element, and if the result is a scalar.
+
+    None for other tensors.
+    """
     if not any(isinstance(value, Ints) for value in node.inputs):
         return None
     first, second = node.ints(0), node.ints(1)
     if first is None or second is None or 0 in (len(first), len(second)):
         return None
-    if any((node.shape(i) or []) not in ([], [len(items)]) for i, items in ((0, first), (1, second))):
+    if any(
+        (node.shape(i) or []) not in ([], [len(items)]) for i, items in ((0, first), (1, second))
+    ):
         return None
     count = max(len(first), len(second))
     if {len(first), len(second)} - {1, count}:
@@ -128,7 +139,10 @@ def _numeric(node: NodeContext) -> Value:
 
 
 def _as_bias(node: NodeContext) -> Value:
-    """Give a constant to the linear layer without a bias that it is added to; None if there is no such layer."""
+    """Give a constant to the linear layer without a bias that it is added to.
+
+    None if there is no such layer.
+    """
     for layer, other in (node.inputs, node.inputs[::-1]):
         if isinstance(layer, fx.Node) and isinstance(other, Constant):
             return node.importer.add_bias(layer, other)
@@ -185,7 +199,10 @@ def _variadic(node: NodeContext) -> Value:
 
 @converter("IsInf")
 def _is_inf(node: NodeContext) -> Value:
-    positive, negative = bool(node.attr("detect_positive", 1)), bool(node.attr("detect_negative", 1))
+    positive, negative = (
+        bool(node.attr("detect_positive", 1)),
+        bool(node.attr("detect_negative", 1)),
+    )
     if positive and negative:
         return node.call(torch.isinf, node.inputs[0])
     if not positive and not negative:
@@ -209,7 +226,9 @@ def _where(node: NodeContext) -> Value:
 def _cast(node: NodeContext) -> Value:
     dtype = dtype_of(node.required("to"))
     source = node.dtype(0)
-    if dtype is None or (source is None and node.importer.dtypes.get(node.input_names[0], 0) is None):
+    if dtype is None or (
+        source is None and node.importer.dtypes.get(node.input_names[0], 0) is None
+    ):
         node.refuse("torch has no type for its elements")
     if isinstance(node.inputs[0], Ints) and dtype in (torch.int64, torch.int32):
         return node.inputs[0]
@@ -228,7 +247,9 @@ def _cast_like(node: NodeContext) -> Value:
 
 def _convert_type(node: NodeContext, dtype: torch.dtype) -> Value:
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        return node.call(elementwise.cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1)))
+        return node.call(
+            elementwise.cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1))
+        )
     if node.dtype(0) is dtype:
         return node.inputs[0]
     return node.call(elementwise.cast, node.inputs[0], dtype)

@@ -46,7 +46,10 @@ def pad_amounts(pads: list[int]) -> list[int]:
 def padded_input(
     node: NodeContext, kernel: list[int], value: float = 0.0
 ) -> tuple[Value, list[int], list[int], list[int]]:
-    """Return the input, padded where the padding is not the same on both sides; stride; dilation; and the rest of the padding."""
+    """Return the input, the stride, the dilation, and the padding that is left to the layer.
+
+    The input is padded already where the padding is not the same on both sides.
+    """
     stride, dilation, pads = window(node, kernel)
     auto, spatial, x = node.attr("auto_pad", "NOTSET"), len(kernel), node.inputs[0]
     if auto in ("SAME_UPPER", "SAME_LOWER"):
@@ -75,7 +78,15 @@ def _conv(node: NodeContext) -> Value:
     assert isinstance(weight, Constant)
     out, per_group = weight.tensor.shape[:2]
     module = _CONV[len(kernel)](
-        per_group * groups, out, kernel, stride, padding, dilation, groups, bias is not None, device="meta"
+        per_group * groups,
+        out,
+        kernel,
+        stride,
+        padding,
+        dilation,
+        groups,
+        bias is not None,
+        device="meta",
     )
     module.weight = node.importer.parameter(weight)
     if isinstance(bias, Constant):
@@ -98,12 +109,29 @@ def _conv_transpose(node: NodeContext) -> Value:
     known = isinstance(weight, Constant) and (bias is None or isinstance(bias, Constant))
     if not (symmetric and fits and known):
         return node.call(
-            convolution.conv_transpose, node.inputs[0], weight, bias, stride, dilation, groups, pads, extra
+            convolution.conv_transpose,
+            node.inputs[0],
+            weight,
+            bias,
+            stride,
+            dilation,
+            groups,
+            pads,
+            extra,
         )
     assert isinstance(weight, Constant)
     inputs, per_group = weight.tensor.shape[:2]
     module = _TRANSPOSE[spatial](
-        inputs, per_group * groups, kernel, stride, pads[:spatial], extra, groups, bias is not None, dilation, device="meta"
+        inputs,
+        per_group * groups,
+        kernel,
+        stride,
+        pads[:spatial],
+        extra,
+        groups,
+        bias is not None,
+        dilation,
+        device="meta",
     )
     module.weight = node.importer.parameter(weight)
     if isinstance(bias, Constant):
@@ -119,7 +147,10 @@ def _transposed_pads(
     pads: list[int],
     extra: list[int],
 ) -> list[int]:
-    """Return the pads of a transposed convolution, derived where its output shape is given or follows from ``auto_pad``."""
+    """Return the pads of a transposed convolution.
+
+    They are derived where the file gives the output shape, or ``auto_pad``.
+    """
     auto, wanted = node.attr("auto_pad", "NOTSET"), node.attr("output_shape")
     same = auto in ("SAME_UPPER", "SAME_LOWER")
     if not same and not wanted:
@@ -130,7 +161,8 @@ def _transposed_pads(
     before, behind = [], []
     for axis, (k, s, d, e) in enumerate(zip(kernel, stride, dilation, extra, strict=True)):
         if wanted is None:
-            total = max(0, d * (k - 1) + 1 + e - s)  # so that the output size is input size times stride
+            # The output size is the input size times the stride.
+            total = max(0, d * (k - 1) + 1 + e - s)
         else:
             size = int((shape or [])[2 + axis] or 0)
             total = s * (size - 1) + e + d * (k - 1) + 1 - wanted[-len(kernel) :][axis]
@@ -155,7 +187,7 @@ def _conv_integer(node: NodeContext) -> Value:
 
 
 def shifted(x: torch.Tensor, zero_point: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """Return integers minus their zero point, as float64: exact, and every kernel of torch takes it.
+    """Return integers minus their zero point, as float64, which is exact.
 
     Args:
         x: integers.

@@ -22,7 +22,8 @@ def _gather(node: NodeContext) -> Value:
         return node.sizes(items, scalar=places.dim() == 0)
     if _is_table(node, axis):
         assert isinstance(value, Constant)
-        module = nn.Embedding(*value.tensor.shape, device="meta")
+        rows, size = value.tensor.shape
+        module = nn.Embedding(rows, size, device="meta")
         module.weight = node.importer.parameter(value)
         return node.module(module, node.inputs[1], name=module_name(node, value))
     if places is not None and places.dim() == 0 and not isinstance(value, Constant):
@@ -36,7 +37,8 @@ def _is_table(node: NodeContext, axis: int) -> bool:
     is_weight = isinstance(value, Constant) and value.tensor.dim() == 2 and bool(value.name)
     if not is_weight or axis != 0 or node.constant(1) is not None:
         return False
-    return value.tensor.is_floating_point() and dtype in (torch.int64, torch.int32)  # type: ignore[union-attr]
+    assert isinstance(value, Constant)
+    return value.tensor.is_floating_point() and dtype in (torch.int64, torch.int32)
 
 
 @converter("GatherElements", dtypes=None)
@@ -83,7 +85,10 @@ def _arg(node: NodeContext) -> Value:
 
 
 def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
-    """Return where the largest or smallest element along ``axis`` is: the first, or the last one of several."""
+    """Return where the largest or smallest element along ``axis`` is.
+
+    The first, or the last one of several.
+    """
     function = torch.argmax if largest else torch.argmin
     if not last:
         return function(x, axis, keep)
@@ -102,7 +107,10 @@ def _top_k(node: NodeContext) -> list[Value]:
 
 
 def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest or smallest elements in order, and their positions; of equal ones the first come first."""
+    """Return the ``k`` largest or smallest elements in order, and their positions.
+
+    Of equal ones the first come first.
+    """
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
     count = int(k)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
@@ -115,7 +123,7 @@ def _unique(node: NodeContext) -> list[Value]:
 
 
 def unique(x: Tensor, axis: int | None, ordered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the different elements (or slices along ``axis``), where each is first, which one each is, and how many there are.
+    """Return the distinct elements, their first positions, the inverse map, and their counts.
 
     Args:
         x: any shape; flattened where ``axis`` is None.
@@ -123,7 +131,9 @@ def unique(x: Tensor, axis: int | None, ordered: bool) -> tuple[Tensor, Tensor, 
         ordered: ascending, else in the order of their first occurrence.
     """
     x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
-    values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=axis)
+    values, inverse, counts = torch.unique(
+        x, sorted=True, return_inverse=True, return_counts=True, dim=axis
+    )
     places = torch.arange(inverse.numel(), device=x.device)
     first = torch.full_like(counts, inverse.numel()).scatter_reduce(0, inverse, places, "amin")
     if not ordered:

@@ -26,10 +26,14 @@ def _linear(node: NodeContext, weight: Constant, transposed: bool, bias: Constan
 
 @converter("MatMul")
 def _matmul(node: NodeContext) -> Value:
-    weight, shape = node.inputs[1], node.shape(0)
-    is_matrix = isinstance(weight, Constant) and weight.tensor.dim() == 2
-    if is_matrix and weight.tensor.is_floating_point() and shape is not None and shape:  # type: ignore[union-attr]
-        return _linear(node, weight, True, None)  # type: ignore[arg-type]
+    weight = node.inputs[1]
+    if (
+        isinstance(weight, Constant)
+        and weight.tensor.dim() == 2
+        and node.floating(0)
+        and node.shape(0)
+    ):
+        return _linear(node, weight, True, None)
     if not node.floating(0):
         return node.call(integer_matmul, *node.inputs)
     return node.call(torch.matmul, *node.inputs)
@@ -37,15 +41,28 @@ def _matmul(node: NodeContext) -> Value:
 
 @converter("Gemm")
 def _gemm(node: NodeContext) -> Value:
-    alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
-    weight, bias, plain = node.inputs[1], node.input(2), not node.attr("transA", 0)
-    is_bias = bias is None or (isinstance(bias, Constant) and bias.tensor.dim() == 1)
-    if alpha == 1.0 and (beta == 1.0 or bias is None) and plain and isinstance(weight, Constant) and is_bias:
-        out = weight.tensor.shape[0 if node.attr("transB", 0) else 1]
-        if weight.tensor.is_floating_point() and (bias is None or bias.tensor.numel() == out):  # type: ignore[union-attr]
-            return _linear(node, weight, not node.attr("transB", 0), bias)  # type: ignore[arg-type]
+    weight, bias = node.inputs[1], node.input(2)
     transposed = bool(node.attr("transA", 0)), bool(node.attr("transB", 0))
+    if _is_linear(node) and isinstance(weight, Constant):
+        return _linear(
+            node, weight, not transposed[1], bias if isinstance(bias, Constant) else None
+        )
+    alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     return node.call(gemm, node.inputs[0], weight, bias, alpha, beta, *transposed)
+
+
+def _is_linear(node: NodeContext) -> bool:
+    """Return True for a product that a linear layer computes: known weight and bias, no factors."""
+    weight, bias = node.inputs[1], node.input(2)
+    if not isinstance(weight, Constant) or not weight.tensor.is_floating_point():
+        return False
+    if node.attr("transA", 0) or node.attr("alpha", 1.0) != 1.0:
+        return False
+    if bias is None:
+        return True
+    out = weight.tensor.shape[0 if node.attr("transB", 0) else 1]
+    is_vector = isinstance(bias, Constant) and tuple(bias.tensor.shape) == (out,)
+    return is_vector and node.attr("beta", 1.0) == 1.0
 
 
 def gemm(

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
@@ -139,7 +139,9 @@ def _slice(node: NodeContext) -> Value:
     return _sliced(node, starts_, ends_, axes_, steps_)
 
 
-def _sliced(node: NodeContext, starts: list[Any], ends: list[Any], axes: list[Any], steps: list[Any]) -> Value:
+def _sliced(
+    node: NodeContext, starts: list[Any], ends: list[Any], axes: list[Any], steps: list[Any]
+) -> Value:
     value = node.inputs[0]
     numbers = all(isinstance(item, int) for item in (*starts, *ends, *axes, *steps))
     if isinstance(value, Ints) and numbers and len(starts) == 1:
@@ -168,7 +170,11 @@ def _slice_of(start: int, end: int, step: int) -> slice:
 @converter("Expand", dtypes=None)
 def _expand(node: NodeContext) -> Value:
     sizes = node.ints(1)
-    if isinstance(node.inputs[0], Constant) and sizes is not None and all(isinstance(s, int) for s in sizes):
+    if (
+        isinstance(node.inputs[0], Constant)
+        and sizes is not None
+        and all(isinstance(s, int) for s in sizes)
+    ):
         return node.call(movement.expand, node.inputs[0], sizes)
     return node.call(movement.expand, node.inputs[0], node.inputs[1] if sizes is None else sizes)
 
@@ -185,7 +191,14 @@ def _pad(node: NodeContext) -> Value:
     if mode not in ("constant", "reflect", "edge", "wrap"):
         node.refuse(f"the mode {mode!r} is not known")
     if node.version < 11:
-        return node.call(movement.pad, node.inputs[0], list(node.required("pads")), node.attr("value", 0.0), None, mode)
+        return node.call(
+            movement.pad,
+            node.inputs[0],
+            list(node.required("pads")),
+            node.attr("value", 0.0),
+            None,
+            mode,
+        )
     pads = node.ints(1)
     axes = node.known_ints(3, "axes") if node.input(3) is not None else None
     fill = node.constant(2)

@@ -31,7 +31,8 @@ _INSTANCE: dict[int, type[Any]] = {
 def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:
     """Return inputs that are all known, else None."""
     found = [node.input(index) for index in indices]
-    return found if all(isinstance(value, Constant) for value in found) else None  # type: ignore[return-value]
+    constants = [value for value in found if isinstance(value, Constant)]
+    return constants if len(constants) == len(found) else None
 
 
 @converter("BatchNormalization")
@@ -85,7 +86,10 @@ def _three(node: NodeContext) -> tuple[Value, Value, Value]:
 def layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor | None, axis: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised tensor, the means, and the inverses of the deviations; computed in float32 at least."""
+    """Return the normalised tensor, the means, and the inverses of the deviations.
+
+    Computed in float32 at least.
+    """
     axes = list(range(axis % x.dim(), x.dim()))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.mean(axes, keepdim=True)
@@ -100,7 +104,7 @@ def _group_norm(node: NodeContext) -> Value:
     parts = _constants(node, 1, 2)
     shape = node.shape(0)
     channels = shape[1] if shape else None
-    if parts is None or channels is None or node.version < 21 and parts[0].tensor.numel() != channels:
+    if parts is None or channels is None or parts[0].tensor.numel() != channels:
         return node.call(group_norm, *node.inputs, groups, epsilon)
     module = nn.GroupNorm(groups, channels, epsilon)
     module.weight, module.bias = (node.importer.parameter(part) for part in parts)
@@ -108,7 +112,10 @@ def _group_norm(node: NodeContext) -> Value:
 
 
 def group_norm(x: Tensor, scale: Tensor, bias: Tensor, groups: int, epsilon: float) -> Tensor:
-    """Return channels normalised in groups; scale and bias hold one number a channel, or (before opset 21) one a group."""
+    """Return channels normalised in groups.
+
+    Scale and bias hold one number a channel, or (before opset 21) one a group.
+    """
     channels = x.shape[1]
     scale, bias = (part.repeat_interleave(channels // part.numel()) for part in (scale, bias))
     return F.group_norm(x, groups, scale, bias, epsilon)
@@ -124,7 +131,10 @@ def _lrn(node: NodeContext) -> Value:
 
 
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
-    """Return ``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta`` for an even ``size``."""
+    """Return local response normalisation over an even number of channels.
+
+    ``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``.
+    """
     squares = F.pad(x.square().transpose(1, -1), ((size - 1) // 2, size // 2))
     sums = squares.unfold(-1, size, 1).sum(-1).transpose(1, -1)
     return x / (bias + alpha / size * sums) ** beta
@@ -166,7 +176,9 @@ def _rms_norm(node: NodeContext) -> Value:
 
 
 def rms_norm(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> Tensor:
-    """Return ``x`` divided by the root of its mean square over the axes from ``axis`` on, times ``scale``."""
+    """Return ``x`` over the root of its mean square along the axes from ``axis`` on, scaled."""
     axes = list(range(axis % x.dim(), x.dim()))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return (wide * torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)).to(x.dtype) * scale
+    return (wide * torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)).to(
+        x.dtype
+    ) * scale

@@ -66,7 +66,8 @@ def pad_for_ceil(
 ) -> Tensor:
     """Pad with -inf so that a pooling that rounds down has the windows of one that rounds up.
 
-    ONNX lets a window begin anywhere inside the input or the padding before it, and ignores one that begins behind.
+    ONNX lets a window begin anywhere inside the input or the padding before it, and ignores one
+    that begins behind.
     """
     amounts = list(amounts)
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
@@ -108,7 +109,13 @@ def _average_pool(node: NodeContext) -> Value:
     auto, spatial = node.attr("auto_pad", "NOTSET"), len(kernel)
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         return node.call(
-            average_pool_same, node.inputs[0], kernel, stride, dilation, auto == "SAME_UPPER", include
+            average_pool_same,
+            node.inputs[0],
+            kernel,
+            stride,
+            dilation,
+            auto == "SAME_UPPER",
+            include,
         )
     if auto == "VALID":
         pads = [0] * (2 * spatial)
@@ -116,7 +123,8 @@ def _average_pool(node: NodeContext) -> Value:
     if plain and all(2 * p <= k for p, k in zip(pads, kernel, strict=False)):
         counted = include or not any(pads)
         return node.module(
-            _AVERAGE[spatial](kernel, stride, pads[:spatial], count_include_pad=counted), node.inputs[0]
+            _AVERAGE[spatial](kernel, stride, pads[:spatial], count_include_pad=counted),
+            node.inputs[0],
         )
     return node.call(
         convolution.average_pool, node.inputs[0], kernel, stride, dilation, pads, ceil_mode, include
@@ -143,11 +151,25 @@ def _lp_pool(node: NodeContext) -> Value:
     if node.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         x, stride, dilation, _ = padded_input(node, kernel)
         return node.call(
-            convolution.lp_pool, x, node.attr("p", 2), kernel, stride, dilation, [0] * len(pads), False
+            convolution.lp_pool,
+            x,
+            node.attr("p", 2),
+            kernel,
+            stride,
+            dilation,
+            [0] * len(pads),
+            False,
         )
     ceil_mode = bool(node.attr("ceil_mode", 0))
     return node.call(
-        convolution.lp_pool, node.inputs[0], node.attr("p", 2), kernel, stride, dilation, pads, ceil_mode
+        convolution.lp_pool,
+        node.inputs[0],
+        node.attr("p", 2),
+        kernel,
+        stride,
+        dilation,
+        pads,
+        ceil_mode,
     )
 
 
@@ -182,7 +204,10 @@ def max_unpool(
     pads: list[int],
     shape: list[int] | None,
 ) -> Tensor:
-    """Put values at their positions in a tensor of zeros; positions count through the whole unpooled tensor."""
+    """Put values at their positions in a tensor of zeros.
+
+    Positions count through the whole unpooled tensor.
+    """
     spatial = len(kernel)
     sizes = [
         (x.shape[2 + i] - 1) * stride[i] - pads[i] - pads[spatial + i] + kernel[i]

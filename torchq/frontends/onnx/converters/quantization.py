@@ -1,4 +1,8 @@
-"""Quantized files: pairs of QuantizeLinear and DequantizeLinear become quantizers, integer operators become float ones between such pairs."""
+"""Quantized files.
+
+Pairs of QuantizeLinear and DequantizeLinear become quantizers, integer operators become float ones
+between such pairs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.formats import FloatFormat
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import quantization
 from torchq.frontends.onnx.reader import dtype_of
@@ -40,13 +43,20 @@ class Quantization:
 
     def equals(self, other: Quantization) -> bool:
         """Return True if both give the same codes."""
-        same = self.zero_point.dtype == other.zero_point.dtype and self.scale.shape == other.scale.shape
+        same = (
+            self.zero_point.dtype == other.zero_point.dtype
+            and self.scale.shape == other.scale.shape
+        )
         same = same and (self.axis == other.axis or self.scale.numel() == 1)
-        return same and torch.equal(self.scale, other.scale) and torch.equal(self.zero_point, other.zero_point)
+        return (
+            same
+            and torch.equal(self.scale, other.scale)
+            and torch.equal(self.zero_point, other.zero_point)
+        )
 
 
 def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
-    """Return the range whose scale is ``scale``, exactly where such a float32 number exists, else the nearest."""
+    """Return the range whose scale is ``scale``, or comes nearest to it among float32 numbers."""
     amax = (scale.double() * descriptor.format.qmax).float()
     best, error = amax, (scale_from_amax(amax, descriptor.format).double() - scale.double()).abs()
     for direction in (-torch.inf, torch.inf):
@@ -57,7 +67,7 @@ def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
 
 
 def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
-    """Return a quantizer with the range of a file, None where no format of torchq has its zero point."""
+    """Return a quantizer with the range of a file, None where no format has its zero point."""
     dtype, zero = found.zero_point.dtype, found.zero_point
     axis = None
     if found.scale.numel() > 1:
@@ -86,7 +96,10 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
 
 
 def module_name(node: NodeContext, weight: Constant) -> str:
-    """Return where to put a module: the name of its weight without the last part, or the name of the node."""
+    """Return where to put a module.
+
+    The name of its weight without the last part, or the name of the node.
+    """
     stem, _, last = (weight.name or weight.origin).rpartition(".")
     return stem if stem and last == "weight" else node.name
 
@@ -94,7 +107,10 @@ def module_name(node: NodeContext, weight: Constant) -> str:
 def weighted(
     node: NodeContext, module: nn.Module, weight: Constant, x: Value, transposed: bool = False
 ) -> Value:
-    """Call a layer; one whose weight the file holds as codes becomes its quantized twin with the ranges of the file.
+    """Call a layer.
+
+    A layer whose weight the file holds as codes becomes its quantized twin, with the ranges of the
+    file.
 
     Args:
         node: the node of the layer.
@@ -110,7 +126,9 @@ def weighted(
     own = None if found is None else quantizer_of(found, weight.tensor.dim())
     if own is None:
         return node.module(module, x, name=name)
-    source, of_input = importer.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
+    source, of_input = (
+        importer.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
+    )
     given = None if of_input is None else of_input.descriptor
     convert_(module, input=given, weight=own.descriptor)
     module.weight_quantizer = own
@@ -119,10 +137,16 @@ def weighted(
     return node.module(module, source, name=name)
 
 
-def _parameters(node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None) -> Quantization | None:
+def _parameters(
+    node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None
+) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
     scale, zero = node.constant(scale_index), node.constant(zero_index)
-    if scale is None or (zero is None and node.input(zero_index) is not None) or node.attr("block_size", 0):
+    if (
+        scale is None
+        or (zero is None and node.input(zero_index) is not None)
+        or node.attr("block_size", 0)
+    ):
         return None
     if zero is None:
         if dtype is None:
@@ -143,7 +167,13 @@ def _code_type(node: NodeContext) -> torch.dtype:
 def _quantize(node: NodeContext) -> Value:
     axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
     result = node.call(
-        quantization.quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
+        quantization.quantize_linear,
+        node.inputs[0],
+        node.inputs[1],
+        node.input(2),
+        axis,
+        block_size,
+        dtype,
     )
     found = _parameters(node, 1, 2, axis, dtype)
     if isinstance(result, fx.Node) and found is not None:
@@ -186,7 +216,12 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
     else:
         scale, zero = Constant(found.scale), Constant(found.zero_point)
         result = node.call(
-            quantization.fake_quantize_linear, source, scale, zero, found.axis, found.zero_point.dtype
+            quantization.fake_quantize_linear,
+            source,
+            scale,
+            zero,
+            found.axis,
+            found.zero_point.dtype,
         )
     node.importer.dequantized[codes] = result
     return result
@@ -219,10 +254,14 @@ def _qlinear_matmul(node: NodeContext) -> Value:
     return node.call(quantization.requantize, y, node.inputs[6], node.inputs[7])
 
 
-def exact_matmul(a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor) -> Tensor:
+def exact_matmul(
+    a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor
+) -> Tensor:
     """Return the real product of codes: integers are summed exactly, then scaled."""
     left = a.double() - a_zero.double()
     columns = b_zero.double() if b_zero.numel() == 1 else b_zero.double().unsqueeze(-2)
     sums = torch.matmul(left, b.double() - columns)
-    scale = a_scale.double() * (b_scale.double() if b_scale.numel() == 1 else b_scale.double().unsqueeze(-2))
+    scale = a_scale.double() * (
+        b_scale.double() if b_scale.numel() == 1 else b_scale.double().unsqueeze(-2)
+    )
     return (sums * scale).float()

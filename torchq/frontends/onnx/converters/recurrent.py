@@ -40,25 +40,38 @@ def _recurrent(node: NodeContext) -> list[Value]:
     if not batch_first:
         return results
     order = [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)]
-    return [node.call(torch.permute, value, perm) for value, perm in zip(results, order, strict=False)]
+    return [
+        node.call(torch.permute, value, perm) for value, perm in zip(results, order, strict=False)
+    ]
 
 
 def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:
-    """Return torch's layer with the weights of the node, None where torch's layer does not compute the same."""
+    """Return torch's layer with the weights of the node, None where torch has no such layer."""
     kind, weights = node.op_type, [node.input(index) for index in (1, 2, 3)]
-    if not all(isinstance(part, Constant) or part is None for part in weights) or weights[0] is None:
+    if (
+        not all(isinstance(part, Constant) or part is None for part in weights)
+        or weights[0] is None
+    ):
         return None
     plain = [name.lower() for name in _DEFAULTS[kind]] * directions
     is_relu = kind == "RNN" and set(activations) == {"relu"}
-    if (activations != plain and not is_relu) or node.input(4) is not None or node.input(7) is not None:
+    if (
+        (activations != plain and not is_relu)
+        or node.input(4) is not None
+        or node.input(7) is not None
+    ):
         return None
-    if node.attr("direction", "forward") == "reverse" or (kind == "GRU" and not node.attr("linear_before_reset", 0)):
+    if node.attr("direction", "forward") == "reverse" or (
+        kind == "GRU" and not node.attr("linear_before_reset", 0)
+    ):
         return None
     w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
     assert w is not None and r is not None
     options: dict[str, Any] = {"nonlinearity": "relu"} if is_relu else {}
     cls: Any = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}[kind]
-    module = cls(w.shape[2], r.shape[2], bias=b is not None, bidirectional=directions == 2, **options)
+    module = cls(
+        w.shape[2], r.shape[2], bias=b is not None, bidirectional=directions == 2, **options
+    )
     with torch.no_grad():
         for direction in range(directions):
             suffix = "l0_reverse" if direction else "l0"
@@ -92,14 +105,19 @@ def _call_module(
     states = _states(node, batch_first)
     if any(state is not None for state in states):
         if None in states:
-            states = [node.call(torch.zeros_like, states[1 - i]) if s is None else s for i, s in enumerate(states)]
+            states = [
+                node.call(torch.zeros_like, states[1 - i]) if s is None else s
+                for i, s in enumerate(states)
+            ]
         initial: Any = tuple(states) if node.op_type == "LSTM" else states[0]
         result = _module_with_state(node, module, x, initial)
     else:
         result = node.module(module, x)
     y = node.call(_item, result, 0)
     last = node.call(_item, result, 1)
-    ends = [node.call(_item, last, 0), node.call(_item, last, 1)] if node.op_type == "LSTM" else [last]
+    ends = (
+        [node.call(_item, last, 0), node.call(_item, last, 1)] if node.op_type == "LSTM" else [last]
+    )
     return [node.call(recurrent.split_directions, y, directions), *ends]
 
 
@@ -147,7 +165,8 @@ def run_layer(
     Args:
         kind: ``"LSTM"``, ``"GRU"`` or ``"RNN"``.
         x: (time, batch, input).
-        weights: of the input, of the state, and biases; each with a first dimension of the directions.
+        weights: of the input, of the state, and biases; each with a first dimension of the
+            directions.
         peephole: of an LSTM, or None.
         lengths: of the sequences, or None.
         states: initial ones, (directions, batch, hidden), or None for zeros.
@@ -157,23 +176,30 @@ def run_layer(
         linear_before_reset: see the ONNX operator GRU.
 
     Returns:
-        all outputs (time, directions, batch, hidden), and the last states (directions, batch, hidden).
+        all outputs (time, directions, batch, hidden), and the last states (directions, batch,
+        hidden).
     """
     w, r, b = weights
     assert w is not None and r is not None
     zeros = x.new_zeros(directions, x.shape[1], r.shape[-1])
     starts = [zeros if state is None else state for state in states]
     each = len(activations) // directions
-    outputs = []
+    outputs: list[tuple[Tensor, ...]] = []
     for d in range(directions):
         own: Any = (w[d], r[d], None if b is None else b[d])
         names: Any = tuple(activations[d * each : (d + 1) * each])
         back = reverse or d == 1
         if kind == "LSTM":
             own = (*own, None if peephole is None else peephole[d])
-            outputs.append(recurrent.lstm_sequence(x, own, (starts[0][d], starts[1][d]), lengths, names, back))
+            outputs.append(
+                recurrent.lstm_sequence(x, own, (starts[0][d], starts[1][d]), lengths, names, back)
+            )
         elif kind == "GRU":
-            outputs.append(recurrent.gru_sequence(x, own, starts[0][d], lengths, names, back, linear_before_reset))
+            outputs.append(
+                recurrent.gru_sequence(
+                    x, own, starts[0][d], lengths, names, back, linear_before_reset
+                )
+            )
         else:
             outputs.append(recurrent.rnn_sequence(x, own, starts[0][d], lengths, names[0], back))
     y = torch.stack([parts[0] for parts in outputs], 1)

@@ -65,7 +65,9 @@ def reduce_l1(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 def reduce_l2(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     """Return roots of sums of squares."""
-    return torch.sqrt(reduce_sum(x * x, axes, keep).to(x.dtype if x.is_floating_point() else torch.float64)).to(x.dtype)
+    return torch.sqrt(
+        reduce_sum(x * x, axes, keep).to(x.dtype if x.is_floating_point() else torch.float64)
+    ).to(x.dtype)
 
 
 def reduce_log_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -131,7 +133,10 @@ def _reduce(node: NodeContext) -> Value:
 
 
 def reduce_along(kind: str, x: Tensor, axes: Tensor, keep: bool, empty: bool) -> Tensor:
-    """Return a reduction along axes that the network computes; ``empty`` axes mean none instead of all."""
+    """Return a reduction along axes that the network computes.
+
+    ``empty`` axes mean none instead of all.
+    """
     places = axes.tolist()
     if not places and empty:
         return _ELEMENTWISE.get(kind, _same)(x)
@@ -160,8 +165,13 @@ def _cumulative(node: NodeContext) -> Value:
     return node.call(cumulative, node.inputs[0], axis, *flags, node.op_type == "CumProd")
 
 
-def cumulative(x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool, product: bool) -> Tensor:
-    """Return running sums or products along ``axis``; ``exclusive`` ones leave out the element itself."""
+def cumulative(
+    x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool, product: bool
+) -> Tensor:
+    """Return running sums or products along ``axis``.
+
+    ``exclusive`` ones leave out the element itself.
+    """
     axis = int(axis)
     x = x.flip(axis) if reverse else x
     y = torch.cumprod(x, axis, dtype=x.dtype) if product else torch.cumsum(x, axis, dtype=x.dtype)

@@ -64,8 +64,10 @@ def _constant_of_shape(node: NodeContext) -> Value:
     sizes = node.ints(0)
     if sizes is not None and all(isinstance(size, int) for size in sizes):
         movement._check_size(sizes, "ConstantOfShape")  # type: ignore[arg-type]
-        # One element in memory however large the shape is: weights of published test models are made like this.
-        return Constant(torch.full((1,), number, dtype=value.dtype).expand(sizes))  # type: ignore[arg-type]
+        # One element in memory however large the shape is: weights of published test models are
+        # made like this.
+        one = torch.full((1,), number, dtype=value.dtype)
+        return Constant(one.expand(sizes))  # type: ignore[arg-type]
     shape = node.inputs[0] if sizes is None else sizes
     return node.call(movement.constant_of_shape, shape, number, value.dtype)
 
@@ -111,7 +113,12 @@ def cosine_window(
 ) -> Tensor:
     """Return ``a0 - a1 cos(t) + a2 cos(2 t) ...`` over one period of ``size`` samples."""
     count = int(size)
-    angle = 2 * torch.pi * torch.arange(count, dtype=torch.float64) / (count if periodic else max(count - 1, 1))
+    angle = (
+        2
+        * torch.pi
+        * torch.arange(count, dtype=torch.float64)
+        / (count if periodic else max(count - 1, 1))
+    )
     total = torch.zeros(count, dtype=torch.float64)
     for order, factor in enumerate(coefficients):
         total += (-1) ** order * factor * torch.cos(order * angle)

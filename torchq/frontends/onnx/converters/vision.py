@@ -18,6 +18,11 @@ __all__: list[str] = []
 
 @converter("Upsample")
 def _upsample(node: NodeContext) -> Value:
+    return _upsampled(node)
+
+
+def _upsampled(node: NodeContext) -> Value:
+    """Convert Upsample, and Resize of opset 10, which has the same meaning."""
     scales = node.attributes.get("scales")
     if scales is None:
         scales = node.known(1, "scales").tolist()
@@ -32,7 +37,7 @@ def _upsample(node: NodeContext) -> Value:
 @converter("Resize")
 def _resize(node: NodeContext) -> Value:
     if node.version < 11:
-        return _upsample(node)
+        return _upsampled(node)
     options = vision.ResizeOptions(
         node.attr("mode", "nearest"),
         node.attr("coordinate_transformation_mode", "half_pixel"),
@@ -42,7 +47,8 @@ def _resize(node: NodeContext) -> Value:
         node.attr("extrapolation_value", 0.0),
         bool(node.attr("antialias", 0)),
     )
-    scales, sizes = node.constant(2), None
+    scales = node.constant(2)
+    sizes: Any = None
     factors: Any = scales.tolist() if scales is not None and scales.numel() else None
     if factors is None and node.input(3) is not None:
         sizes = node.ints(3) if node.ints(3) is not None else node.inputs[3]
@@ -50,8 +56,8 @@ def _resize(node: NodeContext) -> Value:
         factors = node.input(2)
     axes = node.attr("axes")
     if axes is None:
-        count = len(factors or sizes) if isinstance(factors or sizes, list) else node.ndim(0)
-        axes = list(range(count))
+        given = factors or sizes
+        axes = list(range(len(given) if isinstance(given, list) else node.ndim(0)))
     return _resized(node, factors, sizes, list(axes), options)
 
 
@@ -72,7 +78,12 @@ def _as_upsample(
 ) -> Value:
     """Return a call of torch's own resizing of images where it computes the same, else None."""
     shape = node.shape(0)
-    if shape is None or len(shape) != 4 or not node.floating(0) or node.attr("keep_aspect_ratio_policy", "stretch") != "stretch":
+    if (
+        shape is None
+        or len(shape) != 4
+        or not node.floating(0)
+        or node.attr("keep_aspect_ratio_policy", "stretch") != "stretch"
+    ):
         return None
     mode = _torch_mode(options)
     if mode is None or options.antialias or options.exclude_outside:
@@ -89,13 +100,15 @@ def _as_upsample(
     if not isinstance(sizes, list) or axes not in ([0, 1, 2, 3], [2, 3]):
         return None
     size = sizes[-2:]
-    if len(sizes) == 4 and any(isinstance(s, int) and s != n for s, n in zip(sizes[:2], shape[:2], strict=True)):
+    if len(sizes) == 4 and any(
+        isinstance(s, int) and s != n for s, n in zip(sizes[:2], shape[:2], strict=True)
+    ):
         return None
     return node.call(F.interpolate, node.inputs[0], list(size), None, mode[0], mode[1])
 
 
 def _torch_mode(options: vision.ResizeOptions) -> tuple[str, bool | None] | None:
-    """Return mode and ``align_corners`` of ``F.interpolate`` for options, None where torch has none."""
+    """Return mode and ``align_corners`` of ``F.interpolate``, None where torch has no such mode."""
     if options.mode == "nearest":
         same = options.coordinates == "asymmetric" and options.nearest == "floor"
         return ("nearest", None) if same else None
@@ -109,7 +122,9 @@ def _torch_mode(options: vision.ResizeOptions) -> tuple[str, bool | None] | None
 
 @converter("GridSample")
 def _grid_sample(node: NodeContext) -> Value:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(node.attr("mode", "linear"), node.attr("mode", "linear"))
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
+        node.attr("mode", "linear"), node.attr("mode", "linear")
+    )
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
     padding, align = node.attr("padding_mode", "zeros"), bool(node.attr("align_corners", 0))
@@ -120,7 +135,9 @@ def _grid_sample(node: NodeContext) -> Value:
 def _affine_grid(node: NodeContext) -> Value:
     sizes = node.ints(1)
     align = bool(node.attr("align_corners", 0))
-    return node.call(vision.affine_grid, node.inputs[0], node.inputs[1] if sizes is None else sizes, align)
+    return node.call(
+        vision.affine_grid, node.inputs[0], node.inputs[1] if sizes is None else sizes, align
+    )
 
 
 @converter("Col2Im")
@@ -139,7 +156,13 @@ def _non_max_suppression(node: NodeContext) -> Value:
     limit = node.input(3) if node.input(3) is not None else 0.0
     center = bool(node.attr("center_point_box", 0))
     return node.call(
-        vision.non_max_suppression, node.inputs[0], node.inputs[1], most, limit, node.input(4), center
+        vision.non_max_suppression,
+        node.inputs[0],
+        node.inputs[1],
+        most,
+        limit,
+        node.input(4),
+        center,
     )
 
 
@@ -149,4 +172,6 @@ def _roi_align(node: NodeContext) -> Value:
     default = "half_pixel" if node.version >= 16 else "output_half_pixel"
     half = node.attr("coordinate_transformation_mode", default) == "half_pixel"
     options = (node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0), half)
-    return node.call(vision.roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max")
+    return node.call(
+        vision.roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max"
+    )

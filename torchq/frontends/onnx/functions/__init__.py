@@ -1,1 +1,1 @@
-"""Functions that converted graphs call where torch has none with ONNX's meaning. All take and return tensors."""
+"""Functions that converted graphs call where torch has none with ONNX's meaning."""

@@ -23,7 +23,10 @@ def pad_same(
     upper: bool,
     value: float,
 ) -> Tensor:
-    """Pad so that a window of ``stride`` gives ``ceil(size / stride)`` results; ``upper`` puts the odd element behind."""
+    """Pad so that a window of ``stride`` gives ``ceil(size / stride)`` results.
+
+    ``upper`` puts the odd element behind.
+    """
     pads: list[int] = []
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         size = x.shape[axis]
@@ -57,7 +60,10 @@ def conv_transpose(
     pads: Sequence[int],
     extra: Sequence[int],
 ) -> Tensor:
-    """Return a transposed convolution, cropped by ``pads`` (all before, then all behind) and grown by ``extra`` behind."""
+    """Return a transposed convolution.
+
+    The result is cropped by ``pads`` (all before, then all behind), and grown by ``extra`` behind.
+    """
     function = _TRANSPOSE[weight.dim() - 2]
     y = function(x, weight, bias, list(stride), 0, 0, groups, list(dilation))
     spatial = len(stride)
@@ -79,7 +85,7 @@ def max_pool_with_indices(
     ceil_mode: bool,
     column_major: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the maxima of windows and their positions in the whole flattened input, as ONNX counts them."""
+    """Return the maxima of windows, and their positions in the whole flattened input."""
     function = _MAX_POOL[len(kernel)]
     y, indices = function(
         x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode, True
@@ -88,7 +94,9 @@ def max_pool_with_indices(
     if column_major:
         indices = _column_major(indices, spatial)
     size = spatial.numel()
-    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * len(kernel))
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(
+        *x.shape[:2], *[1] * len(kernel)
+    )
     return y, indices + planes * size
 
 
@@ -105,8 +113,13 @@ def _column_major(indices: Tensor, shape: Sequence[int]) -> Tensor:
     return result
 
 
-def _windows(size: int, kernel: int, stride: int, dilation: int, before: int, behind: int, ceil: bool) -> int:
-    """Return how many windows fit; with ``ceil`` the last may reach out, but begins inside the input or the padding before it."""
+def _windows(
+    size: int, kernel: int, stride: int, dilation: int, before: int, behind: int, ceil: bool
+) -> int:
+    """Return how many windows fit.
+
+    With ``ceil`` the last may reach out, but begins inside the input or the padding before it.
+    """
     room = size + before + behind - dilation * (kernel - 1) - 1
     count = -(-room // stride) + 1 if ceil else room // stride + 1
     if ceil and (count - 1) * stride >= size + before:
@@ -123,19 +136,30 @@ def average_pool(
     ceil_mode: bool,
     include_pad: bool,
 ) -> Tensor:
-    """Return the means of windows; a window that reaches beyond the padding counts only what is inside it.
+    """Return the means of windows.
+
+    A window that reaches beyond the padding counts only what is inside the padding.
 
     Args:
+        x: (N, C, ...).
+        kernel: size of a window.
+        stride: between windows.
+        dilation: between the elements of a window.
         pads: all before, then all behind.
+        ceil_mode: let the last window reach out.
         include_pad: count the zeros of the padding, but not those that ``ceil_mode`` adds.
     """
     spatial = len(kernel)
     sums = _window_sums(x, kernel, stride, dilation, pads, ceil_mode)
     inside = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if include_pad:
-        amounts = [side for axis in reversed(range(spatial)) for side in (pads[axis], pads[spatial + axis])]
+        amounts = [
+            side for axis in reversed(range(spatial)) for side in (pads[axis], pads[spatial + axis])
+        ]
         inside = F.pad(inside, amounts, value=1.0)
-        counts = _window_sums(inside, kernel, stride, dilation, [0] * (2 * spatial), ceil_mode, like=sums)
+        counts = _window_sums(
+            inside, kernel, stride, dilation, [0] * (2 * spatial), ceil_mode, like=sums
+        )
     else:
         counts = _window_sums(inside, kernel, stride, dilation, pads, ceil_mode)
     return sums / counts
@@ -155,10 +179,16 @@ def _window_sums(
     for axis in range(spatial):
         before, behind, size = pads[axis], pads[spatial + axis], x.shape[2 + axis]
         k, s, d = kernel[axis], stride[axis], dilation[axis]
-        count = _windows(size, k, s, d, before, behind, ceil_mode) if like is None else like.shape[2 + axis]
+        count = (
+            _windows(size, k, s, d, before, behind, ceil_mode)
+            if like is None
+            else like.shape[2 + axis]
+        )
         reach = (count - 1) * s + d * (k - 1) + 1
         amounts = [before, reach - before - size, *amounts]
-    planes = F.pad(x, amounts).reshape(-1, 1, *[n + a for n, a in zip(x.shape[2:], _per_axis(amounts), strict=True)])
+    planes = F.pad(x, amounts).reshape(
+        -1, 1, *[n + a for n, a in zip(x.shape[2:], _per_axis(amounts), strict=True)]
+    )
     ones = torch.ones((1, 1, *kernel), dtype=x.dtype, device=x.device)
     sums = _CONV[spatial](planes, ones, None, list(stride), 0, list(dilation))
     return sums.reshape(*x.shape[:2], *sums.shape[2:])

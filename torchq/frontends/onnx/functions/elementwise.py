@@ -39,7 +39,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def remainder(a: Tensor, b: Tensor, fmod: bool) -> Tensor:
-    """Return the remainder with the sign of ``b``, or with the sign of ``a`` where ``fmod`` is set."""
+    """Return the remainder with the sign of ``b``, or of ``a`` where ``fmod`` is set."""
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
@@ -83,7 +83,10 @@ def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in another element type; floating-point numbers are cut toward zero for integers."""
+    """Return ``x`` in another element type.
+
+    Floating-point numbers are cut toward zero for integers.
+    """
     return x.to(dtype)
 
 
@@ -98,7 +101,10 @@ def sign(x: Tensor) -> Tensor:
 
 
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
-    """Return ``x`` where it is not negative, else ``slope * x``; the slope broadcasts from the right."""
+    """Return ``x`` where it is not negative, else ``slope * x``.
+
+    The slope broadcasts from the right.
+    """
     return torch.where(x < 0, slope * x, x)
 
 
@@ -127,15 +133,17 @@ def hardmax(x: Tensor, axis: int) -> Tensor:
 def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """Return ``x`` as FP8 numbers, rounded to nearest even.
 
-    Values that round beyond the largest number become that number where ``saturate`` is set. Else they become infinity in
-    E5M2, and NaN in the formats without infinity (ONNX operator Cast, table of FP8 conversions).
+    Values that round beyond the largest number become that number where ``saturate`` is set. Else
+    they become infinity in E5M2, and NaN in the formats without infinity (ONNX operator Cast, table
+    of FP8 conversions).
     """
     x = x.to(torch.float32)
     largest = torch.finfo(dtype).max
     fits = torch.where(x.isnan(), x, x.clamp(-largest, largest)).to(dtype)
     if saturate:
         return fits
-    # Half a step beyond the largest number, the tie included where the largest number has an odd last bit.
+    # Half a step beyond the largest number, the tie included where the largest number has an odd
+    # last bit.
     below = (torch.tensor(largest).to(dtype).view(torch.uint8) - 1).view(dtype).float()
     limit = largest + float(largest - below) / 2
     odd = bool(torch.tensor(largest).to(dtype).view(torch.uint8) & 1)

@@ -1,4 +1,7 @@
-"""Functions that move, pick and repeat elements. Sizes are numbers, or tensors that the network computes."""
+"""Functions that move, pick and repeat elements.
+
+Sizes are numbers, or tensors that the network computes.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,16 @@ def _check_size(sizes: Sequence[int], what: str) -> None:
     for size in sizes:
         count *= size
     if isinstance(count, int) and count > _LARGEST:
-        raise ValueError(f"{what}: got the shape {tuple(sizes)}; expected at most {_LARGEST} elements")
+        raise ValueError(
+            f"{what}: got the shape {tuple(sizes)}; expected at most {_LARGEST} elements"
+        )
 
 
 def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tensor:
-    """Return ``x`` in another shape: -1 stands for the rest, 0 for the size of ``x`` at that place unless ``allow_zero``."""
+    """Return ``x`` in another shape.
+
+    -1 stands for the rest, 0 for the size of ``x`` at that place unless ``allow_zero``.
+    """
     sizes = _numbers(shape)
     if not allow_zero:
         sizes = [
@@ -83,7 +91,9 @@ def tile(x: Tensor, repeats: Tensor | Sequence[int]) -> Tensor:
     return x.repeat(counts)
 
 
-def constant_of_shape(shape: Tensor | Sequence[int], value: float | bool, dtype: torch.dtype) -> Tensor:
+def constant_of_shape(
+    shape: Tensor | Sequence[int], value: float | bool, dtype: torch.dtype
+) -> Tensor:
     """Return a tensor of one value."""
     sizes = _numbers(shape)
     _check_size(sizes, "constant_of_shape")
@@ -91,10 +101,12 @@ def constant_of_shape(shape: Tensor | Sequence[int], value: float | bool, dtype:
 
 
 def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
-    """Return ``start, start + delta, ...`` up to before ``limit``, in the element type of ``start``."""
+    """Return ``start, start + delta, ...`` below ``limit``, in the element type of ``start``."""
     count = max(0, int(torch.ceil((limit.double() - start.double()) / delta.double())))
     _check_size([count], "range_of")
-    return (start + torch.arange(count, device=start.device).to(start.dtype) * delta).to(start.dtype)
+    return (start + torch.arange(count, device=start.device).to(start.dtype) * delta).to(
+        start.dtype
+    )
 
 
 def eye_like(x: Tensor, dtype: torch.dtype, k: int) -> Tensor:
@@ -139,8 +151,13 @@ def slice_by_tensors(
     return slice_axes(x, starts.tolist(), ends.tolist(), places, strides)
 
 
-def split(x: Tensor, sizes: Tensor | Sequence[int] | None, count: int, axis: int) -> tuple[Tensor, ...]:
-    """Return parts of ``x`` along ``axis``: of the given sizes, or ``count`` parts, the last one smaller if need be."""
+def split(
+    x: Tensor, sizes: Tensor | Sequence[int] | None, count: int, axis: int
+) -> tuple[Tensor, ...]:
+    """Return parts of ``x`` along ``axis``.
+
+    Of the given sizes, or ``count`` parts, the last one smaller if need be.
+    """
     if sizes is None:
         size = -(-x.shape[axis] // count)
         parts = list(torch.split(x, max(size, 1), axis))
@@ -150,7 +167,10 @@ def split(x: Tensor, sizes: Tensor | Sequence[int] | None, count: int, axis: int
 
 
 def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    """Return the entries of ``x`` along ``axis`` that ``indices`` name; negative ones count from the end."""
+    """Return the entries of ``x`` along ``axis`` that ``indices`` name.
+
+    Negative ones count from the end.
+    """
     indices = indices.to(torch.int64)
     indices = torch.where(indices < 0, indices + x.shape[axis], indices)
     axis = axis % x.dim()
@@ -171,15 +191,18 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     flat = x.reshape(batch.numel(), *x.shape[batch_dims:])
     places = indices.reshape(batch.numel(), -1, depth).to(torch.int64)
     rows = torch.arange(batch.numel(), device=x.device).unsqueeze(1)
-    found = flat[(rows, *places.unbind(-1))] if depth else flat.unsqueeze(1)
+    index = (rows, *places.unbind(-1))
+    found = flat[index] if depth else flat.unsqueeze(1)
     return found.reshape((*batch, *indices.shape[batch_dims:-1], *rest))
 
 
 _REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, axis: int, reduction: str) -> Tensor:
-    """Return ``x`` with elements replaced by, or combined with, updates at indices along ``axis``."""
+def scatter_elements(
+    x: Tensor, indices: Tensor, updates: Tensor, axis: int, reduction: str
+) -> Tensor:
+    """Return ``x`` with updates written to, or combined with, elements along ``axis``."""
     indices = indices.to(torch.int64)
     indices = torch.where(indices < 0, indices + x.shape[axis], indices)
     if reduction == "none":
@@ -188,7 +211,7 @@ def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, axis: int, red
 
 
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str) -> Tensor:
-    """Return ``x`` with slices replaced by, or combined with, updates at positions that ``indices`` spell out."""
+    """Return ``x`` with updates written to, or combined with, slices that ``indices`` name."""
     depth, indices = indices.shape[-1], indices.to(torch.int64)
     leading = x.shape[:depth]
     sizes = torch.tensor(leading, device=x.device)
@@ -205,7 +228,7 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str) -> T
 
 
 def one_hot(indices: Tensor, depth: Tensor, values: Tensor, axis: int) -> Tensor:
-    """Return ``values[1]`` at the indices of a new axis of size ``depth``, ``values[0]`` elsewhere."""
+    """Return ``values[1]`` at the indices of a new axis of ``depth``, ``values[0]`` elsewhere."""
     count = int(depth.reshape(-1)[0])
     _check_size([*indices.shape, count], "one_hot")
     indices = torch.where(indices < 0, indices + count, indices)
@@ -223,7 +246,10 @@ def pad(
     axes: Sequence[int] | None,
     mode: str,
 ) -> Tensor:
-    """Return ``x`` padded (all before, then all behind) with a value, or by its own elements; negative pads cut off."""
+    """Return ``x`` padded (all before, then all behind) with a value, or by its own elements.
+
+    Negative pads cut off.
+    """
     amounts = _numbers(pads)
     places = [axis % x.dim() for axis in axes] if axes is not None else list(range(x.dim()))
     fill = 0 if value is None else value
@@ -286,7 +312,7 @@ def reverse_sequence(x: Tensor, lengths: Tensor, time_axis: int, batch_axis: int
 
 
 def compress(x: Tensor, condition: Tensor, axis: int | None) -> Tensor:
-    """Return the entries along ``axis`` (of the flattened tensor for None) where ``condition`` holds."""
+    """Return the entries along ``axis`` where ``condition`` holds; None flattens ``x`` first."""
     x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
     places = torch.nonzero(condition).reshape(-1)
     return x.index_select(axis, places[places < x.shape[axis]])

@@ -18,7 +18,10 @@ __all__ = [
 
 
 def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
-    """Return a scale or zero point in a shape that broadcasts against ``x``: one number, one for each index of ``axis``, or blocks."""
+    """Return a scale or zero point in a shape that broadcasts against ``x``.
+
+    One number, one for each index of ``axis``, or blocks.
+    """
     if block_size:
         return part.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
     if part.numel() == 1:
@@ -29,9 +32,17 @@ def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
 
 
 def quantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block_size: int, dtype: torch.dtype
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``saturate(round(x / scale) + zero_point)``, ties to even; FP8 types round their own way."""
+    """Return ``saturate(round(x / scale) + zero_point)``, ties to even.
+
+    FP8 types round their own way.
+    """
     scale = aligned(scale, x, axis, block_size)
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max
@@ -57,7 +68,10 @@ def dequantize_linear(
 
 
 class _FakeQuantizeLinear(torch.autograd.Function):
-    """QuantizeLinear and DequantizeLinear with a straight-through gradient: 1 inside the range, 0 outside."""
+    """QuantizeLinear and DequantizeLinear with a straight-through gradient.
+
+    1 inside the range, 0 outside.
+    """
 
     @staticmethod
     def forward(
@@ -77,13 +91,16 @@ class _FakeQuantizeLinear(torch.autograd.Function):
 def fake_quantize_linear(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``x`` quantized and dequantized; trainable, with a straight-through gradient to ``x``."""
+    """Return ``x`` quantized and dequantized.
+
+    Trainable, with a straight-through gradient to ``x``.
+    """
     result: Tensor = _FakeQuantizeLinear.apply(x, scale, zero_point, axis, dtype)
     return result
 
 
 def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes, scale and zero point of a tensor whose range is taken from itself and holds 0."""
+    """Return uint8 codes, scale and zero point for the range of the tensor itself and 0."""
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -18,7 +18,7 @@ _ACTIVATIONS = {
 
 
 def split_directions(y: Tensor, directions: int) -> Tensor:
-    """Return the output of a torch layer, (time, batch, directions * hidden), as ONNX's (time, directions, batch, hidden)."""
+    """Return outputs (time, batch, directions * hidden) as (time, directions, batch, hidden)."""
     return y.unflatten(2, (directions, -1)).transpose(1, 2)
 
 
@@ -47,8 +47,8 @@ def lstm_sequence(
 
     Args:
         x: (time, batch, input).
-        weights: of the input, of the state, biases (8 * hidden,) and peepholes (3 * hidden,); the gates in ONNX's order
-            input, output, forget, cell.
+        weights: of the input, of the state, biases (8 * hidden,) and peepholes (3 * hidden,); the
+            gates in ONNX's order input, output, forget, cell.
         state: hidden and cell state, (batch, hidden).
         lengths: of each sequence, or None.
         activations: of gates, of the cell input and of the output.
@@ -80,7 +80,9 @@ def gru_sequence(
     reverse: bool,
     linear_before_reset: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return all hidden states and the last one of one direction of a GRU; arguments as :func:`lstm_sequence`.
+    """Return all hidden states and the last one of one direction of a GRU.
+
+    The arguments are those of :func:`lstm_sequence`.
 
     The gates come in ONNX's order update, reset, hidden.
     """

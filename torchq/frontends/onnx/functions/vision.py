@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ResizeOptions", "affine_grid", "col2im", "grid_sample", "non_max_suppression", "resize", "roi_align"]
+__all__ = [
+    "ResizeOptions",
+    "affine_grid",
+    "col2im",
+    "grid_sample",
+    "non_max_suppression",
+    "resize",
+    "roi_align",
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ def resize(
         scales: for each axis, or None.
         sizes: for each axis, where scales are None.
         axes: the resized ones.
-        policy: what keeps the aspect ratio with sizes: ``"stretch"``, ``"not_larger"`` or ``"not_smaller"``.
+        policy: what keeps the aspect ratio with sizes: ``"stretch"``, ``"not_larger"`` or
+            ``"not_smaller"``.
         roi: (2 * axes,) normalised bounds for ``tf_crop_and_resize``.
         options: the fields of :class:`ResizeOptions`.
     """
@@ -76,7 +85,11 @@ def _coordinates(
     length = factor * size
     mode = options.coordinates
     if mode == "align_corners":
-        return at * (size - 1) / (length - 1) if length != 1 else torch.zeros(count, dtype=torch.float64)
+        return (
+            at * (size - 1) / (length - 1)
+            if length != 1
+            else torch.zeros(count, dtype=torch.float64)
+        )
     if mode == "asymmetric":
         return at / factor
     if mode == "tf_crop_and_resize":
@@ -93,7 +106,12 @@ def _coordinates(
 
 
 def _resize_axis(
-    x: Tensor, axis: int, count: int, factor: float, span: tuple[float, float], options: ResizeOptions
+    x: Tensor,
+    axis: int,
+    count: int,
+    factor: float,
+    span: tuple[float, float],
+    options: ResizeOptions,
 ) -> Tensor:
     size = x.shape[axis]
     where = _coordinates(count, size, factor, span, options)
@@ -175,7 +193,7 @@ def col2im(
     """Return images summed up from their blocks."""
     before, behind = list(pads[: len(image)]), list(pads[len(image) :])
     whole = [n + a + b for n, a, b in zip(image, before, behind, strict=True)]
-    y = F.fold(x, whole, list(block), list(dilation), 0, list(stride))
+    y = F.fold(x, tuple(whole), tuple(block), tuple(dilation), 0, tuple(stride))
     return y[:, :, before[0] : before[0] + image[0], before[1] : before[1] + image[1]]
 
 
@@ -198,7 +216,8 @@ def non_max_suppression(
     """Return (batch, class, box) of the boxes that no better box of their class overlaps too much.
 
     Args:
-        boxes: (batch, boxes, 4): two opposite corners (y, x, y, x), or centre and size (x, y, w, h).
+        boxes: (batch, boxes, 4): two opposite corners (y, x, y, x), or centre and size (x, y, w,
+            h).
         scores: (batch, classes, boxes).
         most: kept boxes of each class and batch at most.
         iou_limit: a box that overlaps a better one by more than this share of their union goes.
@@ -243,7 +262,7 @@ def roi_align(
     half_pixel: bool,
     largest: bool,
 ) -> Tensor:
-    """Return regions of feature maps, each resampled to one size (He et al. 2017, Mask R-CNN, section 3).
+    """Return regions of feature maps resampled to one size (Mask R-CNN, He et al. 2017, 3).
 
     Args:
         x: (N, C, H, W).
@@ -256,7 +275,9 @@ def roi_align(
         largest: take the largest of the weighted samples instead of the mean.
     """
     results = [
-        _align_one(x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest)
+        _align_one(
+            x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest
+        )
         for roi, b in zip(rois, batches, strict=True)
     ]
     return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
@@ -272,7 +293,11 @@ def _align_one(
     (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
     (columns, column_weights, nx) = _samples(x1, width, size[1], ratio, image.shape[2])
     corners = [
-        [image[:, rows[i]][:, :, columns[j]] * (row_weights[i][:, None] * column_weights[j]).to(image) for j in (0, 1)]
+        [
+            image[:, rows[i]][:, :, columns[j]]
+            * (row_weights[i][:, None] * column_weights[j]).to(image)
+            for j in (0, 1)
+        ]
         for i in (0, 1)
     ]
     shape = (image.shape[0], size[0], ny, size[1], nx)
@@ -282,8 +307,10 @@ def _align_one(
     return (corners[0][0] + corners[0][1] + corners[1][0] + corners[1][1]).view(shape).mean((2, 4))
 
 
-def _samples(start: float, length: float, bins: int, ratio: int, size: int) -> tuple[list[Tensor], list[Tensor], int]:
-    """Return two neighbours and their weights for every sample along one axis, and the samples in a bin."""
+def _samples(
+    start: float, length: float, bins: int, ratio: int, size: int
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return two neighbours and their weights for every sample, and the samples in a bin."""
     count = ratio if ratio > 0 else max(1, math.ceil(length / bins))
     at = start + (torch.arange(bins * count, dtype=torch.float64) + 0.5) * (length / bins / count)
     outside = (at < -1.0) | (at > size)
