@@ -15,13 +15,13 @@ PROMISED: dict[str, str] = {
     "torchq": """
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
         TensorQuantizer __version__ calib calibrate deploy disabled errors export_onnx
-        formats freeze_ functional fuse_ fusion inspect_onnx is_quantized load load_model nn
+        formats freeze_ from_onnx frontends functional fuse_ fusion inspect_onnx is_quantized load load_model nn
         onnx patch plan qat quantize_ recipes register restore_ save summary targets
         verify_onnx workflow
     """,
     "torchq.errors": """
         TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError
-        MissingExtraError
+        FrontendError MissingExtraError
     """,
     "torchq.formats": """
         CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format

@@ -11,6 +11,7 @@ from torchq import (
     calib,
     errors,
     formats,
+    frontends,
     functional,
     fusion,
     nn,
@@ -21,6 +22,7 @@ from torchq import (
 )
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
+from torchq.frontends import from_onnx
 from torchq.fusion import FuseReport, fuse_
 from torchq.lowering import deploy
 from torchq.nn import TensorQuantizer, register
@@ -56,6 +58,8 @@ __all__ = [
     "export_onnx",
     "formats",
     "freeze_",
+    "from_onnx",
+    "frontends",
     "functional",
     "fuse_",
     "fusion",

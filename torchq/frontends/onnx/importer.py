@@ -18,7 +18,7 @@ from torchq.frontends.onnx.reader import attribute_values, read_model, tensor_of
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
 from torchq.frontends.onnx.values import Constant, Value
 from torchq.nn import TensorQuantizer
-from torchq.utils.optional import need
+from torchq.utils.optional import import_optional
 
 if TYPE_CHECKING:
     from torchq.frontends.onnx.converters.quantization import Quantization
@@ -122,7 +122,10 @@ class Importer:
 
     def _expand_functions(self) -> None:
         """Replace operators without a converter by the functions that define them."""
-        onnx, inliner = need("onnx", "from_onnx"), need("onnx.inliner", "from_onnx")
+        onnx, inliner = (
+            import_optional("onnx", "from_onnx"),
+            import_optional("onnx.inliner", "from_onnx"),
+        )
         for _ in range(_DEEPEST):
             found = set()
             for domain, op_type in _operators(self.model.graph):

@@ -12,7 +12,7 @@ from torch import fx
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.values import Value
-from torchq.utils.optional import need
+from torchq.utils.optional import import_optional
 
 __all__ = ["infer_types", "note_ndim"]
 
@@ -73,7 +73,7 @@ def _ndim_of_result(node: NodeContext) -> int | None:
 
 
 def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype | None]]:
-    """Infer shapes and element types; those that the file stores for inner tensors are not believed.
+    """Infer shapes and element types; what the file stores for inner tensors is not believed.
 
     Args:
         model: an ``onnx.ModelProto``, left unchanged.
@@ -83,7 +83,7 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
         the shapes with None for open sizes, and the dtypes with None where torch has none; both
         only for tensors that are known.
     """
-    onnx = need("onnx", "from_onnx")
+    onnx = import_optional("onnx", "from_onnx")
     light = onnx.ModelProto()
     light.CopyFrom(model)
     del light.graph.value_info[:], light.graph.initializer[:]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import FrontendError
-from torchq.utils.optional import need
+from torchq.utils.optional import import_optional
 
 __all__ = ["attribute_values", "dtype_of", "read_model", "tensor_of"]
 
@@ -58,7 +58,7 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
         FrontendError: the file cannot be read, or is not valid ONNX.
         MissingExtraError: onnx is not installed.
     """
-    onnx = need("onnx", "from_onnx")
+    onnx = import_optional("onnx", "from_onnx")
     folder, where = None, "from_onnx"
     try:
         if isinstance(source, (str, os.PathLike)):
@@ -70,7 +70,7 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
         else:
             model = onnx.ModelProto.FromString(source.SerializeToString())
         if model.functions:
-            model = need("onnx.inliner", "from_onnx").inline_local_functions(model)
+            model = import_optional("onnx.inliner", "from_onnx").inline_local_functions(model)
     except FileNotFoundError:
         raise FrontendError(f"{where}: there is no such file") from None
     except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
@@ -91,10 +91,10 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         FrontendError: the element type is not known to torch, sizes do not agree, or external data
             lies outside ``folder``.
     """
-    helper = need("onnx.numpy_helper", "from_onnx")
+    helper = import_optional("onnx.numpy_helper", "from_onnx")
     dtype = dtype_of(proto.data_type)
     if dtype is None:
-        name = need("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
+        name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
         raise FrontendError(
             f"{where}: tensor {proto.name!r} holds {name}, which torch has no type for"
         )
@@ -174,7 +174,7 @@ def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, An
 
     Tensors as torch tensors, strings decoded, sub-graphs as they are.
     """
-    get = need("onnx.helper", "from_onnx").get_attribute_value
+    get = import_optional("onnx.helper", "from_onnx").get_attribute_value
     result: dict[str, Any] = {}
     for attribute in node.attribute:
         value = get(attribute)

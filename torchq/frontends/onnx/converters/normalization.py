@@ -72,7 +72,7 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
     tail = None if shape is None else shape[axis % len(shape) :]
     if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
         return node.call_parts(3, layer_norm, *_three(node), axis, epsilon)[0]
-    module = nn.LayerNorm(tail, epsilon, bias=len(parts) > 1)  # type: ignore[arg-type]
+    module = nn.LayerNorm(tail, epsilon, bias=len(parts) > 1)
     module.weight = node.importer.parameter(parts[0])
     if len(parts) > 1:
         module.bias = node.importer.parameter(parts[1])
@@ -170,7 +170,7 @@ def _rms_norm(node: NodeContext) -> Value:
     tail = None if shape is None else shape[axis % len(shape) :]
     if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
         return node.call(rms_norm, node.inputs[0], node.inputs[1], axis, epsilon)
-    module = nn.RMSNorm(tail, epsilon)  # type: ignore[arg-type]
+    module = nn.RMSNorm(tail, epsilon)
     module.weight = node.importer.parameter(parts[0])
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 

@@ -7,6 +7,7 @@ between such pairs.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import torch
@@ -96,12 +97,9 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
 
 
 def module_name(node: NodeContext, weight: Constant) -> str:
-    """Return where to put a module.
-
-    The name of its weight without the last part, or the name of the node.
-    """
-    stem, _, last = (weight.name or weight.origin).rpartition(".")
-    return stem if stem and last == "weight" else node.name
+    """Return where to put a module: the owner of its weight where names tell, else the node."""
+    found = re.fullmatch(r"(.+?)[./](weight|weight_quantizer[./].*)", weight.name or weight.origin)
+    return found[1] if found else node.name
 
 
 def weighted(
@@ -193,10 +191,8 @@ def _dequantize(node: NodeContext) -> Value:
         quantization.dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size
     )
     if isinstance(result, Constant) and found is not None and isinstance(value, Constant):
-        name = value.name
-        for ending in ("_quantized", "_q", ".quantized", "/codes"):
-            name = name.removesuffix(ending)
-        result = Constant(result.tensor, "", name)
+        origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
+        result = Constant(result.tensor, "", origin)
         if value.tensor.dtype is not torch.int32:
             node.importer.weights[result] = found
     return result
@@ -229,10 +225,9 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
 
 def _quantizer_name(node: NodeContext) -> str:
     """Return where to put a quantizer: the name of the node without the operator."""
-    name = node.name
-    for ending in ("/DequantizeLinear", "_DequantizeLinear", ".DequantizeLinear"):
-        name = name.removesuffix(ending)
-    return f"{name}_quantizer"
+    name = re.sub(r"[./_]DequantizeLinear(_\d+)?$", "", node.name)
+    name = re.sub(r"[./]+", "_", name)  # a path of its own: the layer may take the path of the name
+    return name if name.endswith("quantizer") else f"{name}_quantizer"
 
 
 @converter("DynamicQuantizeLinear")
@@ -248,7 +243,7 @@ def _real(node: NodeContext, index: int, axis: int = 1) -> Value:
 
 @converter("QLinearMatMul", dtypes=frozenset(_CODES))
 def _qlinear_matmul(node: NodeContext) -> Value:
-    if any((node.shape(i) or [0] * 9)[1:] for i in (1, 4)):
+    if any(node.shape(index) not in ([], [1]) for index in (1, 4)):
         node.refuse("one scale for each row or column of a product is not supported")
     y = node.call(exact_matmul, *node.inputs[:6])
     return node.call(quantization.requantize, y, node.inputs[6], node.inputs[7])

@@ -1,0 +1,269 @@
+"""What becomes of a file: modules, names, shared weights, open sizes; and what is refused, by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import StagedNet
+from torchq.errors import FrontendError
+
+onnx = pytest.importorskip("onnx", reason="writes the files")
+helper, numpy_helper = onnx.helper, onnx.numpy_helper
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def initializer(name: str, tensor: Tensor) -> Any:
+    return numpy_helper.from_array(tensor.numpy(), name)
+
+
+def file_of(
+    nodes: list[Any], shape: list[Any], initializers: list[Any], opset: int = 17, outputs: int = 1
+) -> Any:
+    """Return a model with the input ``x`` and the outputs ``y``, ``y1``, ..."""
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", FLOAT, shape)],
+        [
+            helper.make_tensor_value_info("y" if i == 0 else f"y{i}", FLOAT, None)
+            for i in range(outputs)
+        ],
+        initializers,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def exported(model: nn.Module, x: Tensor, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.onnx.export(model, (x,), buffer, dynamo=False, **options)
+    return buffer.getvalue()
+
+
+def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
+    model, x = StagedNet().eval(), torch.randn(2, 3, 8, 8)
+    with pytest.warns(DeprecationWarning):
+        data = exported(model, x, opset_version=17)
+    read = torchq.from_onnx(data)
+    torch.testing.assert_close(read(x), model(x), rtol=1e-5, atol=1e-6)
+    assert type(read.get_submodule("layer4.conv")) is nn.Conv2d
+    assert type(read.get_submodule("head.0")) is nn.Linear
+    assert torch.equal(read.state_dict()["layer4.conv.weight"], model.layer4.conv.weight)
+
+
+def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
+    model, x = StagedNet().eval(), torch.randn(4, 3, 8, 8)
+    with pytest.warns(DeprecationWarning):
+        read = torchq.from_onnx(exported(model, x, opset_version=13))
+    torchq.fuse_(read, x)
+    torchq.quantize_(read)
+    torchq.calibrate(read, [x], progress=False)
+    read.train()
+    before = read.head.get_submodule("0").weight.detach().clone()
+    optimizer = torch.optim.SGD(read.parameters(), lr=0.1)
+    read(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(before, read.head.get_submodule("0").weight)
+    read.eval()
+    torchq.export_onnx(read, x, tmp_path / "q.onnx")
+    again = torchq.from_onnx(tmp_path / "q.onnx")
+    assert torch.equal(again(x), read(x))
+
+
+def test_sizes_that_a_file_leaves_open_stay_open() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "zero"], ["batch"]),
+        helper.make_node("Unsqueeze", ["batch", "first"], ["vector"]),
+        helper.make_node("Concat", ["vector", "rest"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["y"]),
+    ]
+    initializers = [
+        initializer("zero", torch.tensor(0)),
+        initializer("first", torch.tensor([0])),
+        initializer("rest", torch.tensor([-1])),
+    ]
+    read = torchq.from_onnx(file_of(nodes, ["batch", 2, 3], initializers))
+    for batch in (1, 5):
+        assert read(torch.randn(batch, 2, 3)).shape == (batch, 6)
+    program = torch.export.export(
+        read, (torch.randn(4, 2, 3),), dynamic_shapes=({0: torch.export.Dim("b")},)
+    )
+    assert program.module()(torch.randn(7, 2, 3)).shape == (7, 6)
+
+
+def test_a_shared_initializer_is_one_parameter() -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], name="first"),
+        helper.make_node("Conv", ["a", "w"], ["y"], name="second"),
+    ]
+    read = torchq.from_onnx(
+        file_of(nodes, [1, 2, 4, 4], [initializer("w", torch.randn(2, 2, 1, 1))])
+    )
+    assert read.first.weight is read.second.weight
+    assert len(list(read.parameters())) == 1
+
+
+def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
+    weight, bias = torch.randn(3, 5), torch.randn(5)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="fc"),
+        helper.make_node("Add", ["b", "a"], ["y"]),
+    ]
+    parts = [initializer("w", weight), initializer("b", bias)]
+    read, x = torchq.from_onnx(file_of(nodes, [4, 3], parts)), torch.randn(4, 3)
+    assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
+    torch.testing.assert_close(read(x), x @ weight + bias)
+    two = file_of(
+        [nodes[0], nodes[1], helper.make_node("Relu", ["a"], ["y1"])], [4, 3], parts, outputs=2
+    )
+    y, raw = torchq.from_onnx(two)(x)  # the product itself has a reader: the bias stays outside
+    torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
+
+
+def test_the_result_can_be_copied_pickled_and_traced() -> None:
+    nodes = [
+        helper.make_node("Resize", ["x", "", "scales"], ["a"], mode="cubic", exclude_outside=1),
+        helper.make_node("Relu", ["a"], ["y"]),
+    ]
+    scales = initializer("scales", torch.tensor([1.0, 1.0, 1.5, 2.5]))
+    read, x = torchq.from_onnx(file_of(nodes, [1, 2, 4, 4], [scales])), torch.randn(1, 2, 4, 4)
+    expected = read(x)
+    for other in (
+        copy.deepcopy(read),
+        pickle.loads(pickle.dumps(read)),
+        torch.fx.symbolic_trace(read),
+    ):
+        assert torch.equal(other(x), expected)
+    assert {node.meta.get("onnx_op") for node in read.graph.nodes} >= {"Resize", "Relu"}
+
+
+def test_names_of_a_file_cannot_become_code() -> None:
+    evil = 'z", None) or exec("raise SystemExit") or getattr(self, "0'
+    nodes = [
+        helper.make_node("Conv", ["x", evil], ["a"], name=evil),
+        helper.make_node("Relu", ["a"], ["b"], name="class"),
+        helper.make_node("Add", ["b", "forward"], ["y"], name="forward"),
+    ]
+    parts = [
+        initializer(evil, torch.ones(1, 1, 1, 1)),
+        initializer("forward", torch.ones(1, 1, 1, 2)),
+    ]
+    read = torchq.from_onnx(file_of(nodes, [1, 1, 2, 2], parts))
+    assert torch.equal(read(torch.ones(1, 1, 2, 2)), torch.full((1, 1, 2, 2), 2.0))
+    assert "exec(" not in read.code
+
+
+def test_unknown_operators_are_named_all_at_once() -> None:
+    nodes = [
+        helper.make_node("Loop", ["", "", "x"], ["a"], body=helper.make_graph([], "body", [], [])),
+        helper.make_node("Fancy", ["a"], ["b"], domain="acme"),
+        helper.make_node("Fancy", ["b"], ["y"], domain="acme"),
+    ]
+    with pytest.raises(FrontendError, match=r"no converter for Loop \(1\), acme.Fancy \(2\)"):
+        torchq.from_onnx(file_of(nodes, [1], []))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda model: model.opset_import[0].__setattr__("version", 3),
+            "got opset 3; expected 6 to",
+        ),
+        (
+            lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
+            "reads 'nowhere', which nothing before",
+        ),
+        (
+            lambda model: model.graph.node[0].output.__setitem__(0, "other"),
+            "nothing computes the output 'y'",
+        ),
+        (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
+        (
+            lambda model: model.graph.initializer[0].dims.__setitem__(0, -4),
+            r"has shape \(-4, 1, 1, 1\)",
+        ),
+        (
+            lambda model: model.graph.initializer[0].__setattr__("data_type", 8),
+            "holds STRING, which torch has no type",
+        ),
+        (
+            lambda model: model.graph.ClearField("node") or model.graph.ClearField("output"),
+            "a model without nodes",
+        ),
+    ],
+)
+def test_broken_files_are_refused_by_name(change: Any, text: str) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    model = file_of([node], [1, 1, 4, 4], [initializer("w", torch.ones(4, 1, 1, 1))])
+    torchq.from_onnx(model)
+    change(model)
+    with pytest.raises(FrontendError, match=text):
+        torchq.from_onnx(model)
+
+
+def test_what_is_no_onnx_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"\x08\xff\xff\xff no protobuf")
+    with pytest.raises(FrontendError, match=r"bad.onnx: cannot be read as ONNX"):
+        torchq.from_onnx(tmp_path / "bad.onnx")
+    with pytest.raises(FrontendError, match="there is no such file"):
+        torchq.from_onnx(tmp_path / "missing.onnx")
+
+
+def external(model: Any, location: str, offset: int, length: int) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+@pytest.mark.parametrize(
+    ("location", "offset", "length", "text"),
+    [
+        ("w.bin", 4, 16, ""),
+        ("../w.bin", 4, 16, "outside the folder"),
+        ("w.bin", 8, 16, "needs 16 bytes from 8; w.bin has 20"),
+        ("w.bin", -4, 16, "needs 16 bytes from -4"),
+        ("w.bin", 4, 12, "needs 16 bytes from 4"),
+        ("none.bin", 4, 16, "cannot be read"),
+    ],
+)
+def test_data_beside_the_file(
+    tmp_path: Path, location: str, offset: int, length: int, text: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    values = torch.arange(5.0)
+    for place in (folder, tmp_path):
+        (place / "w.bin").write_bytes(values.numpy().tobytes())
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    model = file_of([node], [1, 1, 1, 1], [initializer("w", torch.ones(4, 1, 1, 1))])
+    external(model, location, offset, length)
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    if text:
+        with pytest.raises(FrontendError, match=text):
+            torchq.from_onnx(folder / "m.onnx")
+    else:
+        read = torchq.from_onnx(folder / "m.onnx")
+        assert read(torch.ones(1, 1, 1, 1)).flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_constant_that_would_fill_the_memory_is_refused() -> None:
+    nodes = [
+        helper.make_node("Expand", ["one", "huge"], ["big"]),
+        helper.make_node("Add", ["big", "one"], ["bigger"]),
+        helper.make_node("Add", ["x", "bigger"], ["y"]),
+    ]
+    parts = [initializer("one", torch.ones(1)), initializer("huge", torch.tensor([2**40]))]
+    with pytest.raises(FrontendError, match=r"Expand .* expected at most"):
+        torchq.from_onnx(file_of(nodes, [1], parts))
