@@ -126,5 +126,5 @@ def test_operators_on_integers_compute_what_the_runtime_does(tmp_path: Path) -> 
     )
     expected = torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
     off = (torchq.from_onnx(model)(x).int() - expected.int()).abs()
-    # The runtime multiplies the scales in float32 before it rounds: codes at ties may differ by one.
+    # The runtime multiplies the scales in float32 before it rounds: codes at ties may be off by 1.
     assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 0.02

@@ -321,7 +321,9 @@ class Importer:
         known = self._buffers.get(id(value.tensor))
         if known is not None:
             return known
-        path = free_path(self.root, value.name or "constant")
+        # A slash separates parts of what belongs to one node, whose path a module may take later.
+        name = value.name.replace(".", "_") if "/" in value.name else value.name
+        path = free_path(self.root, name.replace("/", "_") or "constant")
         parent_of(self.root, path).register_buffer(path.rpartition(".")[2], value.tensor)
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         if first is None:

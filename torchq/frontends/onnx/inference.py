@@ -98,7 +98,7 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
         if output.type.HasField("tensor_type"):
             output.type.tensor_type.ClearField("shape")
     try:
-        light = onnx.shape_inference.infer_shapes(light, data_prop=True)
+        light = onnx.shape_inference.infer_shapes(light)
     except Exception as error:  # the binding raises several kinds; the rest may still be converted
         log.debug("%s: shapes are not known: %s", where, error)
     shapes: Shapes = {}

@@ -42,4 +42,4 @@ class Ints:
 
 
 #: A node computes a tensor in every call. None is an optional input or output that is left out.
-Value = Union[fx.Node, Constant, Ints, None]  # noqa: UP007  # a value at run time, in Python 3.10
+Value = Union[fx.Node, Constant, Ints, None]
