@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +13,21 @@ from torchq.errors import FrontendError
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.inference import infer_types, note_ndim
 from torchq.frontends.onnx.paths import free_path, identifier, parent_of
+from torchq.frontends.onnx.preparation import (
+    count_readers,
+    domain_of,
+    opset_versions,
+    prepare,
+)
 from torchq.frontends.onnx.reader import attribute_values, read_model, tensor_of
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
 from torchq.frontends.onnx.values import Constant, Value
 from torchq.nn import TensorQuantizer
-from torchq.utils.optional import import_optional
 
 if TYPE_CHECKING:
     from torchq.frontends.onnx.converters.quantization import Quantization
 
 __all__ = ["Importer", "from_onnx"]
-
-log = logging.getLogger(__name__)
-
-#: The opset versions of ONNX's own operators whose meaning the converters know.
-OLDEST, NEWEST = 6, 28
-#: How deeply sub-graphs and functions may be nested.
-_DEEPEST = 32
 
 
 def from_onnx(source: Any) -> fx.GraphModule:
@@ -80,9 +77,7 @@ class Importer:
 
     def __init__(self, model: Any, folder: Path | None, where: str) -> None:
         self.model, self.folder, self.where = model, folder, where
-        self.versions = {entry.domain: entry.version for entry in model.opset_import}
-        if self.versions.get("ai.onnx"):
-            self.versions.setdefault("", self.versions["ai.onnx"])
+        self.versions: dict[str, int] = {}
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.values: dict[str, Value] = {}
@@ -101,77 +96,13 @@ class Importer:
 
     def run(self) -> fx.GraphModule:
         """Convert the whole model."""
-        self._check_version()
-        self._expand_functions()
-        self._check_operators()
-        self._infer()
-        self.readers = _readers(self.model.graph)
+        self.model = prepare(self.model, self.where)
+        self.versions = opset_versions(self.model)
+        self.shapes, self.dtypes = infer_types(self.model, self.where)
+        self.readers = count_readers(self.model.graph)
         self._begin()
         self.convert_nodes(self.model.graph)
         return self._end()
-
-    # Checks before anything is converted.
-
-    def _check_version(self) -> None:
-        version = self.versions.get("", OLDEST)
-        if not OLDEST <= version <= NEWEST:
-            raise FrontendError(
-                f"{self.where}: got opset {version}; expected {OLDEST} to {NEWEST}. "
-                "onnx.version_converter may bring the file there"
-            )
-
-    def _expand_functions(self) -> None:
-        """Replace operators without a converter by the functions that define them."""
-        onnx, inliner = (
-            import_optional("onnx", "from_onnx"),
-            import_optional("onnx.inliner", "from_onnx"),
-        )
-        for _ in range(_DEEPEST):
-            found = set()
-            for domain, op_type in _operators(self.model.graph):
-                if (domain, op_type) in CONVERTERS or domain not in ("", "ai.onnx.ml"):
-                    continue
-                try:
-                    schema = onnx.defs.get_schema(op_type, self.versions.get(domain, 1), domain)
-                except (
-                    Exception
-                ):  # the binding raises several kinds; an unknown operator is reported later
-                    continue
-                if schema.has_function or schema.has_context_dependent_function:
-                    found.add((domain, op_type))
-            if not found:
-                return
-            before = sum(_operators(self.model.graph).values())
-            try:
-                self.model = inliner.inline_selected_functions(
-                    self.model, sorted(found), inline_schema_functions=True
-                )
-            except Exception as error:  # the binding raises several kinds
-                log.debug("%s: %s: %s", self.where, type(error).__name__, error)
-                return
-            if sum(_operators(self.model.graph).values()) == before:
-                return
-            self.versions = {entry.domain: entry.version for entry in self.model.opset_import}
-
-    def _check_operators(self) -> None:
-        unknown = {
-            key: count
-            for key, count in _operators(self.model.graph).items()
-            if key not in CONVERTERS
-        }
-        if unknown:
-            text = ", ".join(
-                f"{domain + '.' if domain else ''}{op_type} ({count})"
-                for (domain, op_type), count in sorted(unknown.items())
-            )
-            raise FrontendError(
-                f"{self.where}: no converter for {text}. "
-                "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
-            )
-
-    def _infer(self) -> None:
-        """Find out shapes and element types."""
-        self.shapes, self.dtypes = infer_types(self.model, self.where)
 
     # Converting.
 
@@ -224,7 +155,7 @@ class Importer:
                 f"{self.where}: {proto.op_type} {name!r} reads {missing[0]!r}, "
                 "which nothing before it computes"
             )
-        domain = _domain(proto)
+        domain = domain_of(proto)
         context = NodeContext(
             self,
             proto.op_type,
@@ -367,35 +298,3 @@ class Importer:
         """Return how many inputs of nodes and outputs of the file read the value of ``node``."""
         names = {name for name, value in self.values.items() if value is node}
         return sum(self.readers[name] for name in names)
-
-
-def _domain(node: Any) -> str:
-    return "" if node.domain == "ai.onnx" else str(node.domain)
-
-
-def _operators(graph: Any, depth: int = 0) -> collections.Counter[tuple[str, str]]:
-    """Count the operators of a graph and of its sub-graphs.
-
-    Raises:
-        FrontendError: sub-graphs are nested too deeply.
-    """
-    if depth > _DEEPEST:
-        raise FrontendError(f"from_onnx: sub-graphs are nested more than {_DEEPEST} deep")
-    result: collections.Counter[tuple[str, str]] = collections.Counter()
-    for node in graph.node:
-        result[_domain(node), node.op_type] += 1
-        for attribute in node.attribute:
-            if attribute.type == attribute.GRAPH:
-                result += _operators(attribute.g, depth + 1)
-    return result
-
-
-def _readers(graph: Any) -> collections.Counter[str]:
-    """Count how often each tensor is read, by nodes, sub-graphs and outputs."""
-    result = collections.Counter(output.name for output in graph.output)
-    for node in graph.node:
-        result.update(node.input)
-        for attribute in node.attribute:
-            if attribute.type == attribute.GRAPH:
-                result += _readers(attribute.g)
-    return result

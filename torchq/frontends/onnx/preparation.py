@@ -1,0 +1,124 @@
+"""Before a file is converted: versions and operators are checked, functions are expanded."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from typing import Any
+
+from torchq.errors import FrontendError
+from torchq.frontends.onnx.registry import CONVERTERS
+from torchq.utils.optional import import_optional
+
+__all__ = ["count_readers", "domain_of", "opset_versions", "prepare"]
+
+log = logging.getLogger(__name__)
+
+#: The opset versions of ONNX's own operators whose meaning the converters know.
+OLDEST, NEWEST = 6, 28
+#: How deeply sub-graphs and functions may be nested.
+_DEEPEST = 32
+
+
+def prepare(model: Any, where: str) -> Any:
+    """Return a model of nothing but operators that can be converted.
+
+    Args:
+        model: an ``onnx.ModelProto``.
+        where: how errors begin.
+
+    Raises:
+        FrontendError: the opset is too old or too new, sub-graphs are nested too deeply, or
+            operators have neither a converter nor a definition by others; the text names all.
+    """
+    version = opset_versions(model).get("", OLDEST)
+    if not OLDEST <= version <= NEWEST:
+        raise FrontendError(
+            f"{where}: got opset {version}; expected {OLDEST} to {NEWEST}. "
+            "onnx.version_converter may bring the file there"
+        )
+    for _ in range(_DEEPEST):
+        expanded = _expand_functions(model, where)
+        if expanded is None:
+            break
+        model = expanded
+    _check_operators(model, where)
+    return model
+
+
+def opset_versions(model: Any) -> dict[str, int]:
+    """Return the version of each domain; that of ONNX's own operators is ``""``."""
+    return {domain_of(entry): entry.version for entry in model.opset_import}
+
+
+def domain_of(message: Any) -> str:
+    """Return the domain of a node or of an opset, ``""`` for ONNX's own."""
+    return "" if message.domain == "ai.onnx" else str(message.domain)
+
+
+def _expand_functions(model: Any, where: str) -> Any:
+    """Replace operators without a converter by the functions that define them, None for nothing."""
+    versions, found = opset_versions(model), set()
+    for domain, op_type in _operators(model.graph, where):
+        is_known = (domain, op_type) in CONVERTERS or domain not in ("", "ai.onnx.ml")
+        if not is_known and _is_function(domain, op_type, versions.get(domain, 1)):
+            found.add((domain, op_type))
+    if not found:
+        return None
+    inliner = import_optional("onnx.inliner", "from_onnx")
+    try:
+        result = inliner.inline_selected_functions(
+            model, sorted(found), inline_schema_functions=True
+        )
+    except Exception as error:  # the binding raises several kinds
+        log.debug("%s: %s: %s", where, type(error).__name__, error)
+        return None
+    same = _operators(result.graph, where) == _operators(model.graph, where)
+    return None if same else result
+
+
+def _is_function(domain: str, op_type: str, version: int) -> bool:
+    """Return True if the standard defines an operator by others."""
+    try:
+        schema = import_optional("onnx", "from_onnx").defs.get_schema(op_type, version, domain)
+    except Exception:  # the binding raises several kinds for operators that the standard lacks
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _check_operators(model: Any, where: str) -> None:
+    counts = _operators(model.graph, where)
+    unknown = {key: count for key, count in counts.items() if key not in CONVERTERS}
+    if unknown:
+        text = ", ".join(
+            f"{domain + '.' if domain else ''}{op_type} ({count})"
+            for (domain, op_type), count in sorted(unknown.items())
+        )
+        raise FrontendError(
+            f"{where}: no converter for {text}. "
+            "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
+        )
+
+
+def _operators(graph: Any, where: str, depth: int = 0) -> collections.Counter[tuple[str, str]]:
+    """Count the operators of a graph and of its sub-graphs."""
+    if depth > _DEEPEST:
+        raise FrontendError(f"{where}: sub-graphs are nested more than {_DEEPEST} deep")
+    result: collections.Counter[tuple[str, str]] = collections.Counter()
+    for node in graph.node:
+        result[domain_of(node), node.op_type] += 1
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                result += _operators(attribute.g, where, depth + 1)
+    return result
+
+
+def count_readers(graph: Any) -> collections.Counter[str]:
+    """Count how often each tensor is read, by nodes, sub-graphs and outputs."""
+    result = collections.Counter(output.name for output in graph.output)
+    for node in graph.node:
+        result.update(node.input)
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                result += count_readers(attribute.g)
+    return result
