@@ -63,7 +63,7 @@ def _constant_of_shape(node: NodeContext) -> Value:
     number = value.reshape(-1)[0].item()
     sizes = node.ints(0)
     if sizes is not None and all(isinstance(size, int) for size in sizes):
-        movement._check_size(sizes, "ConstantOfShape")  # type: ignore[arg-type]
+        movement.check_size(sizes, "ConstantOfShape")  # type: ignore[arg-type]
         # One element in memory however large the shape is: weights of published test models are
         # made like this.
         one = torch.full((1,), number, dtype=value.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "center_crop_pad",
+    "check_size",
     "compress",
     "constant_of_shape",
     "depth_to_space",
@@ -44,7 +45,12 @@ def _numbers(sizes: Tensor | Sequence[int]) -> list[int]:
     return sizes.reshape(-1).tolist() if isinstance(sizes, Tensor) else list(sizes)
 
 
-def _check_size(sizes: Sequence[int], what: str) -> None:
+def check_size(sizes: Sequence[int], what: str) -> None:
+    """Refuse a shape with more elements than any machine holds.
+
+    Raises:
+        ValueError: the text names ``what`` and the shape.
+    """
     count = 1
     for size in sizes:
         count *= size
@@ -80,14 +86,14 @@ def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     sizes = [1] * missing + sizes
     own = [1] * (len(sizes) - x.dim()) + list(x.shape)
     result = [a if isinstance(b, int) and b == 1 else b for a, b in zip(own, sizes, strict=True)]
-    _check_size(result, "expand")
+    check_size(result, "expand")
     return x.expand(result)
 
 
 def tile(x: Tensor, repeats: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` repeated along each dimension."""
     counts = _numbers(repeats)
-    _check_size([a * b for a, b in zip(x.shape, counts, strict=True)], "tile")
+    check_size([a * b for a, b in zip(x.shape, counts, strict=True)], "tile")
     return x.repeat(counts)
 
 
@@ -96,14 +102,14 @@ def constant_of_shape(
 ) -> Tensor:
     """Return a tensor of one value."""
     sizes = _numbers(shape)
-    _check_size(sizes, "constant_of_shape")
+    check_size(sizes, "constant_of_shape")
     return torch.full(sizes, value, dtype=dtype)
 
 
 def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     """Return ``start, start + delta, ...`` below ``limit``, in the element type of ``start``."""
     count = max(0, int(torch.ceil((limit.double() - start.double()) / delta.double())))
-    _check_size([count], "range_of")
+    check_size([count], "range_of")
     return (start + torch.arange(count, device=start.device).to(start.dtype) * delta).to(
         start.dtype
     )
@@ -230,7 +236,7 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str) -> T
 def one_hot(indices: Tensor, depth: Tensor, values: Tensor, axis: int) -> Tensor:
     """Return ``values[1]`` at the indices of a new axis of ``depth``, ``values[0]`` elsewhere."""
     count = int(depth.reshape(-1)[0])
-    _check_size([*indices.shape, count], "one_hot")
+    check_size([*indices.shape, count], "one_hot")
     indices = torch.where(indices < 0, indices + count, indices)
     shape = [1] * (indices.dim() + 1)
     axis = axis % len(shape)
@@ -259,7 +265,7 @@ def pad(
         per_axis = [(0, 0)] * x.dim()
         for i, axis in enumerate(places):
             per_axis[axis] = (amounts[i], amounts[half + i])
-        _check_size([n + a + b for n, (a, b) in zip(x.shape, per_axis, strict=True)], "pad")
+        check_size([n + a + b for n, (a, b) in zip(x.shape, per_axis, strict=True)], "pad")
         return F.pad(x, [side for pair in reversed(per_axis) for side in pair], value=fill)
     for i, axis in enumerate(places):
         x = _pad_by_own(x, axis, amounts[i], amounts[half + i], mode)
