@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.errors import FrontendError
+from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.values import Constant, Ints, Value
-
-if TYPE_CHECKING:
-    from torchq.frontends.onnx.importer import Importer
 
 __all__ = ["MAX_FOLDED", "NodeContext", "stack_ints"]
 
@@ -34,7 +32,7 @@ class NodeContext:
     """One node: its inputs, its attributes, and the calls that a converter writes in its place.
 
     Args:
-        importer: what collects the graph.
+        builder: what collects the graph.
         op_type: the operator.
         name: of the node in the file, for errors and for the names of modules.
         version: the opset version of the operator's domain.
@@ -45,7 +43,7 @@ class NodeContext:
 
     def __init__(
         self,
-        importer: Importer,
+        builder: GraphBuilder,
         op_type: str,
         name: str,
         version: int,
@@ -54,7 +52,7 @@ class NodeContext:
         input_names: Sequence[str],
         output_names: Sequence[str],
     ) -> None:
-        self.importer = importer
+        self.builder = builder
         self.op_type, self.name, self.version = op_type, name, version
         self.attributes, self.inputs = attributes, inputs
         self.input_names, self.output_names = input_names, output_names
@@ -79,7 +77,7 @@ class NodeContext:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise the error that this node cannot be converted."""
-        raise FrontendError(f"{self.importer.where}: {self.op_type} {self.name!r}: {reason}")
+        raise FrontendError(f"{self.builder.where}: {self.op_type} {self.name!r}: {reason}")
 
     # What is known of the inputs.
 
@@ -134,7 +132,7 @@ class NodeContext:
             return list(value.tensor.shape)
         if isinstance(value, Ints):
             return [] if value.scalar else [len(value.items)]
-        return self.importer.shapes.get(self.input_names[index])
+        return self.builder.shapes.get(self.input_names[index])
 
     def ndim(self, index: int) -> int:
         """Return the number of dimensions of an input.
@@ -154,7 +152,7 @@ class NodeContext:
             return value.tensor.dtype
         if isinstance(value, Ints):
             return torch.int64
-        return self.importer.dtypes.get(self.input_names[index])
+        return self.builder.dtypes.get(self.input_names[index])
 
     def floating(self, index: int) -> bool:
         """Return True if an input is known to hold floating-point numbers."""
@@ -175,7 +173,7 @@ class NodeContext:
         if not self._has_nodes((args, kwargs)):
             return self._folded(function, args, kwargs)
         args, kwargs = self._as_arguments(args), self._as_arguments(kwargs)
-        node = self.importer.graph.call_function(function, tuple(args), dict(kwargs))
+        node = self.builder.graph.call_function(function, tuple(args), dict(kwargs))
         return self._noted(node, function)
 
     def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
@@ -196,8 +194,8 @@ class NodeContext:
         module.eval()
         if not self._has_nodes(args):
             return self._folded(module, args, {})
-        path = self.importer.add_module(name or self.name, module, self.op_type)
-        node = self.importer.graph.call_module(path, tuple(self._as_arguments(args)))
+        path = self.builder.add_module(name or self.name, module, self.op_type)
+        node = self.builder.graph.call_module(path, tuple(self._as_arguments(args)))
         return self._noted(node, module)
 
     def tensor(self, value: Value) -> fx.Node:
@@ -205,9 +203,9 @@ class NodeContext:
         if isinstance(value, fx.Node):
             return value
         if isinstance(value, Constant):
-            return self.importer.buffer(value)
+            return self.builder.buffer(value)
         assert isinstance(value, Ints)
-        node = self.importer.graph.call_function(stack_ints, (list(value.items), value.scalar))
+        node = self.builder.graph.call_function(stack_ints, (list(value.items), value.scalar))
         return self._noted(node, stack_ints)
 
     def sizes(self, items: Sequence[int | fx.Node], scalar: bool = False) -> Value:
@@ -220,7 +218,7 @@ class NodeContext:
         """Compute one number from numbers, at once where all are known."""
         if all(isinstance(item, int) for item in args):
             return int(function(*args))
-        return self._noted(self.importer.graph.call_function(function, args), function)
+        return self._noted(self.builder.graph.call_function(function, args), function)
 
     def size(self, index: int, axis: int) -> int | fx.Node:
         """Return one size of an input: a number where the file fixes it."""
@@ -228,7 +226,7 @@ class NodeContext:
         if shape is not None and shape[axis] is not None:
             return int(shape[axis])  # type: ignore[arg-type]
         source = self.tensor(self.inputs[index])
-        return self.importer.graph.call_method("size", (source, axis))
+        return self.builder.graph.call_method("size", (source, axis))
 
     def _noted(self, node: fx.Node, function: object) -> fx.Node:
         node.meta["onnx_name"], node.meta["onnx_op"] = self.name, self.op_type

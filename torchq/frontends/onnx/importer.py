@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from torchq.errors import FrontendError
+from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.inference import infer_types, note_ndim
-from torchq.frontends.onnx.paths import free_path, identifier, parent_of
+from torchq.frontends.onnx.paths import identifier
 from torchq.frontends.onnx.preparation import (
     count_readers,
     domain_of,
@@ -22,10 +21,6 @@ from torchq.frontends.onnx.preparation import (
 from torchq.frontends.onnx.reader import attribute_values, read_model, tensor_of
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
 from torchq.frontends.onnx.values import Constant, Value
-from torchq.nn import TensorQuantizer
-
-if TYPE_CHECKING:
-    from torchq.frontends.onnx.converters.quantization import Quantization
 
 __all__ = ["Importer", "from_onnx"]
 
@@ -78,28 +73,14 @@ class Importer:
     def __init__(self, model: Any, folder: Path | None, where: str) -> None:
         self.model, self.folder, self.where = model, folder, where
         self.versions: dict[str, int] = {}
-        self.graph = fx.Graph()
-        self.root = nn.Module()
-        self.values: dict[str, Value] = {}
-        self.shapes: dict[str, list[int | None]] = {}
-        self.dtypes: dict[str, torch.dtype | None] = {}
-        self.readers: collections.Counter[str] = collections.Counter()
-        # Codes of the file: of each tensor its source and its quantization; the values again;
-        # quantizers; weights.
-        self.codes: dict[fx.Node, tuple[Value, Quantization]] = {}
-        self.dequantized: dict[fx.Node, Value] = {}
-        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
-        self.weights: dict[Constant, Quantization] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._buffers: dict[int, fx.Node] = {}
-        self._kept: list[Tensor] = []
+        self.builder = GraphBuilder(where, self.convert_nodes)
 
     def run(self) -> fx.GraphModule:
         """Convert the whole model."""
         self.model = prepare(self.model, self.where)
         self.versions = opset_versions(self.model)
-        self.shapes, self.dtypes = infer_types(self.model, self.where)
-        self.readers = count_readers(self.model.graph)
+        self.builder.shapes, self.builder.dtypes = infer_types(self.model, self.where)
+        self.builder.readers = count_readers(self.model.graph)
         self._begin()
         self.convert_nodes(self.model.graph)
         return self._end()
@@ -109,27 +90,29 @@ class Importer:
     def _begin(self) -> None:
         graph = self.model.graph
         for tensor in graph.initializer:
-            self.values[tensor.name] = Constant(
+            self.builder.values[tensor.name] = Constant(
                 tensor_of(tensor, self.folder, self.where), tensor.name
             )
         if graph.sparse_initializer:
             raise FrontendError(f"{self.where}: sparse initializers are not supported")
-        self.input_names = [value.name for value in graph.input if value.name not in self.values]
+        self.input_names = [
+            value.name for value in graph.input if value.name not in self.builder.values
+        ]
         for value in graph.input:
-            if value.name in self.values:
+            if value.name in self.builder.values:
                 continue
             if not value.type.HasField("tensor_type"):
                 kind = value.type.WhichOneof("value")
                 raise FrontendError(
                     f"{self.where}: the input {value.name!r} is a {kind}; expected a tensor"
                 )
-            if self.dtypes.get(value.name) is None:
+            if self.builder.dtypes.get(value.name) is None:
                 raise FrontendError(
                     f"{self.where}: torch has no type for the elements of the input {value.name!r}"
                 )
-            node = self.graph.placeholder(identifier(value.name))
+            node = self.builder.graph.placeholder(identifier(value.name))
             node.meta["onnx_name"] = value.name
-            self.values[value.name] = node
+            self.builder.values[value.name] = node
 
     def convert_nodes(self, graph: Any) -> list[Value]:
         """Convert the nodes of a graph, or of a sub-graph that sees the values so far.
@@ -137,19 +120,19 @@ class Importer:
         Return its outputs.
         """
         for tensor in graph.initializer if graph is not self.model.graph else ():
-            self.values[tensor.name] = Constant(
+            self.builder.values[tensor.name] = Constant(
                 tensor_of(tensor, self.folder, self.where), tensor.name
             )
         for number, node in enumerate(graph.node):
             self._convert(node, number)
-        missing = [value.name for value in graph.output if value.name not in self.values]
+        missing = [value.name for value in graph.output if value.name not in self.builder.values]
         if missing:
             raise FrontendError(f"{self.where}: nothing computes the output {missing[0]!r}")
-        return [self.values[value.name] for value in graph.output]
+        return [self.builder.values[value.name] for value in graph.output]
 
     def _convert(self, proto: Any, number: int) -> None:
         name = proto.name or f"{proto.op_type}_{number}"
-        missing = [source for source in proto.input if source and source not in self.values]
+        missing = [source for source in proto.input if source and source not in self.builder.values]
         if missing:
             raise FrontendError(
                 f"{self.where}: {proto.op_type} {name!r} reads {missing[0]!r}, "
@@ -157,12 +140,12 @@ class Importer:
             )
         domain = domain_of(proto)
         context = NodeContext(
-            self,
+            self.builder,
             proto.op_type,
             name,
             self.versions.get(domain, 1),
             attribute_values(proto, self.folder, self.where),
-            [self.values[source] if source else None for source in proto.input],
+            [self.builder.values[source] if source else None for source in proto.input],
             list(proto.input),
             list(proto.output),
         )
@@ -180,7 +163,7 @@ class Importer:
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         for output, value in zip(proto.output, results, strict=False):
             if output:
-                self.values[output] = value
+                self.builder.values[output] = value
         if results and proto.output:
             note_ndim(context, results[0])
         for output in proto.output[len(results) :]:
@@ -193,108 +176,35 @@ class Importer:
         if entry.dtypes is None:
             return
         for name in names:
-            value = self.values.get(name)
+            value = self.builder.values.get(name)
             known = isinstance(value, Constant)
-            dtype = value.tensor.dtype if known else self.dtypes.get(name)  # type: ignore[union-attr]
-            if name in self.dtypes and dtype is None:
+            dtype = value.tensor.dtype if known else self.builder.dtypes.get(name)  # type: ignore[union-attr]
+            if name in self.builder.dtypes and dtype is None:
                 node.refuse(f"torch has no type for the elements of {name!r}")
             if dtype is not None and dtype not in entry.dtypes:
                 node.refuse(f"{name!r} holds {dtype}, which is not supported for this operator")
 
     def _end(self) -> fx.GraphModule:
         outputs = []
-        node = NodeContext(self, "output", "output", 1, {}, [], [], [])
+        node = NodeContext(self.builder, "output", "output", 1, {}, [], [], [])
         for info in self.model.graph.output:
             if not info.type.HasField("tensor_type"):
                 kind = info.type.WhichOneof("value")
                 raise FrontendError(
                     f"{self.where}: the output {info.name!r} is a {kind}; expected a tensor"
                 )
-            value = self.values[info.name]
+            value = self.builder.values[info.name]
             if value is None:
                 raise FrontendError(
                     f"{self.where}: the output {info.name!r} is left out by its node"
                 )
             outputs.append(node.tensor(value))
-        self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+        self.builder.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         name = identifier(self.model.graph.name or "OnnxModel")
-        draft = fx.GraphModule(self.root, self.graph, class_name=name)
+        draft = fx.GraphModule(self.builder.root, self.builder.graph, class_name=name)
         draft.graph.eliminate_dead_code()
         draft.graph.lint()
         module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
         module.input_names = self.input_names  # type: ignore[assignment]
         module.output_names = [info.name for info in self.model.graph.output]  # type: ignore[assignment]
         return module.eval()
-
-    # Modules and tensors of the result.
-
-    def parameter(
-        self, value: Constant, key: str = "", tensor: Tensor | None = None
-    ) -> nn.Parameter:
-        """Return a parameter with the values of a constant: the same one for the same initializer.
-
-        Args:
-            value: the constant.
-            key: tells apart different forms of one initializer, such as its transpose.
-            tensor: this form, by default the constant itself.
-        """
-        tensor = (value.tensor if tensor is None else tensor).contiguous()
-        if not value.name:
-            return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-        found = self._parameters.get(f"{value.name}\0{key}")
-        if found is None:
-            found = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            self._parameters[f"{value.name}\0{key}"] = found
-        return found
-
-    def buffer(self, value: Constant) -> fx.Node:
-        """Return a node that gives a constant, a buffer of the result."""
-        known = self._buffers.get(id(value.tensor))
-        if known is not None:
-            return known
-        # A slash separates parts of what belongs to one node, whose path a module may take later.
-        name = value.name.replace(".", "_") if "/" in value.name else value.name
-        path = free_path(self.root, name.replace("/", "_") or "constant")
-        parent_of(self.root, path).register_buffer(path.rpartition(".")[2], value.tensor)
-        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        if first is None:
-            node = self.graph.get_attr(path)
-        else:
-            with self.graph.inserting_before(first):
-                node = self.graph.get_attr(path)
-        self._buffers[id(value.tensor)] = node
-        self._kept.append(value.tensor)  # ids stay unique while tensors live
-        return node
-
-    def add_module(self, name: str, module: nn.Module, op_type: str) -> str:
-        """Put a module into the result under a path made from ``name``; return the path."""
-        path = free_path(self.root, name, op_type)
-        parent_of(self.root, path).add_module(path.rpartition(".")[2], module)
-        return path
-
-    def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
-        """Give a constant to the linear layer that ``node`` calls as its bias.
-
-        Returns:
-            the node; None if it calls no linear layer without a bias, or something else reads its
-            result.
-        """
-        if node.op != "call_module" or node.users:
-            return None
-        layer = self.root.get_submodule(str(node.target))
-        if type(layer) is not nn.Linear or layer.bias is not None:
-            return None
-        if (
-            tuple(value.tensor.shape) != (layer.out_features,)
-            or value.tensor.dtype != layer.weight.dtype
-        ):
-            return None
-        if sum(other is node for other in self.values.values()) > 1 or self._reads(node) > 1:
-            return None
-        layer.bias = self.parameter(value)
-        return node
-
-    def _reads(self, node: fx.Node) -> int:
-        """Return how many inputs of nodes and outputs of the file read the value of ``node``."""
-        names = {name for name, value in self.values.items() if value is node}
-        return sum(self.readers[name] for name in names)

@@ -42,7 +42,7 @@ _BROADCAST = frozenset(
 
 def note_ndim(node: NodeContext, result: Value) -> None:
     """Note how many dimensions a result has where shape inference does not know it."""
-    shapes, name = node.importer.shapes, node.output_names[0]
+    shapes, name = node.builder.shapes, node.output_names[0]
     if name in shapes or not isinstance(result, fx.Node):
         return
     sizes = node.ints(1) if node.op_type == "Reshape" else None

@@ -145,7 +145,7 @@ def _as_bias(node: NodeContext) -> Value:
     """
     for layer, other in (node.inputs, node.inputs[::-1]):
         if isinstance(layer, fx.Node) and isinstance(other, Constant):
-            return node.importer.add_bias(layer, other)
+            return node.builder.add_bias(layer, other)
     return None
 
 
@@ -227,7 +227,7 @@ def _cast(node: NodeContext) -> Value:
     dtype = dtype_of(node.required("to"))
     source = node.dtype(0)
     if dtype is None or (
-        source is None and node.importer.dtypes.get(node.input_names[0], 0) is None
+        source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
     ):
         node.refuse("torch has no type for its elements")
     if isinstance(node.inputs[0], Ints) and dtype in (torch.int64, torch.int32):
@@ -238,7 +238,7 @@ def _cast(node: NodeContext) -> Value:
 @converter("CastLike", dtypes=None)
 def _cast_like(node: NodeContext) -> Value:
     dtype = node.dtype(1)
-    if dtype is None or (node.dtype(0) is None and node.input_names[0] in node.importer.dtypes):
+    if dtype is None or (node.dtype(0) is None and node.input_names[0] in node.builder.dtypes):
         node.refuse("torch has no type for its elements, or the type is not known")
     if isinstance(node.inputs[0], Ints) and dtype in (torch.int64, torch.int32):
         return node.inputs[0]
@@ -265,7 +265,7 @@ def _bit_cast(node: NodeContext) -> Value:
 
 @converter("Identity", dtypes=None)
 def _identity(node: NodeContext) -> Value:
-    if node.importer.dtypes.get(node.input_names[0], 0) is None:
+    if node.builder.dtypes.get(node.input_names[0], 0) is None:
         node.refuse("torch has no type for its elements")
     return node.inputs[0]
 
@@ -274,4 +274,4 @@ def _identity(node: NodeContext) -> Value:
 def _if(node: NodeContext) -> list[Value]:
     condition = node.known(0, "condition")
     branch = node.required("then_branch" if bool(condition.reshape(-1)[0]) else "else_branch")
-    return node.importer.convert_nodes(branch)
+    return node.builder.convert_nodes(branch)

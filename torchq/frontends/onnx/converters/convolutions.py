@@ -88,9 +88,9 @@ def _conv(node: NodeContext) -> Value:
         bias is not None,
         device="meta",
     )
-    module.weight = node.importer.parameter(weight)
+    module.weight = node.builder.parameter(weight)
     if isinstance(bias, Constant):
-        module.bias = node.importer.parameter(bias)
+        module.bias = node.builder.parameter(bias)
     return weighted(node, module, weight, x)
 
 
@@ -133,9 +133,9 @@ def _conv_transpose(node: NodeContext) -> Value:
         dilation,
         device="meta",
     )
-    module.weight = node.importer.parameter(weight)
+    module.weight = node.builder.parameter(weight)
     if isinstance(bias, Constant):
-        module.bias = node.importer.parameter(bias)
+        module.bias = node.builder.parameter(bias)
     return weighted(node, module, weight, node.inputs[0])
 
 

@@ -24,7 +24,7 @@ def _gather(node: NodeContext) -> Value:
         assert isinstance(value, Constant)
         rows, size = value.tensor.shape
         module = nn.Embedding(rows, size, device="meta")
-        module.weight = node.importer.parameter(value)
+        module.weight = node.builder.parameter(value)
         return node.module(module, node.inputs[1], name=module_name(node, value))
     if places is not None and places.dim() == 0 and not isinstance(value, Constant):
         return node.call(torch.select, value, axis, int(places))

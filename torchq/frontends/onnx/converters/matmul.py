@@ -18,9 +18,9 @@ def _linear(node: NodeContext, weight: Constant, transposed: bool, bias: Constan
     """Return a call of a linear layer; ``transposed`` says that the constant is (in, out)."""
     tensor = weight.tensor.t() if transposed else weight.tensor
     module = nn.Linear(tensor.shape[1], tensor.shape[0], bias is not None, device="meta")
-    module.weight = node.importer.parameter(weight, "transposed" if transposed else "", tensor)
+    module.weight = node.builder.parameter(weight, "transposed" if transposed else "", tensor)
     if bias is not None:
-        module.bias = node.importer.parameter(bias)
+        module.bias = node.builder.parameter(bias)
     return weighted(node, module, weight, node.inputs[0], transposed)
 
 

@@ -38,10 +38,10 @@ def _transpose(node: NodeContext) -> Value:
     value = node.inputs[0]
     if isinstance(value, Constant) and isinstance(result, Constant):
         result = Constant(result.tensor, "", value.name or value.origin)
-        found = node.importer.weights.get(value)
+        found = node.builder.weights.get(value)
         if found is not None:
             axis = list(order).index(found.axis % len(order))
-            node.importer.weights[result] = dataclasses.replace(found, axis=axis)
+            node.builder.weights[result] = dataclasses.replace(found, axis=axis)
     return result
 
 

@@ -46,7 +46,7 @@ def _batch_norm(node: NodeContext) -> Value:
         return node.call(F.batch_norm, x, mean, var, scale, bias, False, 0.0, epsilon)
     scale_, bias_, mean_, var_ = parts
     module = _BATCH[ndim](scale_.tensor.numel(), epsilon, 1 - momentum)
-    module.weight, module.bias = (node.importer.parameter(part) for part in (scale_, bias_))
+    module.weight, module.bias = (node.builder.parameter(part) for part in (scale_, bias_))
     module.running_mean, module.running_var = mean_.tensor.clone(), var_.tensor.clone()
     return node.module(module, node.inputs[0], name=module_name(node, scale_))
 
@@ -58,7 +58,7 @@ def _instance_norm(node: NodeContext) -> Value:
         x, scale, bias = node.inputs
         return node.call(F.instance_norm, x, None, None, scale, bias, True, 0.0, epsilon)
     module = _INSTANCE[ndim](parts[0].tensor.numel(), epsilon, affine=True)
-    module.weight, module.bias = (node.importer.parameter(part) for part in parts)
+    module.weight, module.bias = (node.builder.parameter(part) for part in parts)
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 
@@ -73,9 +73,9 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
     if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
         return node.call_parts(3, layer_norm, *_three(node), axis, epsilon)[0]
     module = nn.LayerNorm(tail, epsilon, bias=len(parts) > 1)
-    module.weight = node.importer.parameter(parts[0])
+    module.weight = node.builder.parameter(parts[0])
     if len(parts) > 1:
-        module.bias = node.importer.parameter(parts[1])
+        module.bias = node.builder.parameter(parts[1])
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 
@@ -107,7 +107,7 @@ def _group_norm(node: NodeContext) -> Value:
     if parts is None or channels is None or parts[0].tensor.numel() != channels:
         return node.call(group_norm, *node.inputs, groups, epsilon)
     module = nn.GroupNorm(groups, channels, epsilon)
-    module.weight, module.bias = (node.importer.parameter(part) for part in parts)
+    module.weight, module.bias = (node.builder.parameter(part) for part in parts)
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 
@@ -171,7 +171,7 @@ def _rms_norm(node: NodeContext) -> Value:
     if parts is None or tail is None or None in tail or list(parts[0].tensor.shape) != tail:
         return node.call(rms_norm, node.inputs[0], node.inputs[1], axis, epsilon)
     module = nn.RMSNorm(tail, epsilon)
-    module.weight = node.importer.parameter(parts[0])
+    module.weight = node.builder.parameter(parts[0])
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 

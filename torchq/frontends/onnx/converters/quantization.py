@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,42 +17,14 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import quantization
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import NUMBERS, converter
-from torchq.frontends.onnx.values import Constant, Value
+from torchq.frontends.onnx.values import Constant, Quantization, Value
 from torchq.functional import scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
-__all__ = ["Quantization", "amax_of", "module_name", "quantizer_of", "weighted"]
+__all__ = ["amax_of", "module_name", "quantizer_of", "weighted"]
 
 _FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 _CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}
-
-
-@dataclass(frozen=True, eq=False)
-class Quantization:
-    """How a tensor of a file is quantized.
-
-    Attributes:
-        scale: float32, one number or one for each index of ``axis``.
-        zero_point: of the element type of the codes, the shape of ``scale``.
-        axis: of the scales.
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-    axis: int
-
-    def equals(self, other: Quantization) -> bool:
-        """Return True if both give the same codes."""
-        same = (
-            self.zero_point.dtype == other.zero_point.dtype
-            and self.scale.shape == other.scale.shape
-        )
-        same = same and (self.axis == other.axis or self.scale.numel() == 1)
-        return (
-            same
-            and torch.equal(self.scale, other.scale)
-            and torch.equal(self.zero_point, other.zero_point)
-        )
 
 
 def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
@@ -117,16 +88,14 @@ def weighted(
         x: the input. The quantizer that makes it, if any, becomes the input quantizer of the layer.
         transposed: the weight of the module is the transpose of the constant.
     """
-    importer, name = node.importer, module_name(node, weight)
-    found = importer.weights.get(weight)
+    builder, name = node.builder, module_name(node, weight)
+    found = builder.weights.get(weight)
     if found is not None and transposed:
         found = dataclasses.replace(found, axis=1 - found.axis % 2)
     own = None if found is None else quantizer_of(found, weight.tensor.dim())
     if own is None:
         return node.module(module, x, name=name)
-    source, of_input = (
-        importer.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
-    )
+    source, of_input = builder.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
     given = None if of_input is None else of_input.descriptor
     convert_(module, input=given, weight=own.descriptor)
     module.weight_quantizer = own
@@ -175,7 +144,7 @@ def _quantize(node: NodeContext) -> Value:
     )
     found = _parameters(node, 1, 2, axis, dtype)
     if isinstance(result, fx.Node) and found is not None:
-        node.importer.codes[result] = (node.inputs[0], found)
+        node.builder.codes[result] = (node.inputs[0], found)
     return result
 
 
@@ -183,8 +152,8 @@ def _quantize(node: NodeContext) -> Value:
 def _dequantize(node: NodeContext) -> Value:
     axis, block_size, value = node.attr("axis", 1), node.attr("block_size", 0), node.inputs[0]
     found = _parameters(node, 1, 2, axis, node.dtype(0))
-    if isinstance(value, fx.Node) and found is not None and value in node.importer.codes:
-        source, given = node.importer.codes[value]
+    if isinstance(value, fx.Node) and found is not None and value in node.builder.codes:
+        source, given = node.builder.codes[value]
         if given.equals(found) and node.dtype(1) in (torch.float32, None):
             return _fake_quantized(node, source, found, value)
     result = node.call(
@@ -194,13 +163,13 @@ def _dequantize(node: NodeContext) -> Value:
         origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
         result = Constant(result.tensor, "", origin)
         if value.tensor.dtype is not torch.int32:
-            node.importer.weights[result] = found
+            node.builder.weights[result] = found
     return result
 
 
 def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes: fx.Node) -> Value:
     """Return the call of one quantizer for all readers of a tensor of codes."""
-    known = node.importer.dequantized.get(codes)
+    known = node.builder.dequantized.get(codes)
     if known is not None:
         return known
     shape = node.shape(0)
@@ -208,7 +177,7 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
     if quantizer is not None:
         result = node.module(quantizer, source, name=_quantizer_name(node))
         if isinstance(result, fx.Node):
-            node.importer.quantizers[result] = (source, quantizer)
+            node.builder.quantizers[result] = (source, quantizer)
     else:
         scale, zero = Constant(found.scale), Constant(found.zero_point)
         result = node.call(
@@ -219,7 +188,7 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
             found.axis,
             found.zero_point.dtype,
         )
-    node.importer.dequantized[codes] = result
+    node.builder.dequantized[codes] = result
     return result
 
 

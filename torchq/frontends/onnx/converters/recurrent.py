@@ -123,10 +123,10 @@ def _call_module(
 
 def _module_with_state(node: NodeContext, module: nn.Module, x: Value, state: Any) -> Value:
     parts = state if isinstance(state, tuple) else (state,)
-    path = node.importer.add_module(node.name, module.eval(), node.op_type)
+    path = node.builder.add_module(node.name, module.eval(), node.op_type)
     nodes = tuple(node.tensor(part) for part in parts)
     argument = nodes if isinstance(state, tuple) else nodes[0]
-    return node.importer.graph.call_module(path, (node.tensor(x), argument))
+    return node.builder.graph.call_module(path, (node.tensor(x), argument))
 
 
 def _item(value: Any, index: int) -> Any:
