@@ -19,6 +19,7 @@ MAX_FOLDER = 12  # modules in one folder, __init__.py not counted
 
 # Folders that may hold more modules, because all of them are of one kind.
 ALIKE: dict[str, str] = {
+    "torchq/frontends/onnx/converters": "the converters of one family of operators each",
     "torchq/lowering/modules": "one family of deployed modules each",
     "torchq/lowering/passes": "the passes for one pattern each",
 }
