@@ -14,7 +14,7 @@ from torchq.frontends.onnx.functions import elementwise
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Value
 
-__all__: list[str] = []
+__all__ = []
 
 _PLAIN: dict[str, Callable[[], nn.Module]] = {
     "Relu": nn.ReLU,

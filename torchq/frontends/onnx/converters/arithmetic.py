@@ -15,7 +15,7 @@ from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter, identity
 from torchq.frontends.onnx.values import Constant, Ints, Value
 
-__all__ = ["scalar_or_value"]
+__all__ = ["align_old_operands", "scalar_or_value"]
 
 _UNARY: dict[str, Callable[..., Any]] = {
     "Abs": torch.abs,

@@ -14,7 +14,7 @@ from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
-__all__ = ["pad_amounts", "padded_input", "window"]
+__all__ = ["pad_amounts", "padded_input", "shifted", "window"]
 
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {

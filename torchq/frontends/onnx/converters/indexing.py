@@ -11,7 +11,7 @@ from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Ints, Value
 
-__all__: list[str] = []
+__all__ = ["arg_extreme", "non_zero", "top_k", "unique"]
 
 
 @converter("Gather", dtypes=None)

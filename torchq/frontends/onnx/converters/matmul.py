@@ -11,7 +11,7 @@ from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
-__all__: list[str] = []
+__all__ = ["gemm", "integer_matmul"]
 
 
 def _linear(node: NodeContext, weight: Constant, transposed: bool, bias: Constant | None) -> Value:

@@ -13,7 +13,7 @@ from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Ints, Value
 
-__all__: list[str] = []
+__all__ = ["flatten_at"]
 
 
 @converter("Reshape", dtypes=None)

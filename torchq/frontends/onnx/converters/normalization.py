@@ -13,7 +13,14 @@ from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
-__all__: list[str] = []
+__all__ = [
+    "group_norm",
+    "layer_norm",
+    "local_response_norm",
+    "lp_normalize",
+    "mean_variance_normalize",
+    "rms_norm",
+]
 
 _BATCH: dict[int, type[Any]] = {
     2: nn.BatchNorm1d,

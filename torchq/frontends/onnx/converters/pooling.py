@@ -13,7 +13,7 @@ from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Value
 
-__all__: list[str] = []
+__all__ = ["average_pool_same", "max_pool_integers", "max_unpool", "pad_for_ceil"]
 
 _MAX: dict[int, type[Any]] = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 _AVERAGE: dict[int, type[Any]] = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}

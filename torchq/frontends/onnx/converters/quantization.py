@@ -21,7 +21,7 @@ from torchq.frontends.onnx.values import Constant, Quantization, Value
 from torchq.functional import scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
-__all__ = ["amax_of", "module_name", "quantizer_of", "weighted"]
+__all__ = ["amax_of", "exact_matmul", "module_name", "quantizer_of", "weighted"]
 
 _FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 _CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}

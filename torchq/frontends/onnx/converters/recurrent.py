@@ -12,7 +12,7 @@ from torchq.frontends.onnx.functions import recurrent
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
-__all__: list[str] = []
+__all__ = ["run_layer"]
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 #: For each gate in torch's order its place in ONNX's order.

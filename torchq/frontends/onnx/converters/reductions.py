@@ -11,7 +11,20 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Ints, Value
 
-__all__: list[str] = []
+__all__ = [
+    "cumulative",
+    "reduce_along",
+    "reduce_l1",
+    "reduce_l2",
+    "reduce_log_sum",
+    "reduce_log_sum_exp",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_sum",
+    "reduce_sum_square",
+]
 
 
 def reduce_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:

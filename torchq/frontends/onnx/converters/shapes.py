@@ -11,7 +11,7 @@ from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Constant, Value
 
-__all__: list[str] = []
+__all__ = ["cosine_window", "shape_of", "size_of"]
 
 
 @converter("Constant", dtypes=None)

@@ -13,7 +13,7 @@ from torchq.frontends.onnx.functions import vision
 from torchq.frontends.onnx.registry import converter
 from torchq.frontends.onnx.values import Value
 
-__all__: list[str] = []
+__all__ = []
 
 
 @converter("Upsample")
