@@ -31,8 +31,8 @@ __all__ = [
     "tensor_quant",
 ]
 
-TINY = 2.0**-24
-"""An amax up to this (the smallest float16 subnormal, inclusive) means "the tensor is zero"."""
+LEGACY_TINY = 2.0**-24
+"""The original reads an amax up to this (the smallest float16 subnormal) as "all zero"."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class FloatSpec:
     def smallest_exponent(self) -> int:
         """The exponent of the smallest normal number and of all subnormals."""
         return 1 - self.bias
+
+    @property
+    def smallest_normal(self) -> Fraction:
+        """The smallest positive number with the full precision."""
+        return Fraction(2) ** self.smallest_exponent
 
     @property
     def max(self) -> Fraction:
@@ -166,13 +171,14 @@ def fake_quantize(
 ) -> tuple[int, float]:
     """Return the code ``clamp(round(x / scale))`` and the value ``code * scale``.
 
-    The scale is ``amax / quant_max``. Each operation is rounded to ``working``, which ``x`` (finite
+    The scale is ``amax / quant_max``; everything is 0 where it is no normal number of ``working``.
+    Each operation is rounded to ``working``, which ``x`` (finite
     or infinite) and ``amax`` (finite, >= 0) must be numbers of.
     """
     quant_min, quant_max = integer_bounds(bits, unsigned, narrow)
-    if amax <= TINY:
-        return 0, 0.0
     scale = round_to(Fraction(amax) / quant_max, working)
+    if scale < working.smallest_normal:
+        return 0, 0.0
     if math.isinf(x):
         code = quant_max if x > 0 else quant_min
     else:
@@ -195,7 +201,7 @@ def tensor_quant(
     rounded to ``working``.
     """
     quant_min, quant_max = integer_bounds(bits, unsigned, narrow)
-    if amax <= TINY:
+    if amax <= LEGACY_TINY:
         return 0, 1.0, 0.0
     scale = round_to(quant_max / Fraction(amax), working)
     product = round_to(Fraction(x) * Fraction(scale), working)
@@ -208,11 +214,12 @@ def float_fake_quantize(
 ) -> float:
     """Return ``round(x / scale) * scale``, where the rounding is to ``spec`` and saturates.
 
-    The scale is ``amax / spec.max``. Each operation is rounded to ``working``.
+    The scale is ``amax / spec.max``; everything is 0 where it is no normal number of ``working``.
+    Each operation is rounded to ``working``.
     """
-    if amax <= TINY:
-        return 0.0
     scale = round_to(Fraction(amax) / spec.max, working)
+    if scale < working.smallest_normal:
+        return 0.0
     ratio = x if math.isinf(x) else round_to(Fraction(x) / Fraction(scale), working)
     return round_to(Fraction(round_to(ratio, spec, saturate=True)) * Fraction(scale), working)
 

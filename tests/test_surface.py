@@ -29,7 +29,7 @@ PROMISED: dict[str, str] = {
         power_of_two_below
     """,
     "torchq.functional": """
-        TINY FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale compute_dtype
+        FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale compute_dtype
         dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax
     """,
     "torchq.recipes": """

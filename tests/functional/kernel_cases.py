@@ -93,7 +93,7 @@ def make(
         x = x[:1].expand(case.shape)
     amax = torch.rand(case.amax_shape, dtype=compute_dtype(dtype)) * 2 + 0.5
     if amax.numel() > 3:
-        amax.view(-1)[1], amax.view(-1)[2], amax.view(-1)[3] = 2.0**-24, torch.inf, 1e-3
+        amax.view(-1)[1], amax.view(-1)[2], amax.view(-1)[3] = 1e-38, torch.inf, 1e-30
     return x.to(device), amax.to(device)
 
 

@@ -14,7 +14,7 @@ from torchq import formats
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor, integer
 from torchq.functional import (
-    TINY,
+    compute_dtype,
     dequantize,
     fake_quantize,
     learned_fake_quantize,
@@ -179,23 +179,41 @@ def test_nvfp4(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "e4m3"])
 def test_dead_ranges_are_exactly_zero(name: str, dtype: torch.dtype) -> None:
-    """Up to 2**-24 inclusive; the next float is alive."""
+    """Where the scale is below the smallest normal number; the smallest normal scale is alive."""
     x = torch.tensor([-1.0, -0.0, 3e-8, 5.0], dtype=dtype)
-    for amax in (0.0, 2.0**-149, TINY):
+    computed = compute_dtype(dtype)
+    alive = CATALOG[name].qmax * torch.finfo(computed).tiny
+    dead = torch.tensor(alive, dtype=computed).nextafter(torch.tensor(0.0, dtype=computed))
+    for amax in (0.0, 2.0**-149 if computed is torch.float32 else 5e-324, dead):
         assert fake_quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
         assert quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
-    alive = (
-        math.nextafter(TINY, 1.0)
-        if dtype is torch.float64
-        else float(torch.tensor(TINY).nextafter(torch.tensor(1.0)))
-    )
-    assert fake_quantize(x, alive, CATALOG[name])[3].item() != 0.0
+    assert quantize(x, alive, CATALOG[name])[3].item() == CATALOG[name].qmax
+
+
+@pytest.mark.parametrize("amax", [1e-8, 5e-8, 2.0**-24, 1e-20, 1e-30, 3e-35])
+@pytest.mark.parametrize("name", ["int8", "uint8", "e4m3"])
+def test_small_ranges_keep_their_precision(name: str, amax: float) -> None:
+    """Scaling a tensor by a power of two scales its result, however small the numbers are."""
+    x, shift = torch.linspace(0, 1, 50), 2.0 ** math.floor(math.log2(amax))
+    small = fake_quantize(x * shift, shift, CATALOG[name])
+    assert torch.equal(small, fake_quantize(x, 1.0, CATALOG[name]) * shift)
+    assert int((small != 0).sum()) > 40
+
+
+def test_small_blocks_keep_their_precision() -> None:
+    x, granularity = torch.linspace(0.1, 1, 64).view(2, 32), PerBlock(32)
+    for scale_format in (None, formats.E8M0):
+        y = fake_quantize(x, reduce_amax(x, granularity), formats.E4M3, granularity, scale_format)
+        small = x * 2.0**-60
+        amax = reduce_amax(small, granularity)
+        got = fake_quantize(small, amax, formats.E4M3, granularity, scale_format)
+        assert torch.equal(got, y * 2.0**-60)
 
 
 def test_one_dead_channel_leaves_the_others_alone(generator: torch.Generator) -> None:
     x = sample(generator)
     amax = reduce_amax(x, PerAxis((0,)))
-    amax[1] = 1e-26
+    amax[1] = 1e-40
     y = fake_quantize(x, amax, INT8, PerAxis((0,)))
     assert bool((y[1] == 0).all())
     assert same(y, expected(x, amax, INT8, PerAxis((0,))))

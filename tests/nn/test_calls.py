@@ -20,6 +20,13 @@ from torchq.errors import QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import RoutedModule, TensorQuantizer
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+)
+
+
+MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 class SameConv(nn.Conv2d):
     """As timm's Conv2dSame: the padding depends on the size of the input."""
@@ -235,6 +242,8 @@ def test_exports(name: str, strict: bool) -> None:
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     session_of = pytest.importorskip("onnxruntime").InferenceSession
+    if name == "standardized" and MINOR < (2, 8):
+        pytest.skip("the exporter of older torch cannot trace F.batch_norm in training mode")
     _, module, x = quantized(name)
     torchq.calibrate(module.eval(), [x], progress=False)
     with warnings.catch_warnings():

@@ -16,6 +16,10 @@ from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+)
+
 
 class Conv1D(nn.Module):
     """As Hugging Face's Conv1D: a linear layer with the transposed weight (in, out)."""

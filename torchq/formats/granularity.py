@@ -150,9 +150,16 @@ class PerBlock(Granularity):
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
         axis = self._axis(len(shape))
         x = x.flatten(axis, axis + 1)
-        return (
-            x if x.shape[axis] == shape[axis] else x.narrow(axis, 0, shape[axis]).clone()
-        )  # dense, without the padding
+        if x.shape[axis] == shape[axis]:
+            return x
+        if torch.compiler.is_dynamo_compiling():
+            # The same view, but one that Inductor computes as a buffer of whole blocks. It would
+            # fuse narrow() into a loop over the shorter axis, and that loop reads memory that
+            # nobody wrote (torch 2.6 to 2.15 on CPUs).
+            view = torch.as_strided(x, shape, x.stride())
+        else:
+            view = x.narrow(axis, 0, shape[axis])
+        return view.clone()  # Dense, without the padding.
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
         return (self._axis(ndim - 1) + 1,)

@@ -13,10 +13,9 @@ from torchq.functional.fake_quant import (
 )
 from torchq.functional.gradient import ScaleGradientFunction, range_gradient_scale, scale_gradient
 from torchq.functional.reduce import reduce_amax
-from torchq.functional.scale import TINY, amax_from_scale, compute_dtype, scale_from_amax
+from torchq.functional.scale import amax_from_scale, compute_dtype, is_dead, scale_from_amax
 
 __all__ = [
-    "TINY",
     "FakeQuantizeFunction",
     "LearnedFakeQuantizeFunction",
     "ScaleGradientFunction",
@@ -24,6 +23,7 @@ __all__ = [
     "compute_dtype",
     "dequantize",
     "fake_quantize",
+    "is_dead",
     "learned_fake_quantize",
     "quantize",
     "range_gradient_scale",

@@ -1,8 +1,10 @@
-"""amax <-> scale: the one place with this arithmetic, and with the rule for dead ranges.
+"""The arithmetic between amax and scale, and the rule for dead ranges, in one place.
 
-``scale = amax / format.qmax`` (what ONNX and PyTorch call *scale*), in fp32, in fp64 for fp64 data. A range of at most
-:data:`TINY` quantizes everything to exactly 0, and its scale is 1, so that every scale is a positive number. An infinite or
-NaN amax gives NaN: a poisoned range must be seen, not hidden.
+``scale = amax / format.qmax`` is what ONNX and PyTorch call *scale*. It is computed in float32, or
+in float64 for float64 data. A range is *dead* where this scale is below the smallest normal number
+of the dtype (about 1.2e-38 in float32), so in particular where amax is 0. A dead range quantizes
+everything to exactly 0, and its scale is 1, so that every scale is a positive number. An infinite
+or NaN amax gives NaN: a poisoned range must be seen, not hidden.
 """
 
 from __future__ import annotations
@@ -14,54 +16,75 @@ from torch import Tensor
 
 from torchq.formats import FloatFormat, Format, power_of_two_below
 
-__all__ = ["TINY", "compute_dtype", "scale_from_amax", "amax_from_scale", "divisor"]
-
-#: Ranges up to here (inclusive) are dead. 2**-24 is the smallest fp16 subnormal.
-TINY = 2.0**-24
+__all__ = ["amax_from_scale", "compute_dtype", "divisor", "is_dead", "scale_from_amax"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that quantization computes in: fp64 for fp64 tensors, else fp32."""
+    """Return the dtype that quantization computes in: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def is_dead(amax: Tensor, format: Format) -> Tensor:
+    """Return where a range quantizes everything to 0.
+
+    Args:
+        amax: float32 or float64, any shape, >= 0.
+        format: The number format.
+
+    Returns:
+        bool, the shape of ``amax``; False for infinity and NaN.
+
+    Example:
+        >>> from torchq.formats import INT8
+        >>> is_dead(torch.tensor([0.0, 1e-38, 1e-30]), INT8)
+        tensor([ True,  True, False])
+    """
+    return _over(amax, format.qmax) < torch.finfo(amax.dtype).tiny
+
+
 def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = None) -> Tensor:
-    """The scale for each amax.
+    """Return the scale for each amax.
 
     Args:
         amax: float32 or float64, any shape, >= 0. With ``scale_format``, all blocks of one tensor.
-        format: the grid; amax maps to its ``qmax``.
-        scale_format: round the scales onto this grid. A format without mantissa bits (E8M0) takes
-            ``2**(floor(log2(amax)) - floor(log2(qmax)))`` (OCP Microscaling Formats 1.0, section 6.3); any other gets a
-            second, per-tensor scale that brings the largest scale to its maximum (NVFP4).
+        format: The number format; amax is mapped to its ``qmax``.
+        scale_format: Round the scales to this format. A format without mantissa bits (E8M0) gives
+            ``2**(floor(log2(amax)) - floor(log2(qmax)))`` (OCP Microscaling Formats 1.0, section
+            6.3). Any other format gets a second scale for the whole tensor, which brings the
+            largest block scale to the format's maximum (NVFP4).
 
     Returns:
-        amax's shape and dtype, > 0 for a finite amax; 1 where amax <= :data:`TINY`.
+        The dtype and shape of ``amax``. 1 for a dead range; 0 for a block so far below the largest
+        one that its scale rounds to 0; else a normal number.
 
     Example:
         >>> from torchq.formats import INT8
         >>> scale_from_amax(torch.tensor([127.0, 0.0]), INT8)
         tensor([1., 1.])
     """
-    scale = (
-        _over(amax, format.qmax)
-        if scale_format is None
-        else _rounded_scale(amax, format, scale_format)
-    )
-    return torch.where(amax <= TINY, 1.0, scale)
+    if scale_format is None:
+        scale = _over(amax, format.qmax)
+        is_tiny = scale < torch.finfo(scale.dtype).tiny
+    else:
+        scale = _rounded_scale(amax, format, scale_format)
+        is_tiny = is_dead(amax, format) | (scale < torch.finfo(scale.dtype).tiny) & (scale > 0)
+    return torch.where(is_tiny, 1.0, scale)
 
 
 def _over(x: Tensor, number: float) -> Tensor:
-    """``x / number`` with one rounding: on CUDA torch divides by a Python number as a multiplication by its inverse."""
+    """Return ``x / number`` with one rounding.
+
+    On CUDA torch divides by a Python number as a multiplication by its inverse.
+    """
     return x / torch.full_like(x, number)
 
 
 def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
+    """Return block scales as numbers of ``scale_format``, times one scale for the tensor."""
     if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
         exact = power_of_two_below(amax) / 2.0 ** (math.frexp(format.qmax)[1] - 1)
-        return (
-            scale_format.snap_(exact) + 0.0 * amax
-        )  # keeps inf and NaN visible, which snapping saturates
+        # Rounding saturates infinity and NaN; adding 0 * amax makes them NaN again.
+        return scale_format.snap_(exact) + 0.0 * amax
     scale = _over(amax, format.qmax)
     if scale.numel() == 0:
         return scale
@@ -70,13 +93,19 @@ def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor
 
 
 def amax_from_scale(scale: Tensor, format: Format) -> Tensor:
-    """Inverse of :func:`scale_from_amax` for live ranges: ``scale * format.qmax``."""
+    """Return ``scale * format.qmax``, the inverse of :func:`scale_from_amax` for live ranges."""
     return scale * format.qmax
 
 
 def divisor(amax: Tensor, scale: Tensor) -> Tensor:
-    """What data is divided by: the scale, and infinity for dead ranges so that their codes are 0.
+    """Return what data is divided by: the scale, or infinity where codes must be 0.
 
-    A scale that was rounded to zero (a block far below its neighbours in NVFP4) is dead as well.
+    Codes are 0 in dead ranges and in blocks whose scale was rounded to 0.
+
+    Args:
+        amax: float32 or float64, any shape.
+        scale: What :func:`scale_from_amax` returned for it.
     """
-    return torch.where((amax <= TINY) | (scale == 0), torch.inf, scale)
+    # Only a dead range has the scale 1 with an amax below 1: in a live one amax is at least
+    # qmax / 2 there, and qmax is at least 1.
+    return torch.where((scale == 1) & (amax < 0.5) | (scale == 0), torch.inf, scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
-from torchq.functional.scale import TINY
+from torchq.functional import is_dead
 from torchq.lowering.ops.params import Epilogue
 from torchq.nn import TensorQuantizer
 
@@ -60,7 +60,7 @@ class QParams:
         if not isinstance(d.granularity, PerTensor) or quantizer.amax.numel() != 1:
             return "activations have more than one range"
         amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
-        if amax <= TINY:
+        if bool(is_dead(torch.tensor(amax), d.format)):
             return cls(1.0, 0, 0, 0)
         zero_point = SIGNED_ZERO_POINT if d.format.signed else 0
         codes = d.format.quant_min, d.format.quant_max

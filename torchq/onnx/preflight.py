@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchq.errors import ExportError
-from torchq.functional import TINY
+from torchq.functional import is_dead
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
@@ -121,7 +121,9 @@ def _range_is(
 
 def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
     """Return True for an activation that was calibrated on zeros; a weight of zeros is exact."""
-    return not is_weight and bool((quantizer.amax.detach() <= TINY).all())
+    return not is_weight and bool(
+        is_dead(quantizer.amax.detach(), quantizer.descriptor.format).all()
+    )
 
 
 _CALIBRATE = (

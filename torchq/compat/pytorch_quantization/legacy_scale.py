@@ -14,10 +14,26 @@ from torch import Tensor
 
 from torchq.compat.errors import LegacyTypeError
 from torchq.formats import Format, by_bits
+from torchq.functional import compute_dtype
 from torchq.functional.kernels import gradient_mask, mask_gradient
-from torchq.functional.scale import TINY, compute_dtype
 
-__all__ = ["FakeTensorQuantFunction", "TensorQuantFunction", "fake_tensor_quant", "tensor_quant"]
+__all__ = [
+    "TINY",
+    "FakeTensorQuantFunction",
+    "TensorQuantFunction",
+    "fake_tensor_quant",
+    "live_range",
+    "tensor_quant",
+]
+
+
+#: The original treats a range up to here as dead; 2**-24 is the smallest float16 subnormal.
+TINY = 2.0**-24
+
+
+def live_range(amax: Tensor) -> Tensor:
+    """Return ``amax`` with the ranges that are dead in the original set to 0."""
+    return torch.where(amax <= TINY, 0.0, amax)
 
 
 def _encode(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.compat.pytorch_quantization.descriptor import NumBits
+from torchq.compat.pytorch_quantization.legacy_scale import live_range
 from torchq.errors import ExportError
 from torchq.formats import E4M3, PerAxis, PerTensor, by_bits
 from torchq.functional import fake_quantize, scale_from_amax
@@ -41,6 +42,7 @@ def export_quantize_dequantize(
     Raises:
         ExportError: FP8 with a range for each channel.
     """
+    amax = live_range(amax)
     axes = tuple(d for d in range(amax.dim()) if amax.shape[d] != 1)
     if isinstance(num_bits, tuple):
         if axes:
@@ -129,7 +131,9 @@ def write_int8(
             f"{tuple(amax.shape)}; expected 8 bits, the full range and at most one axis"
         )
     format = by_bits(8, unsigned=unsigned)
-    scales = scale_from_amax(amax.detach().float().cpu(), format).reshape(-1 if axes else ())
+    scales = scale_from_amax(live_range(amax.detach().float().cpu()), format).reshape(
+        -1 if axes else ()
+    )
     zeros = torch.zeros(scales.shape, dtype=torch.uint8 if unsigned else torch.int8)
     scale, zero = g.op("Constant", value_t=scales), g.op("Constant", value_t=zeros)
     attributes = {"axis_i": axes[0]} if axes else {}

@@ -198,7 +198,7 @@ class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
             return inputs.clone()  # The TorchScript exporter calls ``symbolic`` for this node.
         amax = _range(inputs, E4M3.qmax if amax is None else amax)
         outputs = legacy_scale.FakeTensorQuantFunction.forward(inputs, amax, E4M3)
-        return outputs.masked_fill_(inputs.abs() < functional.TINY, 0.0)
+        return outputs.masked_fill_(inputs.abs() < legacy_scale.TINY, 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,7 +224,9 @@ class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
                 "expected a number. Call scaled_e4m3(), which writes one"
             )
         constant = amax.node().t("value").float()
-        return write_float8(g, inputs, float(scale_from_amax(constant, E4M3)))
+        return write_float8(
+            g, inputs, float(scale_from_amax(legacy_scale.live_range(constant), E4M3))
+        )
 
 
 class FakeAffineTensorQuantFunction(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchq.formats import FloatFormat, Format, IntFormat
 from torchq.functional.kernels.layout import memory_order, merged_dims
-from torchq.functional.scale import TINY, scale_from_amax
+from torchq.functional.scale import scale_from_amax
 
 __all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
 
@@ -30,7 +30,7 @@ __all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 _BLOCK = 1024
-_TINY: tl.constexpr = tl.constexpr(TINY)
+_SMALLEST_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 _EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -98,8 +98,10 @@ def _steps(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.
     if HAS_SCALE:
         scale = tl.load(scale_ptr + group, mask=known, other=1.0)
     else:
-        scale = tl.where(amax <= _TINY, 1.0, tl.div_rn(amax, QMAX))
-    return amax, scale, tl.where((amax <= _TINY) | (scale == 0.0), float("inf"), scale)
+        scale = tl.div_rn(amax, QMAX)
+        scale = tl.where(scale < _SMALLEST_NORMAL, 1.0, scale)
+    is_zero = ((scale == 1.0) & (amax < 0.5)) | (scale == 0.0)
+    return amax, scale, tl.where(is_zero, float("inf"), scale)
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from torchq.compat.errors import LegacyTypeError, UnsupportedError
 from torchq.compat.pytorch_quantization.calib import search
 from torchq.compat.pytorch_quantization.calib.calibrator import _Calibrator
 from torchq.compat.pytorch_quantization.descriptor import NumBits
+from torchq.compat.pytorch_quantization.legacy_scale import TINY
 from torchq.compat.pytorch_quantization.utils import reduce_amax
 from torchq.errors import CalibrationError, ConfigError
-from torchq.functional import TINY
 
 __all__ = ["HistogramCalibrator", "calibrate_weights"]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.compat.pytorch_quantization.descriptor import NumBits
+from torchq.compat.pytorch_quantization.legacy_scale import live_range
 from torchq.compat.pytorch_quantization.nn.modules.clip import Clip
 from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError
@@ -180,7 +181,7 @@ class LegacySwitches:
             )
         if self._scale_amax is not None and not self._learn_amax:
             amax = amax * self._scale_amax
-        scale = scale_from_amax(amax.detach(), self.descriptor.format)
+        scale = scale_from_amax(live_range(amax.detach()), self.descriptor.format)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def range_for(self, x: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""Compiled code gives the numbers of eager code, by Inductor: other backends generate none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq import QuantDescriptor, formats
+from torchq.formats import Format, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.functional import fake_quantize, reduce_amax
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity", "format", "scale_format"),
+    [
+        ((6, 100), PerBlock(32), formats.INT4, None),
+        ((6, 100), PerBlock(32), formats.E4M3, formats.E8M0),
+        ((2, 100, 5), PerBlock(16, 1), formats.E2M1, formats.E4M3),
+        ((70, 8), PerBlock(32, 0), formats.INT8, None),
+        ((3, 4, 5, 5), PerAxis((1,)), formats.INT8, None),
+        ((3, 40), PerTensor(), formats.UINT8, None),
+    ],
+    ids=str,
+)
+def test_fake_quantize(
+    shape: tuple[int, ...], granularity: Granularity, format: Format, scale_format: Format | None
+) -> None:
+    """Also where blocks do not divide the axis, and backwards."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return fake_quantize(x, reduce_amax(x, granularity), format, granularity, scale_format)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, y = (t.requires_grad_() for t in torch.randn(shape).repeat(2, *[1] * len(shape)).unbind())
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    expected, got = run(x), torch.compile(run, fullgraph=True)(y)
+    assert torch.equal(got, expected) and got.stride() == expected.stride()
+    weights = torch.randn(shape)
+    (expected * weights).sum().backward()
+    (got * weights).sum().backward()
+    assert x.grad is not None and y.grad is not None and torch.equal(y.grad, x.grad)
+
+
+def test_a_layer_with_blocks_that_do_not_divide_its_inputs() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.Linear(100, 8)
+    torchq.nn.convert_(layer, weight=QuantDescriptor(4, block_size=32))
+    x = torch.randn(5, 100)
+    got = torch.compile(layer, fullgraph=True)(x)
+    # A product may be summed in another order: a few ulp of float32.
+    torch.testing.assert_close(got, layer(x), rtol=1e-5, atol=1e-5)
