@@ -200,7 +200,8 @@ def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, rea
         raise AssertionError(skipped[name])
 
 
-def test_report_reads_well() -> None:
+def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     model = nn.Sequential(nn.Linear(2, 2), SamePadConv2d(1, 1, 3), nn.Linear(2, 2))
     lines = str(torchq.plan(model, exclude="2")).splitlines()
     assert (

@@ -18,14 +18,15 @@ from torchq.nn import (
     route_calls_,
 )
 from torchq.nn.transaction import unchanged_on_error
+from torchq.swap.cost import costs_of_placements
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
-from torchq.swap.placement import share_common_ranges_
 from torchq.swap.plan import plan
+from torchq.swap.shared_ranges import share_common_ranges_
 from torchq.utils import Pattern
 
-__all__ = ["quantize_", "restore_", "apply_", "name_quantizers"]
+__all__ = ["apply_", "carry_out_", "name_quantizers", "quantize_", "restore_"]
 
 
 def quantize_(
@@ -37,23 +38,31 @@ def quantize_(
     target: str | None = None,
     example: Any = None,
 ) -> SwapReport:
-    """Swap the layers of ``model`` for quantized ones, in place.
+    """Swap the layers of ``model`` for quantized ones, in place: all that were planned, or none.
 
-    The module objects stay the same; only their classes change and quantizers are added, so optimizers, hooks, attributes
-    and references from elsewhere stay valid. The exception is a module without parameters that stands in several places, such as one
-    activation object for all layers: each place gets a copy, as each needs a range of its own. Without calibration every quantizer
-    takes its range from the data of each call; run :func:`torchq.calibrate` next.
+    The module objects stay the same; only their classes change and quantizers are added, so
+    optimizers, hooks, attributes and references from elsewhere stay valid. The exception is a
+    module without parameters that stands in several places, such as one activation object for all
+    layers: each place gets a copy, as each needs a range of its own. Without calibration every
+    quantizer takes its range from the data of each call; run :func:`torchq.calibrate` next.
 
     Args:
-        model, config, include, exclude, target: as for :func:`plan`.
-        example: arguments for one call of the model (a tensor, a tuple, or a mapping of keyword arguments): quantizers that see the
-            same tensor become one then, so that its readers agree on its range whatever training does.
+        model: any module; changed in place.
+        config: as for :func:`plan`.
+        include: as for :func:`plan`.
+        exclude: as for :func:`plan`.
+        target: as for :func:`plan`.
+        example: the arguments for one call of the model; see
+            :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
+            become one, so that its readers agree on its range whatever training does. And what a
+            target adds is measured: a quantizer that costs more than 3 dB at the output, and
+            leaves less than 25 dB, is left out, unless a rule names it.
 
     Returns:
-        what was swapped, what was not and why, and which rule decided.
+        What was swapped, what was not and why, and which rule decided; ``print`` it.
 
     Raises:
-        ConfigError: as :func:`plan`; the model is unchanged then.
+        ConfigError: See :func:`plan`. Whatever the error, the model is unchanged then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
@@ -64,42 +73,78 @@ def quantize_(
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
-    report = plan(model, config, include=include, exclude=exclude, target=target, example=example)
-    with unchanged_on_error(model):
-        apply_(report)
-        if example is not None:
-            share_common_ranges_(model, example)
-        name_quantizers(model)
+    choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
+    report = plan(model, config, **choice, example=example)
+    try:
+        _carry_out(model, report, example, measure=True)
+    except _Costly as costly:
+        report = plan(model, config, **choice, example=example).without(costly.reasons)
+        _carry_out(model, report, example, measure=False)
     return report
 
 
+class _Costly(Exception):
+    """Some quantizers that a target adds cost too much; raised to undo a whole swap.
+
+    Args:
+        reasons: path -> why it stays float.
+    """
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__()
+        self.reasons = reasons
+
+
+def _carry_out(model: nn.Module, report: SwapReport, example: Any, *, measure: bool) -> None:
+    with unchanged_on_error(model):
+        apply_(report)
+        if example is not None:
+            if measure:
+                _check_costs(model, report, example)
+            share_common_ranges_(model, example)
+        name_quantizers(model)
+
+
+def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
+    placements = {}
+    for decision in report.added:
+        owner = dict(model.named_modules())[decision.name]
+        placements[decision.name] = [
+            m for m in owner.modules() if isinstance(m, TensorQuantizer) and m.quantizing
+        ]
+    costs = costs_of_placements(model, placements, example)
+    if costs:
+        raise _Costly(
+            {
+                name: f"its quantizers cost {cost:.1f} dB at the output on the example; name it in "
+                "a rule to quantize it all the same"
+                for name, cost in costs.items()
+            }
+        )
+
+
 def apply_(report: SwapReport) -> None:
-    """Convert the modules of a plan; all or none."""
+    """Convert the modules of a plan, in place.
+
+    Args:
+        report: a plan. A call that fails leaves some of its modules converted; see
+            :func:`torchq.nn.transaction.unchanged_on_error`.
+    """
     insert_([operator for operator, _ in report.operators])
-    children = {
-        id(d): operator.owner.get_submodule(operator.child) for operator, d in report.operators
-    }
-    done: list[nn.Module] = []
-    try:
-        for d in report.replaced:
-            module = children.get(id(d), d.module)
-            done.append(carry_out_(d, module))
-    except Exception:
-        for module in (*done, *(operator.owner for operator, _ in report.operators)):
-            if isinstance(module, QuantModule):
-                revert_(module)
-        raise
+    children = {id(d): op.owner.get_submodule(op.child) for op, d in report.operators}
+    done = [carry_out_(d, children.get(id(d), d.module)) for d in report.replaced]
     for d in report.replaced:
         if d.parent is not None:
             setattr(d.parent, d.name.rpartition(".")[2], d.module)
-    if report.target is not None and report.target.one_branch:
+    if report.target is None:
+        return
+    if report.target.one_branch:
         for operator, _ in report.operators:
             operator.open_main()
-    kinds = report.target.operators if report.target is not None else ()
     for module in done:
-        if isinstance(module, QuantMultiheadAttention) and "attention" in kinds:
+        if isinstance(module, QuantMultiheadAttention) and "attention" in report.target.operators:
             module.quantize_products()
-        if isinstance(module, QuantSiLU) and "activation" in kinds:
+        if isinstance(module, QuantSiLU) and "activation" in report.target.operators:
             module.quantize_gate()
 
 

@@ -29,6 +29,7 @@ class Decision:
             ``parent`` adopts instead.
         layer: The class that it is quantized as, whose rules apply; None is its own.
         calls: The calls in its own forward that are quantized, where its class has no twin.
+        note: What a target changed about it, for the report.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class Decision:
     parent: nn.Module | None = None
     layer: type[nn.Module] | None = None
     calls: tuple[CallSite, ...] = ()
+    note: str = ""
 
     @property
     def name(self) -> str:

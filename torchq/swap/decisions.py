@@ -24,6 +24,7 @@ from torchq.utils import (
     modules_with_names,
     pattern_text,
     qualified_name,
+    table,
     twin_of,
 )
 
@@ -40,19 +41,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SwapReport:
-    """Every decision about a model: :func:`plan` gives it before, :func:`quantize_` after the swap. Print it.
+    """Every decision about a model: of :func:`plan` before, of :func:`quantize_` after the swap.
 
     Attributes:
         config: the rules, with ``exclude`` added at the end.
-        decisions: one for each module that is quantized or that one could expect to be, and for each operator that becomes one.
-        operators: the operators that become modules, by the decision about each; only with a target.
+        decisions: one for each module that is quantized or that one could expect to be, and for
+            each operator that becomes a module.
+        operators: the operators that become modules, by the decision about each; only with a
+            target.
         target: the runtime that it is planned for, or None.
+        target_rules: the rules that the target brings, as text.
     """
 
     config: QuantConfig
     decisions: tuple[Decision, ...]
     operators: tuple[tuple[Operator, Decision], ...] = ()
     target: Target | None = None
+    target_rules: frozenset[str] = frozenset()
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
@@ -64,38 +69,55 @@ class SwapReport:
         """The modules that stay float, each with its ``reason``."""
         return tuple(d for d in self.decisions if d.reason)
 
+    @property
+    def added(self) -> tuple[Decision, ...]:
+        """The modules and operators that are quantized for the target alone, not by a rule."""
+        return tuple(d for d in self.replaced if d.rule in self.target_rules)
+
+    def without(self, reasons: Mapping[str, str]) -> SwapReport:
+        """Return the report in which some modules stay float.
+
+        Args:
+            reasons: path -> why.
+        """
+        changed = tuple(
+            replace(d, reason=reasons[d.name], input=None, weight=None) if d.name in reasons else d
+            for d in self.decisions
+        )
+        operators = tuple((o, d) for o, d in self.operators if d.name not in reasons)
+        return replace(self, decisions=changed, operators=operators)
+
     def __str__(self) -> str:
         rows = [("module", "type", "what", "rule")]
         for d in self.decisions:
-            used = ", ".join(
-                f"{slot} {value}"
-                for slot, value in (("input", d.input), ("weight", d.weight))
-                if value
-            )
-            if d.calls:
-                kinds = ", ".join(dict.fromkeys(site.kind for site in d.calls))
-                used = f"{used}, at its call of {kinds}" if used else f"calls of {kinds}"
-            what = f"SKIPPED: {d.reason}" if d.reason else used or "calls its children"
-            rows.append(
-                (" = ".join(d.names) or "(root)", d.float_class.__name__, what, d.rule or "")
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join(
-                (*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join(
-            [
-                *lines,
-                f"{len(self.replaced)} quantized, {len(self.skipped)} skipped, recipe {self.config.name}",
-            ]
-        )
+            names = " = ".join(d.names) or "(root)"
+            rows.append((names, d.float_class.__name__, _what_text(d), d.rule or ""))
+        operators = {id(d) for _, d in self.operators}
+        containers = [d for d in self.replaced if not (d.input or d.weight or d.calls)]
+        layers = len(self.replaced) - len(operators) - len(containers)
+        counts = [f"{layers} quantized"]
+        if operators:
+            counts.append(f"{len(operators)} operators for {getattr(self.target, 'name', '')}")
+        if containers:
+            counts.append(f"{len(containers)} containers")
+        counts.append(f"{len(self.skipped)} skipped")
+        return f"{table(rows)}\n{', '.join(counts)}, recipe {self.config.name}"
+
+
+def _what_text(decision: Decision) -> str:
+    if decision.reason:
+        return f"SKIPPED: {decision.reason}"
+    slots = (("input", decision.input), ("weight", decision.weight))
+    text = ", ".join(f"{slot} {value}" for slot, value in slots if value)
+    if decision.calls:
+        kinds = ", ".join(dict.fromkeys(site.kind for site in decision.calls))
+        text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
+    text = text or "calls its children"
+    return f"{text}; {decision.note}" if decision.note else text
 
 
 def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:
-    """One pattern or several, checked, as a tuple."""
+    """Return one pattern or several, checked, as a tuple."""
     if given is None:
         return ()
     if isinstance(given, (str, type)) or callable(given):
@@ -221,15 +243,17 @@ def _by_places(
     config: QuantConfig,
     include: tuple[Pattern, ...],
 ) -> list[Decision]:
-    """What the rules say about a module; about each of its places where it stands in several and has no state to share."""
+    """Return what the rules say about a module.
+
+    A module that stands in several places and has no state to share has a decision for each.
+    """
     places: dict[tuple[int, str], tuple[nn.Module, list[str]]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
         places.setdefault((id(parent), leaf), (parent, []))[1].append(name)
-    if len(places) == 1 or any(
-        True for _ in (*module.parameters(), *module.buffers(), *module.children())
-    ):
+    state = (*module.parameters(), *module.buffers(), *module.children())
+    if len(places) == 1 or state:
         return [by_rules(names, module, config, include)]
     found = [
         (parent, by_rules(tuple(paths), module, config, include))
@@ -302,25 +326,21 @@ def check_used(
 
     wanted = [rule.pattern for rule in config.rules if not rule.optional] + list(include)
     unused = [pattern for pattern in wanted if not selects(pattern)]
+    where = qualified_name(type(model))
     if unused:
         known = ", ".join(d.name or "(root)" for d in decisions[:8]) or "none"
         text = ", ".join(repr(pattern_text(p)) for p in unused)
-        hint = next(
-            (
-                f". For everything below it write '{p}.*'"
-                for p in unused
-                if isinstance(p, str) and p in dict(model.named_modules())
-            ),
-            "",
-        )
+        paths = dict(model.named_modules())
+        below = [p for p in unused if isinstance(p, str) and p in paths]
+        hint = f". For everything below it write '{below[0]}.*'" if below else ""
         raise ConfigError(
-            f"{qualified_name(type(model))}: pattern {text} matches no module that could be quantized; candidates are {known}, ...{hint}"
+            f"{where}: pattern {text} matches no module that could be quantized; "
+            f"candidates are {known}, ...{hint}"
         )
     if all(d.reason for d in decisions):
-        reasons = (
-            "; ".join(sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5])
-            or "it has no layer that torchq knows"
-        )
+        found = sorted({f"{d.name or '(root)'}: {d.reason}" for d in decisions})[:5]
+        reasons = "; ".join(found) or "it has no layer that torchq knows"
         raise ConfigError(
-            f"{qualified_name(type(model))}: nothing to quantize ({reasons}); expected at least one module that a rule selects"
+            f"{where}: nothing to quantize ({reasons}); "
+            "expected at least one module that a rule selects"
         )

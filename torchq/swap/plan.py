@@ -97,4 +97,4 @@ def _plan_for_target(
     )
     skipped = (*float_operators, *placement.skipped)
     decisions = (*layers, *(d for _, d in operators), *skipped)
-    return SwapReport(placement.config, decisions, operators, target)
+    return SwapReport(placement.config, decisions, operators, target, placement.rules)

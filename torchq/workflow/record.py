@@ -199,12 +199,14 @@ def _route_calls(model: nn.Module, record: _Record) -> None:
 def _convert_modules(model: nn.Module, record: _Record) -> None:
     found = dict(model.named_modules(remove_duplicate=False))
     modules = {path: _find(found, path, entry.cls) for path, entry in record.modules.items()}
-    times: dict[int, int] = {}
-    for module in modules.values():
-        times[id(module)] = times.get(id(module), 0) + 1
+    places: dict[int, set[tuple[int, str]]] = {}
+    for path, module in found.items():
+        parent, _, leaf = path.rpartition(".")
+        places.setdefault(id(module), set()).add((id(found[parent]), leaf))
     for path, module in modules.items():
         descriptors = record.modules[path].descriptors
-        if times[id(module)] > 1:
+        has_state = bool((*module.parameters(), *module.buffers(), *module.children()))
+        if len(places[id(module)]) > 1 and not has_state:
             # One object without parameters stands in several places; each place got a copy.
             set_submodule(model, path, convert_(twin_of(module), **descriptors))
         else:
