@@ -1,4 +1,7 @@
-"""What every calibrator promises, as tests to inherit: subclass, and provide the fixtures ``make`` and ``sequential``."""
+"""The promises of every calibrator, as tests to inherit.
+
+A subclass provides the fixtures ``make`` and ``sequential``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class CalibratorContract:
-    """Fixtures: ``make()`` gives a fresh calibrator of amax shape () or (1, C, 1); ``sequential`` is True where batch order counts."""
+    """Tests of a calibrator.
+
+    Fixtures: ``make()`` returns a fresh calibrator of amax shape () or (1, C, 1); ``sequential`` is
+    True where the order of batches counts.
+    """
 
     def test_amax_is_float32_of_the_right_shape_and_within_the_data(
         self, make: Make, generator: torch.Generator

@@ -1,4 +1,4 @@
-"""What every format promises, checked on every code and exactly between every two: to be run over the whole catalogue."""
+"""The promises of every format, checked on every code and exactly between every two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ WORKING = (torch.float32, torch.float64)
 
 
 def expected_values(format: Format) -> list[float]:
-    """The distinct finite values in ascending order, from the definitions: integer bounds, the OCP tables, powers of two."""
+    """Return the distinct finite values in ascending order.
+
+    They follow from the definitions: integer bounds, the OCP tables, powers of two.
+    """
     if isinstance(format, IntFormat):
         low, high = integer_bounds(format.bits, not format.signed, format.narrow)
         return [float(value) for value in range(low, high + 1)]
@@ -43,7 +46,7 @@ def expected_values(format: Format) -> list[float]:
 
 
 def _even(format: Format, low: float, high: float) -> float:
-    """Of two neighbouring values, the one whose code is even; where there is no mantissa, the larger."""
+    """Return the neighbour whose code is even; where there is no mantissa, the larger."""
     if isinstance(format, IntFormat):
         return low if low % 2 == 0 else high
     if format.name == "e8m0":
@@ -77,7 +80,7 @@ def check_fixed_points(format: Format) -> None:
 
 
 def check_between(format: Format) -> None:
-    """Half-way points go to the even neighbour, and the floats next to a half-way point to the nearer one. Tolerance 0."""
+    """Half-way points go to the even neighbour, the floats next to them to the nearer one."""
     pairs = list(pairwise(expected_values(format)))
     for dtype in WORKING:
         low, high = torch.tensor(pairs, dtype=dtype).unbind(1)
@@ -110,7 +113,7 @@ def check_order(format: Format, generator: torch.Generator) -> None:
 
 
 def check_limits(format: Format) -> None:
-    """Everything beyond the ends saturates, infinities too; NaN stays NaN; an empty tensor stays empty."""
+    """Everything beyond the ends saturates, infinities too; NaN and empty tensors stay."""
     for dtype in WORKING:
         beyond = torch.tensor([format.quant_max, 3e38, math.inf], dtype=dtype)
         beyond = torch.cat(

@@ -205,7 +205,7 @@ CASES = [
 
 
 def convert(case: Case) -> tuple[nn.Module, QuantModule]:
-    """Return a float module and its quantized copy: INT8, weights per channel, inputs per tensor."""
+    """Return a float module and its quantized copy: INT8, weights per channel, one input range."""
     plain = case.make()
     module = convert_(
         copy.deepcopy(plain),

@@ -1,4 +1,7 @@
-"""What fake-quantizing a tensor must give, element by element with the scalar oracle; the block-scaled formats from their definitions."""
+"""The results that fake quantization must give, element by element, from the scalar oracle.
+
+Those of the block-scaled formats come from their definitions.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ def _scalar(x: float, amax: float, format: Format, spec: FloatSpec) -> float:
 
 
 def expected(x: Tensor, amax: Tensor, format: Format, granularity: Granularity) -> Tensor:
-    """The oracle over every element. ``amax`` has the granularity's shape and a dtype that torchq computes in."""
+    """Apply the oracle to every element.
+
+    ``amax`` has the granularity's shape and a dtype that torchq computes in.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     for index in itertools.product(*map(range, x.shape)):
         value = _scalar(
@@ -80,7 +86,10 @@ def expected(x: Tensor, amax: Tensor, format: Format, granularity: Granularity) 
 
 
 def mx_expected(x: Tensor, spec: FloatSpec, size: int) -> Tensor:
-    """OCP Microscaling Formats 1.0, section 6.3, for blocks along the last axis: X = 2**(floor(log2 max) - emax), elements saturate."""
+    """Quantize by OCP Microscaling Formats 1.0, section 6.3, in blocks along the last axis.
+
+    The scale is X = 2**(floor(log2 max) - emax); elements saturate.
+    """
     largest_exponent = math.floor(math.log2(float(spec.max)))
     out = torch.empty_like(x)
     for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], size)):
@@ -100,7 +109,9 @@ def mx_expected(x: Tensor, spec: FloatSpec, size: int) -> Tensor:
 
 
 def nvfp4_expected(x: Tensor) -> Tensor:
-    """E2M1 in blocks of 16 along the last axis; block scales amax / 6 are stored as E4M3 times one fp32 scale for the tensor.
+    """Quantize to E2M1 in blocks of 16 along the last axis.
+
+    Block scales amax / 6 are stored as E4M3 times one float32 scale for the tensor.
 
     The tensor's scale maps the largest block scale to 448. Every operation is rounded to float32.
     """

@@ -1,4 +1,4 @@
-"""Every format of the catalogue: the contract, and agreement with the float8 of torch and the small floats of ml_dtypes."""
+"""Every format of the catalogue: the contract, and agreement with torch and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_limits(format: Format) -> None:
 
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_integers(name: str) -> None:
-    """The same contract where the number of codes allows it; up to 16 bits float32 holds every half-way point."""
+    """Check rounding where the codes are few: float32 holds every half-way point of 16 bits."""
     contract.check_properties(CATALOG[name])
     contract.check_fixed_points(CATALOG[name])
     contract.check_between(CATALOG[name])
@@ -69,7 +69,10 @@ def test_wide_integers(name: str) -> None:
 
 
 def every_float16() -> torch.Tensor:
-    """All finite numbers of float16, among them every number and every half-way point of the formats up to 8 bits that it reaches."""
+    """Return all finite numbers of float16.
+
+    Among them is every number and every half-way point of the formats up to 8 bits in its range.
+    """
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     return x[x.isfinite()]
 
@@ -78,7 +81,10 @@ def every_float16() -> torch.Tensor:
     ("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
 def test_fp8_is_torch_float8(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """On every float16 and on float32 noise, within the finite range (beyond it torch gives NaN or inf, torchq saturates)."""
+    """Compare on every float16 and on float32 noise, within the finite range.
+
+    Beyond it torch gives NaN or infinity, and torchq saturates.
+    """
     format = CATALOG[name]
     noise = torch.randn(20000, generator=generator) * torch.exp2(
         torch.randint(-20, 9, (20000,), generator=generator)
@@ -115,7 +121,7 @@ def test_e8m0_is_that_of_ml_dtypes() -> None:
 
 
 def test_float64_is_rounded_once() -> None:
-    """A float64 just above a half-way point must not be rounded to float32, where it is the half-way point, first."""
+    """A float64 just above a half-way point is not rounded to float32 first, which would be it."""
     above = torch.tensor([1.0625 + 2.0**-40, 2.5 + 2.0**-40], dtype=torch.float64)
     assert E4M3.snap_(above[:1].clone()).item() == 1.125
     assert INT8.snap_(above[1:].clone()).item() == 3.0
@@ -179,7 +185,7 @@ def test_formats_are_values() -> None:
 
 
 def test_a_new_float_format_needs_no_code() -> None:
-    """E3M0 (a sign and powers of two), which is in no catalogue: the grid follows from the numbers alone."""
+    """E3M0 (a sign and powers of two) is in no catalogue: its grid follows from numbers alone."""
     e3m0 = FloatFormat("e3m0", True, 3, 0, bias=3)
     assert e3m0.values == (
         -16.0,

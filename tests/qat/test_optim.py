@@ -48,7 +48,7 @@ def test_groups_train_ranges_that_were_calibrated_after_the_optimizer_was_built(
 
 
 def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
-    """One SGD step on amax with ``scale_range_grad`` changes it by the factor that LSQ's step would change by (section 2.2)."""
+    """One SGD step with ``scale_range_grad`` changes amax as LSQ changes its step (section 2.2)."""
     x = torch.randn(64, 16)
     plain = torchq.TensorQuantizer(torchq.QuantDescriptor(3, amax=1.0, learn_amax=True))
     scaled = torchq.TensorQuantizer(
@@ -67,7 +67,7 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
 
 
 def test_plain_sgd_trains_the_w4a4_recipe() -> None:
-    """Without the scale the first steps throw the ranges far away: the gradient of a range sums over all its elements."""
+    """Ranges diverge without the scale: the gradient of a range sums over all its elements."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
     )

@@ -1,4 +1,7 @@
-"""Scenarios of calibration. (S10 to S12 and S16 are about calibrators: tests/calib and tests/workflow/test_calibrate_ranks.py.)"""
+"""Scenarios of calibration.
+
+S10 to S12 and S16 are in tests/calib and tests/workflow/test_calibrate_ranks.py.
+"""
 
 from __future__ import annotations
 

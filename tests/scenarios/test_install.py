@@ -29,7 +29,8 @@ with warnings.catch_warnings(record=True) as caught:
     import torchq
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print("extras", sorted(new & set({EXTRAS!r})))
-print("deprecated", sorted(n for n in set(sys.modules) - before if n.startswith(("torch.ao", "torch.quantization"))))
+old = ("torch.ao", "torch.quantization")
+print("deprecated", sorted(n for n in set(sys.modules) - before if n.startswith(old)))
 print("cuda", torch.cuda.is_initialized())
 print("warnings", [str(w.message) for w in caught if "torchq" in w.filename])
 model = torch.nn.Sequential(torch.nn.Linear(4, 2))

@@ -73,7 +73,8 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), expected)
     torch.save({"model": model, "x": x, "y": expected}, tmp_path / "m.pt")
-    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); print(torch.equal(d['model'](d['x']), d['y']))"
+    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
+    code += "print(torch.equal(d['model'](d['x']), d['y']))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "m.pt")],
         capture_output=True,
@@ -85,7 +86,10 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
 
 
 def test_s19_exponential_moving_average() -> None:
-    """As ultralytics does it, over 20 steps of QAT: fixed ranges stay, the average is quantized and near the model."""
+    """Average weights as ultralytics does, over 20 steps of QAT.
+
+    Fixed ranges stay; the average is quantized and near the model.
+    """
     model, x = calibrated().train(), image_batches()[0]
     average = copy.deepcopy(model).eval()
     for p in average.parameters():

@@ -1,4 +1,7 @@
-"""Scenarios of numerics and training. (S25, DDP, is in tests/qat; S27 in tests/functional/test_gradients.py.)"""
+"""Scenarios of numerics and training.
+
+S25 (DDP) is in tests/qat, S27 in tests/functional/test_gradients.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.models import ConvNet, image_batches
 from torchq import QuantConfig, QuantDescriptor, TensorQuantizer
 from torchq.formats import INT8, PerTensor
 
-# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"
 )
@@ -52,7 +55,10 @@ def test_s23_quantizer_against_the_oracle(
 
 @pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
 def test_s24_autocast_trains(recipe: str) -> None:
-    """bfloat16 on the CPU, float16 with a GradScaler on a GPU; amax, weights and gradients stay float32."""
+    """Train in bfloat16 on the CPU, in float16 with a GradScaler on a GPU.
+
+    amax, weights and gradients stay float32.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
     model = ConvNet().to(device)
@@ -91,7 +97,7 @@ def step(model: nn.Module, x: Tensor, call: nn.Module) -> tuple[Tensor, dict[str
 
 
 def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
-    """fullgraph, float64: a difference beyond the order of sums would be a code that flipped, which is 1e-2, not 1e-9."""
+    """Compile as one graph, in float64: a code that flipped would differ by 1e-2, not by 1e-9."""
     y, grads = step(model, x, model)
     compiled_y, compiled_grads = step(
         model, x, torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -50,7 +50,7 @@ def test_after_an_exception() -> None:
 
 
 def test_nested() -> None:
-    """The inner one goes first or last; what one has quantized the other leaves alone, and each ends by itself."""
+    """The inner patch may end first or last; neither touches what the other has quantized."""
     four = QuantConfig((Rule("type:Linear", weight=QuantDescriptor(4)),))
     with torchq.patch():
         with torchq.patch(four):
@@ -142,7 +142,7 @@ def test_transformer_layers_inside_a_model(generator: torch.Generator) -> None:
 
 
 def test_a_model_built_in_another_thread_meanwhile_is_whole() -> None:
-    """The hook belongs to torch and to every thread; a model built elsewhere is quantized too, but never half."""
+    """The hook acts in every thread: a model built there is quantized too, but never half."""
     built: list[nn.Module] = []
     with torchq.patch():
         thread = threading.Thread(target=lambda: built.append(build()))

@@ -1,4 +1,4 @@
-"""Where quantizers go for a runtime: which operators, which branches, which ranges are one; and back."""
+"""The quantizers that a runtime wants: operators, branches, shared ranges; and their removal."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothin
     )
     with pytest.raises(
         ConfigError,
-        match=r"target tensorrt: the config quantizes activations as .*; expected a fixed range per tensor",
+        match=r"target tensorrt: the config quantizes activations as .*; expected a fixed range",
     ):
         torchq.quantize_(Residual(), dynamic, target="tensorrt")
     model = Residual()

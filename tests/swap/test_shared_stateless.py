@@ -1,4 +1,7 @@
-"""One activation object for all layers: each place gets a range of its own, and nobody else's object is touched."""
+"""One activation object for all layers: each place gets a range of its own.
+
+Objects that the model does not own are left alone.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""What every rank of tests/workflow/test_calibrate_ranks.py runs: ``python -m torch.distributed.run ... ranks.py FOLDER``."""
+"""The program of every rank of tests/workflow/test_calibrate_ranks.py.
+
+It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ METHODS = ("max", "moving_average", "percentile", "mse", "entropy")
 
 
 class Net(nn.Module):
-    """Two convolutions, of which the second runs only for batches whose first value is large, and a head.
+    """Two convolutions, the second for batches whose first value is large only, and a head.
 
     DistributedDataParallel broadcasts the buffers of the BatchNorm in the first forward.
     """

@@ -96,7 +96,7 @@ def test_number_of_batches(given: int | None, count: int, data: list[Tensor]) ->
 
 
 def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
-    """While calibrating nothing is quantized, neither the weights nor quantizers whose ranges are known."""
+    """While calibrating nothing is quantized: no weight, and no tensor whose range is known."""
     floats, model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Sequential()
     model.extend(floats)  # the same layers
     hidden = [floats[:2](x) for x in data]
@@ -115,7 +115,7 @@ def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
 
 
 def test_modes_are_given_back(data: list[Tensor]) -> None:
-    """Training flags and quantizer modes, with and without an exception; no calibrator stays behind."""
+    """Training flags and modes of quantizers come back, after an exception too."""
     model = net()
     model.train()
     model[1].eval()
@@ -175,7 +175,7 @@ def test_every_method(method: str, data: list[Tensor]) -> None:
 
 
 def test_what_is_known_is_kept(data: list[Tensor]) -> None:
-    """A second run warns and changes nothing; ``force`` replaces; a fixed range is never replaced and never mentioned."""
+    """A second run warns and changes nothing; ``force`` replaces ranges, but never fixed ones."""
     model = net(
         QuantConfig(
             (
@@ -188,7 +188,7 @@ def test_what_is_known_is_kept(data: list[Tensor]) -> None:
     before = ranges(model)
     with pytest.warns(
         UserWarning,
-        match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True replaces them",
+        match=r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True",
     ):
         torchq.calibrate(model, [10 * data[0]], progress=False)
     assert same(ranges(model), before)

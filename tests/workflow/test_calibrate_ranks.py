@@ -1,4 +1,7 @@
-"""``calibrate(..., group=)`` on two gloo ranks with different data, plain and under DDP and FSDP2, against one process with all of it."""
+"""``calibrate(..., group=)`` on two gloo ranks, against one process with the data of both.
+
+The model is plain, under DDP, and under FSDP2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration as users meet it: unused branches, poisoned batches, inference mode before training, dead channels, resuming."""
+"""Calibration as users meet it: unused branches, poisoned batches, dead channels, resuming."""
 
 from __future__ import annotations
 

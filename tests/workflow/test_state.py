@@ -87,8 +87,10 @@ def test_in_another_process(model: Net, x: torch.Tensor, tmp_path: Path) -> None
     torch.save((x, small(x).detach()), tmp_path / "xy.pt")
     code = (
         "import sys, torch, torchq; from torch import nn\n"
-        "m = torchq.load(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), sys.argv[1] + '/m.pt')\n"
-        "x, y = torch.load(sys.argv[1] + '/xy.pt'); print(torch.equal(m(x), y), m[0].input_quantizer.name)"
+        "m = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))\n"
+        "m = torchq.load(m, sys.argv[1] + '/m.pt')\n"
+        "x, y = torch.load(sys.argv[1] + '/xy.pt')\n"
+        "print(torch.equal(m(x), y), m[0].input_quantizer.name)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -125,7 +127,7 @@ def test_records_are_json(model: Net) -> None:
         ),
         (
             lambda: nn.Sequential(),
-            r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the architecture",
+            r"0: got no such module; expected torch.nn.modules.linear.Linear. Load into the arch",
         ),
     ],
 )
