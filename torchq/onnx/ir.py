@@ -45,6 +45,7 @@ __all__ = [
     "opset_of",
     "readers",
     "remove_unused",
+    "replace_stored",
     "replace_value",
     "run_passes",
     "save_model",
@@ -265,6 +266,22 @@ def add_initializer(
     )
     graph.register_initializer(value)
     return value
+
+
+def replace_stored(value: Value, tensor: Tensor, dtype: DataType | None = None) -> Value:
+    """Store other contents under the name of a stored value, for all its readers.
+
+    Args:
+        value: A stored value that is no output of the model; it is removed.
+        tensor: The new contents.
+        dtype: INT4 or UINT4, whose codes come as int8 or uint8; default the tensor's own type.
+    """
+    graph, name = value.graph, str(value.name)
+    new = add_initializer(graph, name, tensor, dtype)
+    value.replace_all_uses_with(new)
+    graph.initializers.pop(name)
+    new.name = name
+    return new
 
 
 def add_node(

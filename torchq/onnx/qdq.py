@@ -27,6 +27,7 @@ from torchq.onnx.ir import (
 )
 
 __all__ = [
+    "FLOAT_WEIGHT",
     "QParams",
     "activation_qparams",
     "axis_of",
@@ -43,6 +44,8 @@ __all__ = [
     "write_record",
 ]
 
+#: Ends the names of quantized weights that are stored as the float values of their codes.
+FLOAT_WEIGHT = "/float weight"
 _RECORD = "torchq"
 _FLOAT8 = {"FLOAT8E4M3FN": "e4m3", "FLOAT8E5M2": "e5m2"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchq.onnx.ir import Model, Node, Value, computed_by, nodes_of, readers, value_of
-from torchq.onnx.qdq import pair_name, stored_weight
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, stored_weight
 
 __all__ = [
     "CONVOLUTIONS",
@@ -25,6 +25,9 @@ LAYERS = (*CONVOLUTIONS, "Gemm", "MatMul")
 
 def layer_name(node: Node) -> str:
     """Return the module of a layer, from its weight's quantizer, or else the node's name."""
+    stored = str(node.inputs[1].name) if len(node.inputs) > 1 else ""
+    if stored.endswith(f".weight_quantizer{FLOAT_WEIGHT}"):
+        return stored.removesuffix(f".weight_quantizer{FLOAT_WEIGHT}")
     producer = computed_by(node.inputs[1]) if len(node.inputs) > 1 else None
     while producer is not None and producer.op_type in ("Cast", "Transpose"):
         producer = computed_by(producer.inputs[0])

@@ -14,16 +14,19 @@ from torchq.onnx.ir import (
     add_node,
     attribute,
     computed_by,
+    data_type,
     fresh_name,
     is_constant,
     is_output,
     nodes_of,
     readers,
+    replace_stored,
     replace_value,
     value_of,
 )
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.matmul_layout import split_gemms
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
@@ -115,6 +118,81 @@ def quantize_concatenated(model: Model) -> None:
             _insert_pair(node, list(settings.pop()))
 
 
+def widen_four_bit_weights(model: Model) -> None:
+    """Store codes of 4 bits in 8 bits, but for blocks.
+
+    ONNX Runtime has kernels for weights of 4 bits in blocks alone; it would dequantize others on
+    every call.
+
+    Before::
+
+        DequantizeLinear of stored int4 or uint4 codes, with a scale per tensor or channel.
+
+    After::
+
+        DequantizeLinear of the same codes, stored as int8 or uint8.
+    """
+    for node in nodes_of(model, "DequantizeLinear"):
+        codes = node.inputs[0]
+        if not is_constant(codes) or data_type(codes).bitwidth != 4:
+            continue
+        if attribute(node, "block_size", 0):
+            continue
+        for value in (codes, *node.inputs[2:]):
+            if value is not None and data_type(value).bitwidth == 4:
+                replace_stored(value, value_of(value))
+        node.attributes.pop("output_dtype", None)
+
+
+def store_float_weights(model: Model) -> None:
+    """Store the weights of convolutions that run in float as the float values of their codes.
+
+    ONNX Runtime keeps a DequantizeLinear in front of a float convolution, whose weight then is no
+    constant: no kernel for its memory layout, no fused activation. Such a convolution takes two
+    to three and a half times as long as in float32.
+
+    Before::
+
+        Conv(x, DequantizeLinear(codes)) whose result is not quantized, or any ConvTranspose.
+
+    After::
+
+        Conv(x, weight), with ``weight`` the values of the codes.
+    """
+    for node in nodes_of(model, "Conv", "ConvTranspose"):
+        dequantize = weight_of(node)
+        if dequantize is None or _runs_on_integers(node):
+            continue
+        qparams = qparams_of(dequantize)
+        values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
+        name = f"{pair_name(dequantize)}{FLOAT_WEIGHT}"
+        node.replace_input_with(1, add_initializer(model.graph, name, values))
+
+
+def _runs_on_integers(node: Node) -> bool:
+    """Return True if a convolution becomes a QLinearConv: codes in, codes out, nothing between."""
+    if node.op_type != "Conv" or dequantized(node.inputs[0]) is None:
+        return False
+    result = node.outputs[0]
+    if leads_only_to_quantizers(result):
+        return True
+    # Codes that begin at 0 include an activation; others leave it, and the convolution in float.
+    while not is_output(result) and (activation := _only_reader_of(result)) is not None:
+        if activation.op_type not in ("Relu", "Clip"):
+            break
+        result = activation.outputs[0]
+    users = readers(result)
+    return leads_only_to_quantizers(result) and all(
+        is_constant(user.inputs[1]) and qparams_of(user).has_zero_point(qparams_of(user).quant_min)
+        for user in users
+    )
+
+
+def _only_reader_of(value: Value) -> Node | None:
+    users = readers(value)
+    return users[0] if len(users) == 1 else None
+
+
 def _only_reader(node: Node) -> Node | None:
     users = readers(node.outputs[0])
     return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
@@ -133,7 +211,8 @@ def _insert_pair(node: Node, parameters: list[Value]) -> None:
 def check_float_outputs(model: Model) -> Iterator[str]:
     """Yield quantized convolutions whose output is not quantized."""
     for node in nodes_of(model, "Conv"):
-        if weight_of(node) is None or dequantized(node.inputs[0]) is None:
+        quantized = weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
+        if not quantized or dequantized(node.inputs[0]) is None:
             continue
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip"):
             yield (
@@ -162,7 +241,14 @@ ONNXRUNTIME = OnnxTarget(
     # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
-    passes=(pool_means, quantize_pooled, quantize_concatenated, split_gemms),
+    passes=(
+        pool_means,
+        quantize_pooled,
+        quantize_concatenated,
+        split_gemms,
+        widen_four_bit_weights,
+        store_float_weights,
+    ),
     checks=(
         check_float_outputs,
         check_transposed_convolutions,

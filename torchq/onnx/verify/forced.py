@@ -22,7 +22,7 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
-from torchq.onnx.qdq import pair_name, quantizer_nodes
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
 
 __all__ = ["ForcedFile", "layers_behind"]
@@ -102,7 +102,9 @@ def layers_behind(value: Value | None) -> tuple[str, ...]:
                 found[pair_name(node).removesuffix(".weight_quantizer")] = None
             continue
         if node.op_type in _LAYERS and any(_is_float_weight(v) for v in node.inputs[1:2]):
-            found[str(node.name)] = None
+            name = str(node.inputs[1].name)
+            quantizer = name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
+            found[quantizer.removesuffix(".weight_quantizer") or str(node.name)] = None
         new = [v for v in node.inputs if v is not None and v not in seen]
         seen.update(new)
         pending += new

@@ -29,7 +29,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
-from torchq.onnx.qdq import pair_name, qparams_of, quantizer_nodes, read_record
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
 from torchq.onnx.verify.session import Session
@@ -138,6 +138,11 @@ class _File:
             if name.partition("#")[0] in known
         }
         self._weights = _weight_nodes(self._graph)
+        self._float_weights = {
+            name.removesuffix(FLOAT_WEIGHT): value_of(value)
+            for name, value in self._graph.graph.initializers.items()
+            if name.endswith(FLOAT_WEIGHT)
+        }
         self._merged = dict(read_record(self._graph).get("merged", {}))
         self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
         self.simulation = Simulation(known, self._qparams, self._merged)
@@ -183,8 +188,9 @@ class _File:
                 f"{absent[0]}: is in the file but was not called in the model; "
                 "expected the model that was exported"
             )
+        in_file = {*self._codes, *self._weights, *self._float_weights}
         for name in self.simulation.called:
-            if self._merged.get(name, name) not in {*self._codes, *self._weights}:
+            if self._merged.get(name, name) not in in_file:
                 self._missing[name] = None
         values = {name: seen[name].values for name in self._forced.names}
         codes, outputs = self._forced.run(feeds, values)
@@ -199,7 +205,7 @@ class _File:
         if self._forced is None:
             return ()
         rows = [codes.result() for codes in self._codes.values()]
-        rows += _compare_weights(model, self._weights)
+        rows += _compare_weights(model, self._weights, self._float_weights)
         rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
         rows.sort(key=LayerAgreement.badness, reverse=True)
         return tuple(rows)
@@ -243,7 +249,9 @@ def _same_input(one: Node, other: Node, index: int) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def _compare_weights(model: nn.Module, nodes: Mapping[str, Node]) -> list[LayerAgreement]:
+def _compare_weights(
+    model: nn.Module, nodes: Mapping[str, Node], floats: Mapping[str, Tensor]
+) -> list[LayerAgreement]:
     """Compare stored weights, their codes and their values, with those of the model."""
     paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
     rows = []
@@ -254,7 +262,24 @@ def _compare_weights(model: nn.Module, nodes: Mapping[str, Node]) -> list[LayerA
             name = paths[id(quantizer)]
             if quantizer.quantizing and name in nodes:
                 rows.append(_compare_weight(name, quantizer, weight.detach(), nodes[name]))
+            elif quantizer.quantizing and name in floats:
+                rows.append(_compare_float(name, quantizer, weight.detach(), floats[name]))
     return rows
+
+
+def _compare_float(
+    name: str, quantizer: TensorQuantizer, weight: Tensor, found: Tensor
+) -> LayerAgreement:
+    """Compare a weight that is stored as the values of its codes."""
+    d = quantizer.descriptor
+    values = fake_quantize(weight.float(), quantizer.range_for(weight), d.format, d.granularity)
+    values = values.cpu()
+    if values.shape != found.shape:
+        return LayerAgreement(name, 0, 0, 0, 0, "has another shape in the file")
+    wrong = int((~torch.isclose(found, values, rtol=_WEIGHT_RTOL, atol=0)).sum())
+    largest = float((found - values).abs().max()) if found.numel() else 0.0
+    layer = name.removesuffix(".weight_quantizer")
+    return LayerAgreement(name, found.numel(), 0, wrong, largest, layers=(layer,))
 
 
 def _compare_weight(
