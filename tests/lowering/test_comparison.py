@@ -145,7 +145,7 @@ def test_a_part_that_its_parent_needs_as_it_is_keeps_its_code(images: Tensor, fl
     assert all(isinstance(part, fx.GraphModule) for part in (int8.encoder.body, int8.other))
 
 
-def test_a_block_in_two_places_is_joined_once_for_each(images: Tensor) -> None:
+def test_a_block_in_two_places_is_fused_once_for_each(images: Tensor) -> None:
     class Outer(nn.Module):
         def __init__(self, block: nn.Module) -> None:
             super().__init__()

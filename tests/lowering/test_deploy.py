@@ -49,7 +49,7 @@ def test_a_network_agrees_with_its_simulation(
     assert type(model.stem) is torchq.nn.QuantConv2d
 
 
-def test_chains_pass_codes_and_leave_no_float_layer_between(images: Tensor) -> None:
+def test_layers_pass_codes_and_leave_no_float_layer_between(images: Tensor) -> None:
     int8 = deployed(Residual(), images)
     assert kinds(int8, nn.BatchNorm2d) == kinds(int8, nn.ReLU) == 0
     outputs = {

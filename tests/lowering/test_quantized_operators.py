@@ -39,19 +39,19 @@ class Split(nn.Module):
 
 
 class Detector(nn.Module):
-    """Two scales, joined and returned in a dict."""
+    """Two resolutions, fused and returned in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.down = block(3, 16), nn.MaxPool2d(2)
-        self.fine, self.coarse, self.joined = Split(16), Split(16), block(32, 16)
+        self.fine, self.coarse, self.mixed = Split(16), Split(16), block(32, 16)
         self.up = nn.Upsample(scale_factor=2)
         self.heads = nn.ModuleList(nn.Conv2d(16, 6, 1) for _ in range(2))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         fine = self.fine(self.stem(x))
         coarse = self.coarse(self.down(fine))
-        fine = self.joined(torch.cat([self.up(coarse), fine], 1))
+        fine = self.mixed(torch.cat([self.up(coarse), fine], 1))
         return {
             f"scale{i}": head(y)
             for i, (head, y) in enumerate(zip(self.heads, (fine, coarse), strict=True))
