@@ -282,14 +282,16 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
     def epilogue(self) -> Epilogue:
         """Return what kernels do with their sums."""
         out, residual = self.output_qparams, self.residual_qparams
-        result = Epilogue(activation=self.activation, arguments=tuple(self.arguments))
-        if out is not None:
-            result = result._replace(scale=out.scale, zero_point=out.zero_point, dtype=torch.uint8)
-        if residual is not None:
-            result = result._replace(
-                residual_scale=residual.scale, residual_zero_point=residual.zero_point
-            )
-        return result
+        # Built in one call: torch.compile of torch 2.6 cannot follow NamedTuple._replace.
+        return Epilogue(
+            1.0 if out is None else out.scale,
+            0 if out is None else out.zero_point,
+            torch.float32 if out is None else torch.uint8,
+            self.activation,
+            tuple(self.arguments),
+            1.0 if residual is None else residual.scale,
+            0 if residual is None else residual.zero_point,
+        )
 
     @property
     def finished(self) -> bool:
