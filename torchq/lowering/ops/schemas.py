@@ -74,7 +74,9 @@ def int8_conv(
     Returns:
         (N, out, ...), of the epilogue's dtype; channels last in memory on CPUs.
     """
-    return torch.ops.torchq.int8_conv(x, *weights, *params, *epilogue[:5], residual, *epilogue[5:])
+    # Unpacked: torch.compile of torch 2.6 cannot follow slices of a NamedTuple.
+    *output, scale, zero_point = epilogue
+    return torch.ops.torchq.int8_conv(x, *weights, *params, *output, residual, scale, zero_point)
 
 
 def int8_linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
@@ -88,7 +90,8 @@ def int8_linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     Returns:
         (..., out), of the epilogue's dtype.
     """
-    return torch.ops.torchq.int8_linear(x, *weights, *epilogue[:5])
+    *output, _, _ = epilogue
+    return torch.ops.torchq.int8_linear(x, *weights, *output)
 
 
 def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
