@@ -61,6 +61,7 @@ class ReferenceCheck:
         self._allowed = [_allowed_error(expected, exact) for expected, exact in pairs]
 
     def __call__(self, model: nn.Module) -> Verdict:
+        """Run ``model`` on the example and return how its results compare."""
         problem = self._compare(_results(model, self._example))
         if not problem:
             return Verdict()

@@ -116,7 +116,8 @@ def nth_chunk(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> 
         x: any shape.
         method: the name of a method of ``x`` that returns several tensors.
         index: which of them.
-        args, kwargs: the arguments of the method.
+        *args: the positional arguments of the method.
+        **kwargs: its keyword arguments.
     """
     chunks: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
     return chunks[index]
