@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchq.calib import HistogramCalibrator, estimators
-from torchq.calib.estimators import entropy, largest, mse, percentile
+from torchq.calib.estimators import entropy, largest, lp, mse, percentile
 from torchq.calib.histogram import Histogram
 from torchq.errors import ConfigError
 from torchq.formats import E2M1, E4M3, INT4, INT8, UINT4, UINT8, Format, by_name, integer
@@ -66,19 +66,19 @@ def naive_entropy(counts: list[int], levels: list[float]) -> int:
     return best
 
 
-def naive_mse(counts: list[int], format: Format) -> int:
-    """Return the edge of least squared error of the bin centers, each rounded by a search."""
+def naive_lp(counts: list[int], format: Format, power: float = 2.0) -> int:
+    """Return the edge of least error of the bin centers, each rounded by a search."""
     grid = [v for v in format.values if v >= 0]
     end = max(i + 1 for i, c in enumerate(counts) if c)
     best, least = 0, math.inf
     for edge in range(1, end + 1):
-        step = edge / format.qmax
+        scale = edge / format.qmax
         error = 0.0
         for i, count in enumerate(counts):
             if count:
-                position = bisect_left(grid, (i + 0.5) / step)
+                position = bisect_left(grid, (i + 0.5) / scale)
                 near = grid[max(0, position - 1) : position + 1]
-                error += count * min(abs(g * step - (i + 0.5)) for g in near) ** 2
+                error += count * min(abs(g * scale - (i + 0.5)) for g in near) ** power
         if error <= least:
             best, least = edge, error
     return best
@@ -100,7 +100,35 @@ def test_mse_has_the_optimum_of_the_naive_loop(
     kind: str, format: Format, generator: torch.Generator
 ) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
-    assert abs(mse(histogram_of(counts), format).item() - naive_mse(counts, format)) <= 1
+    assert abs(mse(histogram_of(counts), format).item() - naive_lp(counts, format)) <= 1
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.4, 10.0])
+@pytest.mark.parametrize("kind", ["normal", "laplace", "zeros"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_lp_has_the_optimum_of_the_naive_loop(
+    kind: str, format: Format, power: float, generator: torch.Generator
+) -> None:
+    counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
+    found = lp(histogram_of(counts), format, power=power).item()
+    assert abs(found - naive_lp(counts, format, power)) <= 1
+
+
+def test_a_larger_power_clips_less(generator: torch.Generator) -> None:
+    calibrator = HistogramCalibrator(4)
+    calibrator.collect(torch.randn(20_000, generator=generator))
+    found = [calibrator.compute_amax("lp", power=power) for power in (1.0, 2.0, 2.4, 4.0)]
+    assert found == sorted(found) and len(set(map(float, found))) == 4
+    assert found[1] == calibrator.compute_amax("mse")
+    assert found[2] == calibrator.compute_amax("lp")
+
+
+@pytest.mark.parametrize("power", [0.0, -1.0, 10.5, math.nan])
+def test_lp_has_a_power_in_range(power: float) -> None:
+    calibrator = HistogramCalibrator()
+    calibrator.collect(torch.ones(3))
+    with pytest.raises(ConfigError, match=r"power: got .*; expected 0 < power <= 10"):
+        calibrator.compute_amax("lp", power=power)
 
 
 def test_full_size_entropy_has_the_optimum_of_the_naive_loop(generator: torch.Generator) -> None:

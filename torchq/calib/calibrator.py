@@ -216,6 +216,7 @@ ESTIMATORS.add("max", estimators.largest)
 ESTIMATORS.add("percentile", estimators.percentile)
 ESTIMATORS.add("mse", estimators.mse)
 ESTIMATORS.add("entropy", estimators.entropy)
+ESTIMATORS.add("lp", estimators.lp)
 
 
 class HistogramCalibrator(Calibrator):

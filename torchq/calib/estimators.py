@@ -18,7 +18,7 @@ from torchq.calib.histogram import Histogram
 from torchq.errors import ConfigError
 from torchq.formats import Format
 
-__all__ = ["entropy", "largest", "mse", "percentile"]
+__all__ = ["entropy", "largest", "lp", "mse", "percentile"]
 
 # Scores (relative squared errors, nats) that differ by less are equal up to float64 rounding.
 _TIE = 1e-12
@@ -71,6 +71,28 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
         histogram: the statistics.
         format: the number format.
     """
+    return lp(histogram, format, power=2.0)
+
+
+def lp(histogram: Histogram, format: Format, *, power: float = 2.4) -> Tensor:
+    """Return the bin edge with the least error ``sum(|error| ** power)`` of the bin centers.
+
+    A power above 2 makes the few large errors of clipped values count more than the many small
+    errors of rounding, so the range is wider than that of :func:`mse`. Of edges with equal errors
+    the largest is returned.
+
+    Reference: the ranges of BRECQ (Li et al., ICLR 2021) have the power 2.4 in the authors' code.
+
+    Args:
+        histogram: the statistics.
+        format: the number format.
+        power: 0 < power <= 10.
+
+    Raises:
+        ConfigError: ``power`` is out of range.
+    """
+    if not 0.0 < power <= 10.0:
+        raise ConfigError(f"power: got {power}; expected 0 < power <= 10, for example 2.4")
     if _non_negative_values(format, histogram) is None:
         return largest(histogram, format)
     counts = histogram.counts.double().t()
@@ -81,11 +103,19 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
     errors = []
     for part in candidates.split(_CANDIDATES_TOGETHER):
         scale = (part.double() / format.qmax).unsqueeze(1)
-        errors.append(format.snap_(centers / scale).mul_(scale).sub_(centers).square_() @ counts)
+        error = format.snap_(centers / scale).mul_(scale).sub_(centers)
+        errors.append(_raise_(error, power) @ counts)
     # The energy is 0, and the score NaN, for a group without data.
-    energy = centers.square() @ counts
+    energy = _raise_(centers.clone(), power) @ counts
     scores = (torch.cat(errors) / energy).t()
+    if power != 2.0:
+        scores = scores.pow(2 / power)  # The size of relative squared errors, which _TIE is for.
     return _limit_to_data(_best_edge(scores, candidates, histogram), histogram)
+
+
+def _raise_(values: Tensor, power: float) -> Tensor:
+    """Raise the magnitudes of ``values`` to ``power`` in place."""
+    return values.square_() if power == 2.0 else values.abs_().pow_(power)
 
 
 def entropy(histogram: Histogram, format: Format) -> Tensor:

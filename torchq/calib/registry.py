@@ -42,7 +42,7 @@ def methods() -> tuple[str, ...]:
     These are the names in ``CALIBRATORS``, then those in ``ESTIMATORS``, which read a histogram.
 
     >>> methods()
-    ('max', 'moving_average', 'histogram', 'percentile', 'mse', 'entropy')
+    ('max', 'moving_average', 'histogram', 'percentile', 'mse', 'entropy', 'lp')
     """
     return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
 
