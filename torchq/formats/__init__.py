@@ -1,7 +1,7 @@
 """Number formats and granularities as data.
 
-A :class:`Format` is the only thing that :func:`torchq.functional.fake_quantize` asks for bounds and grid; add one with a
-line in ``catalog.py``. May import only errors and utils.
+:func:`torchq.functional.fake_quantize` asks a :class:`Format` alone for bounds and grid. A new one
+is a line in ``catalog.py``.
 """
 
 from torchq.formats.catalog import (

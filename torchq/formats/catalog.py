@@ -1,4 +1,7 @@
-"""The formats that torchq knows, by name. A new format is one line here; the exhaustive tests pick it up."""
+"""The formats that torchq knows, by name.
+
+A new format is one line here, and its definition in the exhaustive tests of tests/contracts/.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,18 @@ CATALOG: Registry[str, Format] = Registry("format")
 
 
 def integer(bits: int, *, unsigned: bool = False, narrow: bool = False) -> IntFormat:
-    """The integer format of ``bits`` bits; ``narrow`` is ignored when unsigned.
+    """Return the integer format of a width.
 
-    >>> integer(4).quant_min, integer(4).quant_max, integer(4, narrow=True).quant_min, integer(4, unsigned=True).quant_max
-    (-8.0, 7.0, -7.0, 15.0)
+    Args:
+        bits: 2 to 16, or 1 to 16 if unsigned.
+        unsigned: the codes start at 0.
+        narrow: leave out the lowest code, so that the grid is symmetric; ignored if unsigned.
+
+    Example:
+        >>> integer(4).quant_min, integer(4).quant_max
+        (-8.0, 7.0)
+        >>> integer(4, narrow=True).quant_min, integer(4, unsigned=True).quant_max
+        (-7.0, 15.0)
     """
     narrow = narrow and not unsigned
     name = f"{'u' if unsigned else ''}int{bits}{'_narrow' if narrow else ''}"
@@ -54,10 +65,14 @@ E8M0 = CATALOG.add("e8m0", FloatFormat("e8m0", False, 8, 0, bias=127, reserved=1
 
 
 def by_name(name: str) -> Format:
-    """The format called ``name``; an unknown name is a :class:`ConfigError` that lists the known ones.
+    """Return the format called ``name``.
 
-    >>> by_name("e4m3").qmax
-    448.0
+    Raises:
+        ConfigError: an unknown name; the text lists the known ones.
+
+    Example:
+        >>> by_name("e4m3").qmax
+        448.0
     """
     return CATALOG[name]
 
@@ -65,18 +80,26 @@ def by_name(name: str) -> Format:
 def by_bits(
     num_bits: int | tuple[int, int], *, unsigned: bool = False, narrow: bool = False
 ) -> Format:
-    """The format a descriptor's ``num_bits`` means: an integer width, or ``(exponent, mantissa)`` bits of a signed float.
+    """Return the format that the ``num_bits`` of a descriptor means.
 
-    >>> by_bits(8).name, by_bits((4, 3)).name, by_bits(4, unsigned=True).name
-    ('int8', 'e4m3', 'uint4')
+    Args:
+        num_bits: the width of an integer, or the ``(exponent, mantissa)`` bits of a signed float.
+        unsigned: as for :func:`integer`; no float is unsigned.
+        narrow: as for :func:`integer`; no float is narrow.
 
     Raises:
-        ConfigError: a width outside 2..16, a float that is not in the catalogue, or an unsigned or narrow float.
+        ConfigError: a width outside 2 to 16, a float that is not in the catalogue, or an unsigned
+            or narrow float.
+
+    Example:
+        >>> by_bits(8).name, by_bits((4, 3)).name, by_bits(4, unsigned=True).name
+        ('int8', 'e4m3', 'uint4')
     """
     if isinstance(num_bits, int):
         return integer(num_bits, unsigned=unsigned, narrow=narrow)
     if unsigned or narrow:
         raise ConfigError(
-            f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; expected neither for a floating-point format"
+            f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
+            "expected neither for a floating-point format"
         )
     return by_name("e{}m{}".format(*num_bits))

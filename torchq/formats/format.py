@@ -1,7 +1,8 @@
-"""What a number format is: a frozen set of facts, and the rounding onto its grid that follows from them.
+"""Number formats: a frozen set of facts, and the rounding onto the grid that follows from them.
 
-Every format maps a range to its codes the same way: ``amax`` goes to :attr:`Format.qmax`, so one *scale* is
-``amax / qmax``, and a value in scales is rounded to the nearest grid point, ties to even, saturating at ``[lo, hi]``.
+Every format maps a range to its codes in the same way. The amax becomes :attr:`Format.qmax`, so the
+scale is ``amax / qmax``. A value over the scale is rounded to the nearest grid value, ties to even,
+and saturates at :attr:`Format.quant_min` and :attr:`Format.quant_max`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ _EXPONENT_BITS = {
 
 
 def power_of_two_below(x: Tensor) -> Tensor:
-    """``2 ** floor(log2(|x|))`` elementwise, exactly; 0 for zero and subnormals, inf for inf and NaN.
+    """Return ``2 ** floor(log2(|x|))`` of each element, exactly.
 
     Args:
         x: float32 or float64, any shape.
+
+    Returns:
+        The shape and dtype of ``x``; 0 for zero and subnormals, infinity for infinity and NaN.
     """
     integer, mask = _EXPONENT_BITS[x.dtype]
     return (x.view(integer) & mask).view(x.dtype)
@@ -68,13 +72,17 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the grid is evenly spaced integers."""
+        """True if the grid is evenly spaced integers."""
         return False
 
     def snap_(self, x: Tensor) -> Tensor:
-        """Round ``x`` (in scales; float32 or float64) to the nearest grid value, ties to even, saturating. In place.
+        """Round to the nearest grid value in place, ties to even, and saturate.
 
-        NaN stays NaN; infinities saturate.
+        Args:
+            x: values over the scale, float32 or float64. NaN stays NaN; infinities saturate.
+
+        Returns:
+            ``x``.
         """
         raise NotImplementedError
 
@@ -91,8 +99,13 @@ class Format:
 class IntFormat(Format):
     """Integers of ``width`` bits.
 
-    ``narrow`` drops the code ``-2**(width-1)`` so that the grid is symmetric; it means nothing for unsigned formats.
-    The scale is ``amax / qmax`` with ``qmax = 2**(width-1) - 1`` (``2**width - 1`` unsigned) in either case.
+    The scale is ``amax / qmax``, where ``qmax`` is ``2**(width - 1) - 1``, or ``2**width - 1`` if
+    unsigned.
+
+    Attributes:
+        width: the number of bits.
+        narrow: the code ``-2**(width - 1)`` is left out, so that the grid is symmetric; it means
+            nothing for unsigned formats.
 
     Raises:
         ConfigError: width outside 2..16 (1..16 unsigned).
@@ -104,33 +117,41 @@ class IntFormat(Format):
     def __post_init__(self) -> None:
         low = 2 if self.signed else 1
         if not low <= self.width <= 16:
+            kind = "signed" if self.signed else "unsigned"
             raise ConfigError(
-                f"format {self.name}: got {self.width} bits; expected {low} to 16 for {'signed' if self.signed else 'unsigned'} integers"
+                f"format {self.name}: got {self.width} bits; expected {low} to 16 for {kind} "
+                "integers"
             )
 
     @property
     def bits(self) -> int:
+        """Storage bits of one code."""
         return self.width
 
     @property
     def qmax(self) -> float:
+        """The grid value that amax is mapped to."""
         return float(2 ** (self.width - self.signed) - 1)
 
     @property
     def quant_min(self) -> float:
+        """The smallest grid value."""
         if not self.signed:
             return 0.0
         return -self.qmax if self.narrow else -self.qmax - 1.0
 
     @property
     def is_integer(self) -> bool:
+        """True."""
         return True
 
     def snap_(self, x: Tensor) -> Tensor:
+        """Round to the grid in place; see :meth:`Format.snap_`."""
         return hardtanh_(x.round_(), self.quant_min, self.quant_max)
 
     @cached_property
     def values(self) -> tuple[float, ...]:
+        """Every distinct finite grid value, ascending."""
         return tuple(float(v) for v in range(int(self.quant_min), int(self.quant_max) + 1))
 
 
@@ -139,12 +160,15 @@ class FloatFormat(Format):
     """A small binary floating-point format with subnormals.
 
     Attributes:
-        exponent_bits, mantissa_bits: the widths, sign bit apart.
-        bias: exponent bias; a normal number is ``2**(e - bias) * (1 + m / 2**mantissa_bits)``.
-        reserved: codes at the top of each sign that are not finite numbers (E4M3FN 1: NaN; E5M2 4: inf and NaNs; FP4, FP6 0).
+        exponent_bits: the width of the exponent.
+        mantissa_bits: the width of the mantissa.
+        bias: of the exponent; a normal number is ``2**(e - bias) * (1 + m / 2**mantissa_bits)``.
+        reserved: the number of codes at the top of each sign that are no finite numbers: 1 in
+            E4M3FN (NaN), 4 in E5M2 (infinity and NaNs), 0 in FP4 and FP6.
         has_zero: False for pure exponent formats (E8M0), where code 0 is ``2**-bias``.
 
-    Reference: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 1, 2 and 7.
+    References: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats 1.0,
+    tables 1, 2 and 7.
     """
 
     exponent_bits: int
@@ -155,14 +179,17 @@ class FloatFormat(Format):
 
     @property
     def bits(self) -> int:
+        """Storage bits of one code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def qmax(self) -> float:
+        """The grid value that amax is mapped to."""
         return self._decode(2 ** (self.exponent_bits + self.mantissa_bits) - 1 - self.reserved)
 
     @property
     def quant_min(self) -> float:
+        """The smallest grid value."""
         if self.signed:
             return -self.qmax
         return 0.0 if self.has_zero else self._decode(0)
@@ -188,6 +215,7 @@ class FloatFormat(Format):
         return _exponent(self.qmax)
 
     def snap_(self, x: Tensor) -> Tensor:
+        """Round to the grid in place; see :meth:`Format.snap_`."""
         x = hardtanh_(x, self.quant_min, self.quant_max)
         spacing = (
             power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
@@ -195,7 +223,7 @@ class FloatFormat(Format):
         return x.div_(spacing).round_().mul_(spacing)
 
     def _decode(self, code: int) -> float:
-        """The value of a code without its sign bit (independent of :meth:`snap_`, straight from the definition)."""
+        """Return the value of a code without its sign bit, by the definition of the format."""
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
         fraction = mantissa / 2**self.mantissa_bits
         if exponent == 0 and self.has_zero:
@@ -204,6 +232,7 @@ class FloatFormat(Format):
 
     @cached_property
     def values(self) -> tuple[float, ...]:
+        """Every distinct finite grid value, ascending."""
         positive = [
             self._decode(c)
             for c in range(2 ** (self.exponent_bits + self.mantissa_bits) - self.reserved)

@@ -1,4 +1,4 @@
-"""Which elements share one amax, as frozen values, and the shapes and reductions that follow.
+"""Granularities: the groups of elements that share one amax, as frozen values.
 
 An amax always has as many dimensions as its tensor (or none, per tensor), so that it broadcasts:
 
@@ -26,36 +26,45 @@ __all__ = ["Granularity", "PerTensor", "PerAxis", "PerBlock"]
 
 @dataclass(frozen=True)
 class Granularity:
-    """Base: how a tensor is divided into groups that share an amax."""
+    """Base of the ways to divide a tensor into groups that share an amax."""
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the amax for a tensor of ``shape``."""
+        """Return the shape of the amax for a tensor of ``shape``."""
         raise NotImplementedError
 
     def split(self, x: Tensor) -> Tensor:
-        """``x`` as seen by :meth:`align`: itself, or with a block axis unfolded (zero padded to whole blocks)."""
+        """Return ``x`` in the form that :meth:`align` broadcasts against.
+
+        It is ``x`` itself, or ``x`` padded with zeros to whole blocks, with the blocks unfolded.
+        """
         return x
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """Inverse of :meth:`split` for a result of the same shape; ``shape`` is the original one."""
+        """Undo :meth:`split` for a result of the same shape; ``shape`` is the original one."""
         return x
 
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
-        """``amax`` viewed so that it broadcasts against ``split`` of a tensor of ``shape``.
+        """Return a view of ``amax`` that broadcasts against :meth:`split` of a tensor.
 
-        Accepts the legacy shapes ``[]``, ``[1]`` and ``[C]`` beside the one of :meth:`amax_shape`.
+        Args:
+            amax: of the shape that :meth:`amax_shape` returns, or of one of the legacy shapes
+                ``[]``, ``[1]`` and ``[C]``.
+            shape: of the tensor.
 
         Raises:
-            ConfigError: a shape that fits none of these.
+            ConfigError: the shape of ``amax`` is none of these.
         """
         raise NotImplementedError
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
-        """The dimensions of ``split(x)`` that one amax covers, for ``split(x).dim() == ndim``."""
+        """Return the dimensions that one amax covers in ``split(x)`` of ``ndim`` dimensions."""
         raise NotImplementedError
 
     def amax(self, x: Tensor) -> Tensor:
-        """Largest magnitude of each group, in x's dtype and :meth:`amax_shape`; 0 for an empty group. NaN propagates."""
+        """Return the largest magnitude of each group, in the dtype of ``x``.
+
+        An empty group gives 0; NaN propagates.
+        """
         parts = self.split(x.detach())
         dims = self.reduce_dims(parts.dim())
         if x.numel() == 0:
@@ -72,12 +81,15 @@ class PerTensor(Granularity):
     """One amax for the whole tensor, 0-d."""
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the amax for a tensor of ``shape``."""
         return ()
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        """Return the dimensions that one amax covers."""
         return tuple(range(ndim))
 
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        """Return a view of ``amax`` that broadcasts."""
         if amax.numel() != 1:
             raise ConfigError(f"amax has shape {tuple(amax.shape)}; expected one value, per tensor")
         return amax.view(())
@@ -98,14 +110,17 @@ class PerAxis(Granularity):
         return tuple(axis % ndim for axis in self.axes)
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the amax for a tensor of ``shape``."""
         kept = self._kept(len(shape))
         return tuple(size if d in kept else 1 for d, size in enumerate(shape))
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        """Return the dimensions that one amax covers."""
         kept = self._kept(ndim)
         return tuple(d for d in range(ndim) if d not in kept)
 
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        """Return a view of ``amax`` that broadcasts."""
         expected = self.amax_shape(shape)
         if amax.shape == expected:
             return amax
@@ -114,7 +129,8 @@ class PerAxis(Granularity):
         if amax.dim() == 1 and len(self.axes) == 1 and amax.numel() == max(expected, default=1):
             return amax.view(expected)
         raise ConfigError(
-            f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} of a tensor of shape {tuple(shape)}"
+            f"amax has shape {tuple(amax.shape)}; expected {expected} for axis {self.axes} "
+            f"of a tensor of shape {tuple(shape)}"
         )
 
 
@@ -130,17 +146,20 @@ class PerBlock(Granularity):
             raise ConfigError(f"block_size: got {self.size}; expected at least 1")
 
     def amax_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the amax for a tensor of ``shape``."""
         axis = self._axis(len(shape))
         return (*shape[:axis], -(-shape[axis] // self.size), *shape[axis + 1 :])
 
     def _axis(self, ndim: int) -> int:
         if not -ndim <= self.axis < ndim:
             raise ConfigError(
-                f"block axis {self.axis}: the tensor has {ndim} dimensions; expected {-ndim} to {ndim - 1}"
+                f"block axis {self.axis}: the tensor has {ndim} dimensions; "
+                f"expected {-ndim} to {ndim - 1}"
             )
         return self.axis % ndim
 
     def split(self, x: Tensor) -> Tensor:
+        """Return ``x`` in whole blocks, unfolded."""
         axis = self._axis(x.dim())
         missing = -x.shape[axis] % self.size
         if missing:
@@ -148,6 +167,7 @@ class PerBlock(Granularity):
         return x.unflatten(axis, (x.shape[axis] // self.size, self.size))
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """Undo :meth:`split`."""
         axis = self._axis(len(shape))
         x = x.flatten(axis, axis + 1)
         if x.shape[axis] == shape[axis]:
@@ -162,14 +182,17 @@ class PerBlock(Granularity):
         return view.clone()  # Dense, without the padding.
 
     def reduce_dims(self, ndim: int) -> tuple[int, ...]:
+        """Return the dimensions that one amax covers."""
         return (self._axis(ndim - 1) + 1,)
 
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
+        """Return a view of ``amax`` that broadcasts."""
         expected = self.amax_shape(shape)
         if amax.numel() == 1 and amax.dim() <= 1:
             return amax.view(())
         if amax.shape != expected:
             raise ConfigError(
-                f"amax has shape {tuple(amax.shape)}; expected {expected}: blocks of {self.size} on axis {self.axis}"
+                f"amax has shape {tuple(amax.shape)}; "
+                f"expected {expected}: blocks of {self.size} on axis {self.axis}"
             )
         return amax.unsqueeze(self._axis(len(shape)) + 1)
