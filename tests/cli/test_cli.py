@@ -14,6 +14,7 @@ from torch import nn
 
 import torchq
 from torchq.cli import main
+from torchq.cli.loading import evenly_ordered
 
 MODULE = """
 import torch
@@ -27,6 +28,8 @@ def build():
 instance = build()
 def loader():
     return [(torch.randn(2, 3, 8, 8), torch.zeros(2)) for _ in range(3)]
+def small():
+    return [torch.randn(2, 3, 2, 2)]
 nothing = []
 number = 3
 def make_number():
@@ -78,6 +81,40 @@ def test_quantize_saves_a_model_that_loads(
     model = torchq.load(mynet.build(), user_code / "out.pt")
     assert type(model[0]).__name__ == "QuantConv2d"
     assert all(q.calibrated for q in torchq.workflow.quantizers(model).values())
+
+
+@pytest.mark.parametrize("name", ["mynet:build", "mynet:instance"])
+def test_the_line_that_is_printed_loads_a_fused_model(
+    name: str, user_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BatchNorm was folded, so the file does not fit the model of the factory as it is."""
+    arguments = ["--model", name, "--data", "mynet:loader", "--save", "out.pt"]
+    assert main(["quantize", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "fused 1" in out
+    line = out.split("load it with\n")[1].splitlines()[0].strip()
+    code = f"{line}; print(type(model[0]).__name__, type(model[1]).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=user_code, check=False
+    )
+    assert done.stdout.split() == ["QuantConv2d", "Identity"], done.stderr
+
+
+def test_every_part_of_a_folder_has_some_of_each_sub_folder(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "few"):
+        (tmp_path / name).mkdir()
+        for number in range(2 if name == "few" else 50):
+            (tmp_path / name / f"{number:02}.png").touch()
+    paths = evenly_ordered(tmp_path, seed=0)
+    assert len(paths) == 102 and len(set(paths)) == 102
+    assert [p.parent.name for p in paths[:20]].count("cat") in (9, 10, 11, 8)
+    assert {p.parent.name for p in paths[:3]} == {"cat", "dog", "few"}
+    assert paths == evenly_ordered(tmp_path, seed=0) != evenly_ordered(tmp_path, seed=1)
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert {"demo", "quantize"} <= set(capsys.readouterr().out.split())
 
 
 def test_quantize_fuses_exports_and_verifies(
@@ -132,7 +169,8 @@ def test_quantize_reads_a_folder_of_images_and_a_weights_file(
 
 
 def test_recipe_from_a_json_file(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.json").write_text(torchq.recipes.w4a4().to_json())
+    rule = torchq.Rule("*", weight=torchq.QuantDescriptor(4, axis=0))
+    Path("mine.json").write_text(torchq.QuantConfig((rule,)).to_json())
     assert (
         main(["quantize", "--model", "mynet:instance", "--recipe", "mine.json", "--dry-run"]) == 0
     )
@@ -158,6 +196,11 @@ ERRORS = [
         ["--model", "mynet:build", "--data", "mynet:loader", "--exclude", "head.*"],
         "'head.\\*' matches no module",
     ),
+    (
+        ["--model", "mynet:build", "--data", "mynet:small"],
+        r"--data mynet:small: the model fails on a batch of shape \(2, 3, 2, 2\) \(RuntimeError",
+    ),
+    (["--model", "mynet:build", "--device", "abacus"], "--device abacus: "),
     (["--model", "torchvision:resnet1"], "no such model; expected one like"),
 ]
 

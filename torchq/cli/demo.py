@@ -1,4 +1,4 @@
-"""``torchq demo``: the whole way from a trained network to INT8, on real images, in about a minute."""
+"""``torchq demo``: the way from a trained network to INT8 on real images, in about a minute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.cli.demo_data import DemoNet, Split, accuracy, load_digits, predictions, train
 from torchq.errors import ExportError
+from torchq.utils import markdown_table
 
 __all__ = ["Row", "run_demo"]
 
@@ -30,7 +31,8 @@ class Row:
         accuracy: on the test images.
         agreement: fraction of test images with the class that FP32 gives them.
         onnx_bytes: size of the ONNX file, or None.
-        onnx_agreement: fraction of test images with the same class in PyTorch and in the ONNX graph as it is written, or None.
+        onnx_agreement: fraction of test images with the same class in PyTorch and in the ONNX graph
+            as it is written, or None.
         runtime_agreement: the same with onnxruntime's optimisations, which round biases as well.
     """
 
@@ -43,57 +45,74 @@ class Row:
 
 
 def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
-    """Train, fuse, quantize, fine-tune, export and verify; print what happens; write models and table to ``out``."""
+    """Train, fuse, quantize, fine-tune, export and verify a small network, and print each step.
+
+    Args:
+        out: the folder for models and table; made if it does not exist.
+        seed: of the split, the initial weights and the order of batches.
+        epochs: of FP32 training and of QAT, each.
+
+    Returns:
+        The rows of the table.
+    """
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     data, test = load_digits(seed)
-    print(
-        f"torchq {torchq.__version__}, torch {torch.__version__}: {len(data.labels)} digits to train, {len(test.labels)} to test"
-    )
+    sizes = f"{len(data.labels)} digits to train, {len(test.labels)} to test"
+    print(f"torchq {torchq.__version__}, torch {torch.__version__}: {sizes}")
+    model, rows = _fp32(data, test, out, seed, epochs)
+    fp32 = predictions(model, test)
+    rows += _int8(model, data, test, fp32, out)
+    rows += _w4a4(model, data, test, fp32, out, seed, epochs)
+    text = table(rows)
+    (out / "table.md").write_text(text + "\n")
+    (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    names = ", ".join(sorted(p.name for p in out.iterdir()))
+    seconds = time.perf_counter() - started
+    print(f"\n{text}\n\nwrote {names} to {out} in {seconds:.0f} s")
+    return rows
 
+
+def _fp32(
+    data: Split, test: Split, out: Path, seed: int, epochs: int
+) -> tuple[nn.Module, list[Row]]:
     model = DemoNet()
     print("train a small RepVGG in FP32")
-    train(
-        model,
-        data,
-        torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3),
-        epochs=epochs,
-        seed=seed,
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+    train(model, data, optimizer, epochs=epochs, seed=seed)
     before = predictions(model, test)
     report = torchq.fuse_(model, data.images[:8])
-    print(
-        f"fuse its branches into plain convolutions: {len(report.fused)} merges, every one verified"
-    )
+    count = len(report.fused)
+    print(f"fuse its branches into plain convolutions: {count} merges, every one verified")
     fp32 = predictions(model, test)
-    rows = [
+    return model, [
         Row("FP32, training branches", accuracy(before, test), _same(before, fp32)),
         _exported("FP32, fused", model, fp32, test, fp32, out / "fp32.onnx"),
     ]
 
+
+def _int8(model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path) -> list[Row]:
     print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
     int8 = _quantized(model, torchq.recipes.int8(), data)
-    rows.append(_exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx"))
     torchq.save(int8, out / "int8.pt")
-    rows.append(
-        _row("INT8 in PyTorch", predictions(torchq.deploy(int8, data.images[:8]), test), test, fp32)
-    )
+    deployed = torchq.deploy(int8, data.images[:8])
+    return [
+        _exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx"),
+        _row("INT8 in PyTorch", predictions(deployed, test), test, fp32),
+    ]
 
+
+def _w4a4(
+    model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path, seed: int, epochs: int
+) -> list[Row]:
     print("quantize to W4A4, then train it (QAT) to get back what that costs")
     w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
-    rows.append(_row("W4A4 PTQ", predictions(w4a4, test), test, fp32))
+    rows = [_row("W4A4 PTQ", predictions(w4a4, test), test, fp32)]
     optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
     train(w4a4, data, optimizer, epochs=epochs, seed=seed)
     rows.append(_exported("W4A4 QAT", w4a4, predictions(w4a4, test), test, fp32, out / "w4a4.onnx"))
     torchq.save(w4a4, out / "w4a4.pt")
-
-    text = table(rows)
-    (out / "table.md").write_text(text + "\n")
-    (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    print(
-        f"\n{text}\n\nwrote {', '.join(sorted(p.name for p in out.iterdir()))} to {out} in {time.perf_counter() - started:.0f} s"
-    )
     return rows
 
 
@@ -115,16 +134,15 @@ def _row(name: str, predicted: Tensor, test: Split, fp32: Tensor) -> Row:
 def _exported(
     name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path
 ) -> Row:
-    """The row of a model that is also written as ONNX and run there.
+    """Return the row of a model that is also written as ONNX and run there.
 
     Raises:
-        ExportError: the file does not compute what PyTorch does.
+        ExportError: The file does not compute what PyTorch does.
     """
     row = _row(name, predicted, test, fp32)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*no active quantizer"
-        )  # the FP32 file is there to compare with
+        # The FP32 file is there to compare with.
+        warnings.filterwarnings("ignore", message=".*no active quantizer")
         torchq.export_onnx(model, (test.images[:1],), path)
     report = torchq.verify_onnx(model, path, test.batches(200))
     if not report.ok:
@@ -138,31 +156,15 @@ def _exported(
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
-    head = [
-        "model",
-        "accuracy",
-        "same class as FP32",
-        "ONNX file",
-        "ONNX = PyTorch",
-        "same, optimised",
+    """Return the rows as a Markdown table."""
+    head = ("model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "optimised")
+    return markdown_table([head, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    size = "" if row.onnx_bytes is None else f"{row.onnx_bytes / 1024:.0f} KiB"
+    shares = [
+        "" if share is None else f"{share:.2%}"
+        for share in (row.onnx_agreement, row.runtime_agreement)
     ]
-    cells = [
-        [
-            r.model,
-            f"{r.accuracy:.2%}",
-            f"{r.agreement:.2%}",
-            "" if r.onnx_bytes is None else f"{r.onnx_bytes / 1024:.0f} KiB",
-            *(
-                "" if share is None else f"{share:.2%}"
-                for share in (r.onnx_agreement, r.runtime_agreement)
-            ),
-        ]
-        for r in rows
-    ]
-    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-    lines = [head, ["-" * w for w in widths], *cells]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
+    return [row.model, f"{row.accuracy:.2%}", f"{row.agreement:.2%}", size, *shares]

@@ -1,4 +1,4 @@
-"""What ``torchq demo`` runs on: the digits that scikit-learn carries, and a small RepVGG for them."""
+"""Data and model of ``torchq demo``: the digits of scikit-learn, and a small RepVGG for them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ class Split:
     labels: Tensor
 
     def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
-        """In order, the last one may be smaller."""
+        """Return batches in order; the last one may be smaller."""
         return list(zip(self.images.split(size), self.labels.split(size), strict=True))
 
 
 def load_digits(seed: int = 0) -> tuple[Split, Split]:
-    """1797 scanned digits of 8x8 pixels (UCI ML repository, Alpaydin and Kaynak 1998), shuffled: 1200 to train, 597 to test.
+    """Return 1797 scanned digits of 8x8 pixels, shuffled: 1200 to train and 597 to test.
+
+    Source: UCI ML repository, Alpaydin and Kaynak (1998).
+
+    Args:
+        seed: of the order.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -35,15 +40,14 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
         from sklearn.datasets import load_digits as read
     except ImportError:
         raise MissingExtraError(
-            "torchq demo: scikit-learn is not installed; expected the extra 'demo'. pip install 'torchq[demo]'"
+            "torchq demo needs scikit-learn, which is not installed. Run pip install 'torchq[demo]'"
         ) from None
     digits = read()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    return Split(images[order[:1200]], labels[order[:1200]]), Split(
-        images[order[1200:]], labels[order[1200:]]
-    )
+    first, rest = order[:1200], order[1200:]
+    return Split(images[first], labels[first]), Split(images[rest], labels[rest])
 
 
 class ConvBN(nn.Sequential):
@@ -78,7 +82,10 @@ class RepVGGBlock(nn.Module):
 
 
 class DemoNet(nn.Sequential):
-    """Nine RepVGG blocks in three stages, global average pooling, a linear layer: (N, 1, 8, 8) -> (N, 10) logits."""
+    """Nine RepVGG blocks in three stages, global average pooling and a linear layer.
+
+    Shape: (N, 1, 8, 8) -> (N, 10) logits.
+    """
 
     def __init__(self, width: int = 16) -> None:
         blocks, inputs = [], 1
@@ -99,7 +106,7 @@ def train(
     seed: int = 0,
     size: int = 64,
 ) -> None:
-    """Cross entropy with a cosine schedule; leaves the model in eval mode."""
+    """Train with cross entropy and a cosine schedule; leave the model in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * -(-len(data.labels) // size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -116,10 +123,10 @@ def train(
 
 @torch.no_grad()
 def predictions(model: nn.Module, data: Split) -> Tensor:
-    """The class of each image, (N,)."""
+    """Return the class of each image, (N,)."""
     return torch.cat([model(images).argmax(1) for images, _ in data.batches(200)])
 
 
 def accuracy(predicted: Tensor, data: Split) -> float:
-    """Fraction of right predictions."""
+    """Return the fraction of right predictions."""
     return (predicted == data.labels).float().mean().item()

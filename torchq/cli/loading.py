@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,20 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError, MissingExtraError
 
-__all__ = ["load_model", "load_batches", "load_object"]
+__all__ = ["Images", "evenly_ordered", "load_batches", "load_model", "load_object", "load_text"]
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 
 def load_object(name: str, what: str) -> Any:
-    """What ``package.module:attribute`` names; the current folder is searched too.
+    """Return what ``package.module:attribute`` names; the current folder is searched too.
+
+    Args:
+        name: the text.
+        what: the option that it was given for, for error texts.
 
     Raises:
-        ConfigError: not of that form, no such module, or no such attribute.
+        ConfigError: It is not of that form, or there is no such module or attribute.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -33,7 +40,8 @@ def load_object(name: str, what: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what} {name!r}: cannot import {module_name} ({error}); expected a module on the path or in {Path.cwd()}"
+            f"{what} {name!r}: cannot import {module_name} ({error}); "
+            f"expected a module on the path or in {Path.cwd()}"
         ) from None
     try:
         return getattr(module, attribute)
@@ -44,14 +52,16 @@ def load_object(name: str, what: str) -> Any:
 
 
 def load_model(name: str, weights: str | None) -> nn.Module:
-    """A model in eval mode.
+    """Return a model in eval mode.
 
     Args:
-        name: ``torchvision:resnet18``, or ``package.module:factory``, a function without arguments (or a module).
-        weights: a state dict file, or None. A dict with an entry ``state_dict`` or ``model`` is looked into.
+        name: ``torchvision:resnet18``, or ``package.module:factory``, a function without
+            arguments, or a module.
+        weights: a file with a state dict, which may be its entry ``state_dict`` or ``model``; or
+            None.
 
     Raises:
-        ConfigError: the name, the file or the keys do not fit.
+        ConfigError: The name, the file or the keys do not fit.
     """
     if name.startswith("torchvision:"):
         model = _torchvision(name.partition(":")[2])
@@ -72,14 +82,16 @@ def _torchvision(name: str) -> nn.Module:
         from torchvision import models
     except ImportError as error:
         raise MissingExtraError(
-            f"--model torchvision:{name}: torchvision cannot be imported ({error}); expected the build for this torch"
+            f"--model torchvision:{name}: torchvision cannot be imported ({error}); "
+            "expected the build for this torch"
         ) from None
     try:
         return models.get_model(name, weights=None)
     except ValueError:
         close = [known for known in models.list_models() if known[:4] == name[:4]]
         raise ConfigError(
-            f"--model torchvision:{name}: no such model; expected one like {', '.join(close[:6]) or 'resnet18'}"
+            f"--model torchvision:{name}: no such model; "
+            f"expected one like {', '.join(close[:6]) or 'resnet18'}"
         ) from None
 
 
@@ -101,23 +113,57 @@ def _load_weights(model: nn.Module, path: str) -> None:
         raise ConfigError(f"--weights {path}: {error}") from None
 
 
-def load_batches(
-    name: str, *, batch_size: int, image_size: int, mean: Sequence[float], std: Sequence[float]
-) -> Iterable[Any]:
-    """Batches to calibrate with.
+def load_text(name: str, path: str) -> str:
+    """Return the Python code that loads a saved model.
 
     Args:
-        name: a folder with images, searched recursively, or ``package.module:loader``: an iterable of batches or a function
-            that returns one.
-        batch_size, image_size, mean, std: for a folder: the short side is resized to 8/7 of ``image_size``, the centre cut
-            out, values scaled to 0..1 and normalised.
+        name: the model, as for :func:`load_model`.
+        path: the file that :func:`torchq.save` wrote.
+    """
+    module, _, attribute = name.partition(":")
+    if module == "torchvision":
+        build = f"torchvision.models.get_model({attribute!r}, weights=None)"
+        return f"import torchq, torchvision; model = torchq.load({build}, {path!r})"
+    model = load_object(name, "--model")
+    how = f"torchq.load_model({attribute}, {path!r})"
+    if isinstance(model, nn.Module):
+        how = f"torchq.load({attribute}, {path!r})"
+    return f"import torchq; from {module} import {attribute}; model = {how}"
+
+
+@dataclass(frozen=True)
+class Images:
+    """How the images of a folder become batches.
+
+    Attributes:
+        batch_size: images in a batch.
+        size: the short side is resized to 8/7 of it, and the centre cut out.
+        mean: subtracted from values between 0 and 1.
+        std: divides the difference.
+        seed: of the order of the images.
+    """
+
+    batch_size: int
+    size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    seed: int = 0
+
+
+def load_batches(name: str, images: Images) -> Iterable[Any]:
+    """Return batches to calibrate with.
+
+    Args:
+        name: a folder with images, searched recursively, or ``package.module:loader``: an iterable
+            of batches or a function that returns one.
+        images: how images are read and prepared.
 
     Raises:
-        ConfigError: no such folder, no image in it, or the object is not iterable.
+        ConfigError: There is no such folder or no image in it, or the object is not iterable.
     """
     folder = Path(name)
     if folder.is_dir():
-        return _image_batches(folder, batch_size, image_size, mean, std)
+        return _image_batches(folder, images)
     if ":" not in name:
         raise ConfigError(
             f"--data {name}: no such folder; expected a folder of images or package.module:loader"
@@ -131,29 +177,42 @@ def load_batches(
     return loader
 
 
-def _image_batches(
-    folder: Path, batch_size: int, size: int, mean: Sequence[float], std: Sequence[float]
-) -> Iterator[Tensor]:
-    """The images of a folder as batches (N, 3, size, size), float32, read as they are asked for."""
+def _image_batches(folder: Path, images: Images) -> Iterator[Tensor]:
+    """Yield the images of a folder as batches (N, 3, size, size), float32, read one by one."""
     from torchvision import transforms as T
 
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES)
+    paths = evenly_ordered(folder, images.seed)
     if not paths:
         raise ConfigError(
             f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
         )
     transform = T.Compose(
         [
-            T.Resize(size * 8 // 7),
-            T.CenterCrop(size),
+            T.Resize(images.size * 8 // 7),
+            T.CenterCrop(images.size),
             T.ToTensor(),
-            T.Normalize(list(mean), list(std)),
+            T.Normalize(list(images.mean), list(images.std)),
         ]
     )
-    for first in range(0, len(paths), batch_size):
-        yield torch.stack(
-            [transform(_read_image(path)) for path in paths[first : first + batch_size]]
-        )
+    for first in range(0, len(paths), images.batch_size):
+        chosen = paths[first : first + images.batch_size]
+        yield torch.stack([transform(_read_image(path)) for path in chosen])
+
+
+def evenly_ordered(folder: Path, seed: int) -> list[Path]:
+    """Return the images below ``folder`` so that every part has some of each sub-folder.
+
+    A folder often has one sub-folder for each class, and calibration reads the first images only.
+    """
+    by_folder: dict[Path, list[Path]] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES):
+        by_folder.setdefault(path.parent, []).append(path)
+    source = random.Random(seed)
+    groups = list(by_folder.values())
+    for group in groups:
+        source.shuffle(group)
+    source.shuffle(groups)
+    return [path for path in chain.from_iterable(zip_longest(*groups)) if path is not None]
 
 
 def _read_image(path: Path) -> Any:

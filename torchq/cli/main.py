@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torchq
 from torchq.calib import methods
@@ -17,13 +18,15 @@ __all__ = ["main", "build_parser"]
 
 _EXAMPLES = """examples:
   torchq demo --out torchq-demo
-  torchq quantize --model torchvision:resnet18 --weights resnet18.pt --data photos/ --calib entropy --export resnet18.onnx
-  torchq quantize --model mypackage.models:build --data mypackage.data:loader --exclude 'head.*' --save model.pt
+  torchq quantize --model torchvision:resnet18 --weights resnet18.pt --data photos/ \\
+      --calib entropy --target onnxruntime --export resnet18.onnx
+  torchq quantize --model mypackage.models:build --data mypackage.data:loader \\
+      --exclude 'head.*' --save model.pt
   torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, with all its help."""
+    """Return the parser, with all its help."""
     parser = argparse.ArgumentParser(
         prog="torchq",
         description="Quantize PyTorch models by swapping modules.",
@@ -31,137 +34,150 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torchq {torchq.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo",
-        help="train, quantize, export and verify a small network on real images, in about a minute",
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_demo(
+        commands.add_parser(
+            "demo",
+            help="train, quantize, export and verify a small network on real images, "
+            "in about a minute",
+        )
     )
-    demo.add_argument(
+    quantize = commands.add_parser("quantize", help="quantize, calibrate and export your own model")
+    _add_source(quantize.add_argument_group("what to quantize"))
+    _add_data(quantize.add_argument_group("calibration data"))
+    _add_method(quantize.add_argument_group("how"))
+    _add_output(quantize.add_argument_group("output"))
+    return parser
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("torchq-demo"),
         help="folder for the models and the table (default: %(default)s)",
     )
-    demo.add_argument(
+    parser.add_argument(
         "--seed",
         type=int,
         default=0,
         help="of the split, the initial weights and the order of batches (default: %(default)s)",
     )
-    demo.add_argument(
+    parser.add_argument(
         "--epochs",
         type=int,
         default=12,
         help="of FP32 training and of QAT, each (default: %(default)s)",
     )
-    _add_quantize(
-        commands.add_parser("quantize", help="quantize, calibrate and export your own model")
-    )
-    return parser
 
 
-def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("what to quantize")
-    source.add_argument(
+def _add_source(group: Any) -> None:
+    group.add_argument(
         "--model", required=True, help="torchvision:NAME, or package.module:factory (no arguments)"
     )
-    source.add_argument("--weights", metavar="FILE", help="state dict to load first")
-    source.add_argument("--device", default="cpu", help="where to calibrate (default: %(default)s)")
-    data = parser.add_argument_group("calibration data")
-    data.add_argument(
+    group.add_argument("--weights", metavar="FILE", help="state dict to load first")
+    group.add_argument("--device", default="cpu", help="where to calibrate (default: %(default)s)")
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument(
         "--data",
         metavar="SOURCE",
         help="a folder of images, or package.module:loader (an iterable of batches)",
     )
-    data.add_argument(
-        "--num-batches", type=int, default=16, help="how many batches (default: %(default)s)"
-    )
-    data.add_argument(
-        "--batch-size", type=int, default=16, help="for a folder (default: %(default)s)"
-    )
-    data.add_argument(
-        "--image-size", type=int, default=224, help="for a folder (default: %(default)s)"
-    )
-    data.add_argument(
-        "--mean",
-        type=float,
-        nargs=3,
-        default=(0.485, 0.456, 0.406),
-        help="for a folder (default: ImageNet's)",
-    )
-    data.add_argument(
-        "--std",
-        type=float,
-        nargs=3,
-        default=(0.229, 0.224, 0.225),
-        help="for a folder (default: ImageNet's)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
+    for name, number, text in (
+        ("--num-batches", 16, "how many batches"),
+        ("--batch-size", 16, "for a folder: images in a batch"),
+        ("--image-size", 224, "for a folder: height and width"),
+        ("--seed", 0, "for a folder: of the order, which takes evenly from its sub-folders"),
+    ):
+        group.add_argument(name, type=int, default=number, help=f"{text} (default: %(default)s)")
+    for name, numbers in (("--mean", (0.485, 0.456, 0.406)), ("--std", (0.229, 0.224, 0.225))):
+        text = "for a folder (default: ImageNet's)"
+        group.add_argument(name, type=float, nargs=3, default=numbers, help=text)
+
+
+def _add_method(group: Any) -> None:
+    group.add_argument(
         "--recipe",
         default="int8",
         help=f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json (default: %(default)s)",
     )
-    how.add_argument(
+    group.add_argument(
         "--calib", choices=methods(), help="range estimation of activations (default: the recipe's)"
     )
-    how.add_argument(
+    group.add_argument(
         "--include",
         action="append",
         metavar="PATTERN",
         help="only modules that match: a glob, re:REGEX or type:NAME; repeatable",
     )
-    how.add_argument(
+    group.add_argument(
         "--exclude", action="append", metavar="PATTERN", help="no module that matches; repeatable"
     )
-    how.add_argument(
+    group.add_argument(
         "--on-unseen",
         choices=("error", "disable", "dynamic"),
         default="error",
         help="quantizers that no batch reached (default: %(default)s)",
     )
-    how.add_argument(
+    group.add_argument(
         "--no-fuse",
         dest="fuse",
         action="store_false",
         help="do not fold BatchNorm and branches first",
     )
-    out = parser.add_argument_group("output")
-    out.add_argument(
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument(
         "--dry-run", action="store_true", help="print what would be quantized and why, and stop"
     )
-    out.add_argument(
+    group.add_argument(
         "--export",
         metavar="FILE.onnx",
         help="write ONNX with QuantizeLinear / DequantizeLinear, and verify it in onnxruntime",
     )
-    out.add_argument(
+    group.add_argument(
         "--target",
         choices=torchq.targets(),
         help="the runtime to place quantizers for and to shape the ONNX file for",
     )
-    out.add_argument(
+    group.add_argument(
         "--opset", type=int, help="of the ONNX file (default: 20, or 21 where the types need it)"
     )
-    out.add_argument(
+    group.add_argument(
         "--verify",
         type=int,
         default=2,
         metavar="N",
         help="batches to compare onnxruntime with PyTorch on (default: %(default)s)",
     )
-    out.add_argument("--save", metavar="FILE.pt", help="write the quantized model for torchq.load")
+    group.add_argument(
+        "--save", metavar="FILE.pt", help="write the quantized model for torchq.load"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 on success, 2 with one line on standard error where the user can act on it."""
-    args = build_parser().parse_args(argv)
+    """Run a command, or print the help if there is none.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+
+    Returns:
+        0 on success; 2 with one line on standard error if the user can mend the problem.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         if args.command == "demo":
             run_demo(args.out, seed=args.seed, epochs=args.epochs)
         else:
             run_quantize(args)
-    except TorchqError as error:
+    except (TorchqError, OSError) as error:
         print(f"torchq {args.command}: error: {error}", file=sys.stderr)
         return 2
     return 0

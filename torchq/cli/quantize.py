@@ -10,10 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli.loading import load_batches, load_model
+from torchq.cli.loading import Images, load_batches, load_model, load_text
 from torchq.errors import ConfigError
 from torchq.onnx.preflight import check_formats
 
@@ -21,8 +22,8 @@ __all__ = ["run_quantize"]
 
 
 def run_quantize(args: argparse.Namespace) -> None:
-    """What the command does, step by step, each announced on the terminal."""
-    model = load_model(args.model, args.weights).to(args.device)
+    """Carry out the command step by step, and announce each step on the terminal."""
+    model = _on_device(load_model(args.model, args.weights), args.device)
     config = _config(args.recipe)
     if args.dry_run:
         print(torchq.plan(model, config, target=args.target, **_selection(args)))
@@ -34,6 +35,7 @@ def run_quantize(args: argparse.Namespace) -> None:
     _check_outputs(args)
     batches = list(_head(_batches(args), args.num_batches))
     example = _example(batches[0]).to(args.device)
+    _check_example(model, example, args)
     if args.fuse:
         fused = torchq.fuse_(model, (example[:1],)).fused
         print(f"fused {len(fused)} BatchNorms and branches")
@@ -46,6 +48,34 @@ def run_quantize(args: argparse.Namespace) -> None:
     torchq.calibrate(model, batches, method=args.calib, on_unseen=args.on_unseen)
     print(f"calibrated on {len(batches)} batches in {time.perf_counter() - started:.1f} s")
     _write(model, example, batches, args)
+
+
+def _on_device(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"--device {device}: {_first_line(error)}") from None
+
+
+def _check_example(model: nn.Module, example: Tensor, args: argparse.Namespace) -> None:
+    """Run the model once, so that images of the wrong size are found before all other work.
+
+    Raises:
+        ConfigError: The model fails on the first batch.
+    """
+    try:
+        with torch.no_grad():
+            model(example[:1])
+    except Exception as error:  # whatever the model's code raises
+        advice = "; pass another --image-size" if Path(args.data).is_dir() else ""
+        raise ConfigError(
+            f"--data {args.data}: the model fails on a batch of shape {tuple(example.shape)} "
+            f"({type(error).__name__}: {_first_line(error)}){advice}"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _selection(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +97,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _config(recipe: str) -> torchq.QuantConfig:
-    """A recipe by name, or a configuration file."""
+    """Return a recipe by name, or the content of a configuration file."""
     if recipe.endswith(".json"):
         try:
             return torchq.QuantConfig.from_json(Path(recipe).read_text())
@@ -77,13 +107,8 @@ def _config(recipe: str) -> torchq.QuantConfig:
 
 
 def _batches(args: argparse.Namespace) -> Iterable[Any]:
-    return load_batches(
-        args.data,
-        batch_size=args.batch_size,
-        image_size=args.image_size,
-        mean=args.mean,
-        std=args.std,
-    )
+    images = Images(args.batch_size, args.image_size, args.mean, args.std, args.seed)
+    return load_batches(args.data, images)
 
 
 def _head(batches: Iterable[Any], count: int) -> Iterable[Any]:
@@ -94,7 +119,7 @@ def _head(batches: Iterable[Any], count: int) -> Iterable[Any]:
 
 
 def _example(batch: Any) -> Tensor:
-    """The input tensor of a batch; the export traces with it."""
+    """Return the input tensor of a batch; the export traces with it."""
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, Tensor):
         raise ConfigError(
@@ -106,7 +131,7 @@ def _example(batch: Any) -> Tensor:
 def _write(model: nn.Module, example: Tensor, batches: list[Any], args: argparse.Namespace) -> None:
     if args.save:
         torchq.save(model, args.save)
-        print(f"wrote {args.save}: load it with torchq.load(model, {args.save!r})")
+        print(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save)}")
     if args.export:
         torchq.export_onnx(model, (example[:1],), args.export, opset=args.opset, target=args.target)
         print(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
