@@ -137,6 +137,8 @@ def layer_obstacle(layer: nn.Module) -> str | None:
         return QUANTIZED_FIRST
     if forward_hook_kind(layer) == "a forward hook":
         return "has a forward hook that observes its output; remove the hook first"
+    if "forward" in vars(layer):
+        return "has a forward that was set on the object; delete that attribute first"
     return _tensor_obstacle(layer, ("weight", "bias"))
 
 

@@ -233,7 +233,11 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
         if not numbers[path].finite:
             return Refusal(pair.norm, f"folding it into {path} overflows {layer.weight.dtype}")
         if verify or not (_is_of_torch(norm) and _is_of_torch(layer)):
-            found = _error(pair, norm, layer, exact, numbers[path], pad)
+            try:
+                found = _error(pair, norm, layer, exact, numbers[path], pad)
+            except Exception as failure:  # a forward of the user's may want more than one tensor
+                reason = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+                return Refusal(pair.norm, f"folding it into {path} cannot be checked ({reason})")
             error = max(error, found)
             limit = QUANTIZED_FOLD_TOLERANCE if isinstance(layer, RescalesOutput) else TOLERANCE
             if not found <= limit:

@@ -25,7 +25,7 @@ from torchq.fusion.modules import (
 )
 from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.report import Refusal
-from torchq.graph import Call, Flow
+from torchq.graph import Call, Flow, forward_hook_kind
 
 __all__ = ["Pair", "find_pairs"]
 
@@ -94,6 +94,12 @@ def _held_in_containers(model: nn.Module) -> dict[int, str]:
     return found
 
 
+def _holders(path: str) -> list[str]:
+    """Return the paths of the modules that hold the one at ``path``, without the root."""
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
+
+
 class _Finder:
     """Examines the BatchNorms of one model, each layer being given to one BatchNorm only."""
 
@@ -129,6 +135,20 @@ class _Finder:
             return _READ_ELSEWHERE
         return layer_obstacle(layer)
 
+    def _hook_between(self, first: str, second: str) -> str | None:
+        """Return which hook of a module around one of two paths sees the value between them.
+
+        A forward hook sees it where its module holds ``first`` only, a forward pre-hook where
+        its module holds ``second`` only.
+        """
+        for path in set(_holders(first)) - set(_holders(second)):
+            if forward_hook_kind(self.model.get_submodule(path)) == "a forward hook":
+                return f"is inside {path}, which has a forward hook; remove the hook first"
+        for path in set(_holders(second)) - set(_holders(first)):
+            if forward_hook_kind(self.model.get_submodule(path)) == "a forward pre-hook":
+                return f"comes before {path}, which has a forward pre-hook; remove the hook first"
+        return None
+
     # -- layer, then norm ------------------------------------------------------------------------
 
     def _layer_before(self, norm: Any, calls: list[Call]) -> nn.Module:
@@ -149,6 +169,8 @@ class _Finder:
             reason = layer.output_scale_obstacle(norm_affine(norm)[0])
             if reason:
                 raise _Refused(f"its layer {name} {reason}")
+        if reason := self._hook_between(self.names[id(layer)], self.names[id(norm)]):
+            raise _Refused(f"its layer {name} {reason}")
         self._claim(layer, name)
         return layer
 
@@ -224,6 +246,7 @@ class _Finder:
         pads = False
         for follower in followers:
             reason = self._follower_obstacle(follower, norm)
+            reason = reason or self._hook_between(self.names[id(norm)], follower.name)
             if reason is None and shifts:
                 reason = border_obstacle(follower.module)
                 pads = reason is not None and self._may_pad(followers, norm)
