@@ -48,6 +48,9 @@ class DeployedMultiheadAttention(ProjectedAttention):
             quantizer = active(getattr(module, f"{slot}_quantizer"))
             self.add_module(f"{slot}_quantizer", quantizer or nn.Identity())
         self.in_proj, self.out_proj = nn.ModuleDict(in_proj), out_proj
+        for layer in (*in_proj.values(), out_proj):
+            if isinstance(layer, Int8Linear):
+                layer.reads_codes = True
         # torch's encoder layer asks for it; a layer that has one runs on torch's fused kernel,
         # which would pass by the projections.
         self.in_proj_bias = None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import kernel
@@ -24,12 +25,11 @@ __all__ = [
     "KernelCacheMixin",
     "QParamsStateMixin",
     "dequantized",
-    "eager",
 ]
 
 #: How many kernels a module keeps: each is bound to one input shape.
 _MAX_KERNELS = 8
-#: The key of the layer that reads non-negative input; see :meth:`Int8Layer.unsigned_twin`.
+#: The key of the layer that reads non-negative input; see :meth:`Int8Layer.input_codes`.
 _UNSIGNED = "unsigned"
 
 
@@ -190,8 +190,8 @@ class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
 class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
     """Base of layers with int8 weights and uint8 activations.
 
-    The input is a floating-point tensor, which the layer quantizes, or the uint8 codes of its
-    :attr:`input_qparams`. The result is a floating-point tensor, or codes where the layer has
+    The input is a floating-point tensor, which the layer quantizes, or uint8 codes where
+    :attr:`reads_codes` says so. The result is a floating-point tensor, or codes where the layer has
     :attr:`output_qparams`. For inference; there is no gradient.
 
     Args:
@@ -206,6 +206,8 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         activation: the name of the activation that is applied to the result, one of
             :data:`torchq.lowering.ACTIVATIONS`.
         arguments: the arguments of the activation.
+        reads_codes: True where the input is codes of :attr:`input_qparams`. Without it uint8 is
+            refused like any other integer dtype: it could be an image.
         output_qparams: None for floating-point results.
         residual_qparams: of the second argument of :meth:`forward`, where that is codes.
     """
@@ -227,7 +229,7 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         bias = None if bias is None else bias.detach().to(torch.float32)
         super().__init__(weight, weight_scale, bias, dtype)
         self.register_buffer("pre_quant_scale", pre_quant_scale)
-        self.input_qparams = input_qparams
+        self.input_qparams, self.reads_codes = input_qparams, False
         self.output_qparams: QParams | None = None
         self.residual_qparams: QParams | None = None
         self.activation, self.arguments = "none", list[float]()
@@ -236,28 +238,31 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         """See :meth:`IntegerModule.propagate_qparams`; the second input is the residual."""
         own, residual = (*inputs, None, None)[:2]
         if own is not None:
-            self.input_qparams = own
+            self.input_qparams, self.reads_codes = own, True
         if residual is not None:
             self.residual_qparams = residual
         return self.output_qparams
 
-    def unsigned_twin(self, x: Tensor) -> Int8Layer | None:
-        """Return this layer with codes that start at 0, if that computes the same for ``x``.
+    def input_codes(self, x: Tensor) -> tuple[Int8Layer, Tensor]:
+        """Return the layer that computes ``x``, and the codes of ``x`` that it reads.
 
         An input on a signed range may hold no negative number: a layer behind ReLU with the
-        default configuration. Codes that start at 0 need no zero-point correction in the bias,
-        which costs bits of it, and no padding with the zero point. Looking at ``x`` takes less
-        time than either.
+        default configuration. Then a twin of this layer with codes that start at 0 computes the
+        same, without a zero-point correction in the bias, which costs bits of it, and without
+        padding by the zero point. Looking at ``x`` takes less time than either.
 
         Args:
-            x: the floating-point input.
+            x: floating point.
+
+        Raises:
+            TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
+            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
         """
-        if self.input_qparams.zero_point == 0 or self.pre_quant_scale is not None:
-            return None
-        if not (eager(x) and x.numel() > 0 and bool(x.amin() >= 0)):
-            return None
-        twin: Int8Layer = self._kernel(_UNSIGNED, self._make_unsigned)
-        return twin
+        smallest = smallest_value(x, self.dtype, type(self).__name__)
+        layer: Int8Layer = self
+        if smallest >= 0 and self.input_qparams.zero_point and self.pre_quant_scale is None:
+            layer = self._kernel(_UNSIGNED, self._make_unsigned)
+        return layer, layer._quantize(x)
 
     def _make_unsigned(self) -> Int8Layer:
         twin = self.variant()
@@ -265,9 +270,16 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         return twin
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return ``x`` as uint8 codes of the input; codes are returned as they are."""
-        if x.dtype is torch.uint8:
-            return x
+        """Return a floating-point ``x`` as codes of :attr:`input_qparams`.
+
+        Raises:
+            TypeError: see :meth:`input_codes`.
+            QuantizationError: see :meth:`input_codes`.
+        """
+        smallest_value(x, self.dtype, type(self).__name__)
+        return self._quantize(x)
+
+    def _quantize(self, x: Tensor) -> Tensor:
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
         return self.input_qparams.quantize(x)
@@ -357,11 +369,3 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     """Return integer weights times the scale of each output, float32."""
     return codes * scale.view(-1, *[1] * (codes.dim() - 1))
-
-
-def eager(x: Tensor) -> bool:
-    """Return True if a kernel may be called directly with its arguments bound.
-
-    Going past torch's dispatcher saves half of a small layer's time.
-    """
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.lowering.modules.base import Int8Layer, eager
+from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.input_checks import eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
 from torchq.lowering.ops.params import ConvParams
@@ -56,30 +57,37 @@ class Int8Conv(Int8Layer):
         """Return a value for each output channel, (out,), as one for each row of the weight."""
         return channels
 
-    def codes(self, x: Tensor) -> Tensor:
-        """Return ``x`` as uint8 codes of the input; images are quantized a few at a time."""
-        several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None
-        if several and x.dtype is not torch.uint8 and eager(x):
-            return self.input_qparams.quantize_images(x)
-        return super().codes(x)
-
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the convolution of ``x``.
 
         Args:
-            x: floating point, or codes of :attr:`input_qparams`.
+            x: floating point, or codes where the layer reads codes.
             residual: added before the activation: floating point, or codes of
                 :attr:`residual_qparams`.
+
+        Raises:
+            TypeError: see :meth:`Int8Layer.input_codes`.
+            QuantizationError: see :meth:`Int8Layer.input_codes`.
         """
-        if x.dtype is not torch.uint8:
-            if (twin := self.unsigned_twin(x)) is not None:
-                return twin(x, residual)
-            x = self.codes(x)
-        if not eager(x):
-            return self._dispatched(x, residual)
-        key = x.shape if residual is None else (x.shape, residual.shape, residual.dtype)
-        run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(x, residual))
-        return run(x) if residual is None else run(x, residual)
+        if x.dtype is torch.uint8 and self.reads_codes:
+            return self._convolve(x, residual)
+        layer, codes = self.input_codes(x)
+        assert isinstance(layer, Int8Conv)
+        return layer._convolve(codes, residual)
+
+    def _convolve(self, codes: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not eager(codes):
+            return self._dispatched(codes, residual)
+        key = codes.shape if residual is None else (codes.shape, residual.shape, residual.dtype)
+        run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(codes, residual))
+        return run(codes) if residual is None else run(codes, residual)
+
+    def _quantize(self, x: Tensor) -> Tensor:
+        """Return ``x`` as codes of the input; images are quantized a few at a time."""
+        several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None
+        if several and eager(x):
+            return self.input_qparams.quantize_images(x)
+        return super()._quantize(x)
 
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
         """Return the layer as a function of codes, and residuals, like these."""

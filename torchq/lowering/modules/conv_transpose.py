@@ -136,16 +136,21 @@ class Int8ConvTranspose(Int8Conv):
         """Return the transposed convolution of ``x``.
 
         Args:
-            x: floating point, or codes of :attr:`input_qparams`.
+            x: floating point, or codes where the layer reads codes.
             output_size: as in :class:`torch.nn.ConvTranspose2d`.
 
         Raises:
             ConfigError: there is no result of ``output_size``.
+            TypeError: see :meth:`Int8Layer.input_codes`.
+            QuantizationError: see :meth:`Int8Layer.input_codes`.
         """
-        if x.dtype is not torch.uint8:
-            if (twin := self.unsigned_twin(x)) is not None:
-                return twin(x, output_size)
-            x = self.codes(x)
+        if x.dtype is torch.uint8 and self.reads_codes:
+            return self._transposed(x, output_size)
+        layer, codes = self.input_codes(x)
+        assert isinstance(layer, Int8ConvTranspose)
+        return layer._transposed(codes, output_size)
+
+    def _transposed(self, x: Tensor, output_size: Sequence[int] | None) -> Tensor:
         lengths = x.shape[-len(self.axes) :]
         smallest = [axis.smallest(length) for axis, length in zip(self.axes, lengths, strict=True)]
         if output_size is None:
@@ -157,7 +162,7 @@ class Int8ConvTranspose(Int8Conv):
             border = [side for more in reversed(missing) for side in (0, more)]
             x = F.pad(x, border, value=float(self.input_qparams.zero_point))
         batched = x.dim() == len(self.axes) + 2
-        y = super().forward(x if batched else x.unsqueeze(0))
+        y = self._convolve(x if batched else x.unsqueeze(0))
         y = self._interleave(y, [size + more for size, more in zip(smallest, added, strict=True)])
         return y if batched else y.squeeze(0)
 

@@ -10,6 +10,7 @@ from torchq.errors import ExportError
 from torchq.functional.reduce import reduce_amax
 from torchq.functional.scale import divisor, scale_from_amax
 from torchq.lowering.modules.base import DeployedLayer
+from torchq.lowering.modules.input_checks import require_dtype
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import int8_linear, kernel
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
@@ -72,7 +73,9 @@ class DynamicInt8Linear(DeployedLayer):
 
         Raises:
             ExportError: the ranges run along the features.
+            TypeError: ``x`` has another dtype than the layer.
         """
+        require_dtype(x, self.dtype, "DynamicInt8Linear")
         format = self.descriptor.format
         amax = range_of_call(x, self.descriptor, "DynamicInt8Linear")
         scale = scale_from_amax(amax, format)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchq.lowering.modules.base import dequantized
 from torchq.lowering.modules.conv import Int8Conv
+from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.ops.epilogues import activation
 from torchq.lowering.ops.onednn import Run
 
@@ -51,6 +52,7 @@ class FloatPointwiseConv(Int8Conv):
         plain = residual is None and self.output_qparams is None
         if not pixel or not plain or torch.compiler.is_compiling():
             return super().forward(x, residual)
+        smallest_value(x, self.dtype, type(self).__name__)
         run: Run = self._kernel("pixel", self._bind_pixel)
         return run(x)
 

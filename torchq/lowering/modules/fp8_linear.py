@@ -9,6 +9,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.functional.scale import divisor, scale_from_amax
 from torchq.lowering.modules.base import DeployedLayer, dequantized
 from torchq.lowering.modules.dynamic_linear import range_of_call
+from torchq.lowering.modules.input_checks import require_dtype
 from torchq.lowering.ops.fp8 import Fp8Input, Fp8Weights, fp8_linear, fp8_values, obstacle
 
 __all__ = ["Fp8Linear"]
@@ -56,7 +57,9 @@ class Fp8Linear(DeployedLayer):
 
         Raises:
             ExportError: ranges of the call run along the features.
+            TypeError: ``x`` has another dtype than the layer.
         """
+        require_dtype(x, self.dtype, "Fp8Linear")
         y = x if self.pre_quant_scale is None else x * self.pre_quant_scale.to(x.dtype)
         by, scale = self.input_divisor, self.input_scale
         if by is None or scale is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq.lowering.modules.base import Int8Layer, eager
+from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.input_checks import eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
 from torchq.lowering.ops.schemas import int8_linear
@@ -23,16 +24,24 @@ class Int8Linear(Int8Layer):
     kind = "linear"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``activation(x @ weight.T + bias)``."""
-        if x.dtype is not torch.uint8:
-            if (twin := self.unsigned_twin(x)) is not None:
-                return twin(x)
-            x = self.codes(x)
-        if not eager(x):
-            return self._dispatched(x)
-        empty = not x.numel()
+        """Return ``activation(x @ weight.T + bias)``.
+
+        Raises:
+            TypeError: see :meth:`Int8Layer.input_codes`.
+            QuantizationError: see :meth:`Int8Layer.input_codes`.
+        """
+        if x.dtype is torch.uint8 and self.reads_codes:
+            return self._compute(x)
+        layer, codes = self.input_codes(x)
+        assert isinstance(layer, Int8Linear)
+        return layer._compute(codes)
+
+    def _compute(self, codes: Tensor) -> Tensor:
+        if not eager(codes):
+            return self._dispatched(codes)
+        empty = not codes.numel()
         run: Run = self._kernels.get(empty) or self._kernel(empty, lambda: self._bind(empty))
-        return run(x)
+        return run(codes)
 
     def _bind(self, empty: bool) -> Run:
         """Return the layer as a function of the codes."""

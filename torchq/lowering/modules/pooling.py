@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.base import (
-    IntegerModule,
-    KernelCacheMixin,
-    QParamsStateMixin,
-    eager,
-)
+from torchq.lowering.modules.base import IntegerModule, KernelCacheMixin, QParamsStateMixin
+from torchq.lowering.modules.input_checks import eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
 from torchq.lowering.ops.params import ConvParams, Int8Weights

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.lowering.modules.base import Float32ParamsMixin, IntegerModule, QParamsStateMixin
+from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.qparams import QParams
 
 __all__ = ["Dequantize", "GatedSiLU", "QParamsModule", "Quantize"]
@@ -34,18 +36,38 @@ class QParamsModule(QParamsStateMixin):
 class Quantize(QParamsModule, IntegerModule):
     """Quantization of a floating-point tensor to uint8 codes.
 
+    Args:
+        qparams: of the codes.
+        dtype: the dtype of the layer that reads the codes, which the input must have; None
+            accepts any floating dtype.
+
     Attributes:
         channels_last: return 4-d codes in the memory layout that convolutions read.
     """
 
     channels_last = False
 
+    def __init__(self, qparams: QParams, dtype: torch.dtype | None = None) -> None:
+        super().__init__(qparams)
+        self.dtype = dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.dtype is not None:
+            self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
     def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
         """See :meth:`IntegerModule.propagate_qparams`; the input is floating point."""
         return self.qparams
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the codes of ``x``, of the same shape."""
+        """Return the codes of ``x``, of the same shape.
+
+        Raises:
+            TypeError: ``x`` has another dtype.
+            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
+        """
+        smallest_value(x, self.dtype, "Quantize")
         if self.channels_last and x.dim() == 4:
             return self.qparams.quantize_images(x)
         return self.qparams.quantize(x)

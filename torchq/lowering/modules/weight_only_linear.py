@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchq.lowering.modules.base import DeployedLayer
+from torchq.lowering.modules.input_checks import require_dtype
 from torchq.lowering.ops.weight_only import MAX_ROWS, BlockWeights, pack_int4, weight_only_linear
 
 __all__ = ["WeightOnlyLinear"]
@@ -36,7 +37,12 @@ class WeightOnlyLinear(DeployedLayer):
         self.bits = stored
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``.
+
+        Raises:
+            TypeError: ``x`` has another dtype than the layer.
+        """
+        require_dtype(x, self.dtype, "WeightOnlyLinear")
         return weight_only_linear(x, self._block_weights())
 
     def _block_weights(self) -> BlockWeights:

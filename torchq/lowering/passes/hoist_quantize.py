@@ -87,7 +87,7 @@ def absorb_clamp(editor: GraphEditor, node: fx.Node) -> bool:
     if bounds is None or not all(isinstance(editor.module(u), Quantize) for u in clamp.users):
         return False
     qparams = quantize.qparams.clamped(*bounds, keep_zero=meets_other_codes(editor, node))
-    editor.replace(node, "clamped", Quantize(qparams), source)
+    editor.replace(node, "clamped", Quantize(qparams, quantize.dtype), source)
     return True
 
 
@@ -111,7 +111,7 @@ def hoist_quantize(editor: GraphEditor, node: fx.Node) -> bool:
     for tensor in tensors:
         with editor.graph.inserting_before(moved):
             name = f"{base_name(node)}_earlier"
-            codes = editor.insert_call(name, Quantize(quantize.qparams), tensor)
+            codes = editor.insert_call(name, Quantize(quantize.qparams, quantize.dtype), tensor)
         moved.replace_input_with(tensor, codes)
     if tensors:
         editor.bypass(node, moved)

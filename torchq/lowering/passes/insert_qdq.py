@@ -214,6 +214,8 @@ def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
     quantized = isinstance(editor.module(source), Quantize)
     if quantized or module.pre_quant_scale is not None or convolves_single_pixel(editor, node):
         return False
-    codes = editor.insert_before(node, "input", Quantize(module.input_qparams), source)
+    codes = editor.insert_before(
+        node, "input", Quantize(module.input_qparams, module.dtype), source
+    )
     node.replace_input_with(source, codes)
     return True

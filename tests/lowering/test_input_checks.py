@@ -1,0 +1,125 @@
+"""Deployed models refuse the inputs that their simulation refuses, and NaN, which has no code."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.lowering.common import calibrated
+from torchq.lowering import Int8Conv, QParams
+from torchq.lowering.modules.qdq import Quantize
+
+D = torchq.QuantDescriptor
+WEIGHT = D(8, axis=0)
+X, TOKENS = torch.randn(2, 3, 9, 9), torch.randn(4, 16)
+
+
+def linear(input: torchq.QuantDescriptor | None, weight: torchq.QuantDescriptor) -> nn.Module:
+    rule = torchq.Rule(nn.Linear, input=input, weight=weight)
+    config = torchq.recipes.int8().with_rules(rule)
+    return calibrated(nn.Sequential(nn.Linear(16, 16)), TOKENS, config)
+
+
+class Excitation(nn.Module):
+    """A convolution of one pixel behind global pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.conv = nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.conv(self.pool(x))
+
+
+MODELS = {
+    "conv": lambda: calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), X),
+    "transposed": lambda: calibrated(nn.ConvTranspose2d(3, 4, 3, 2), X),
+    "pixel": lambda: calibrated(Excitation(), X),
+    "static": lambda: linear(D(8), WEIGHT),
+    "dynamic": lambda: linear(D(8, dynamic=True, axis=0), WEIGHT),
+    "fp8": lambda: linear(D((4, 3)), D((4, 3), axis=0)),
+    "weight-only": lambda: linear(None, WEIGHT),
+}
+CASES = pytest.mark.parametrize("name", MODELS)
+FUSE = pytest.mark.parametrize("fuse", [True, False])
+
+
+def example(name: str) -> Tensor:
+    return (X if name in ("conv", "transposed", "pixel") else TOKENS).clone()
+
+
+@CASES
+@FUSE
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.bool, torch.float64, torch.bfloat16], ids=str
+)
+def test_dtypes_that_the_simulation_refuses(name: str, fuse: bool, dtype: torch.dtype) -> None:
+    model, x = MODELS[name](), (10 * example(name)).to(dtype)
+    if name == "pixel" and not dtype.is_floating_point:
+        pytest.skip("pooling refuses it first")
+    with pytest.raises((TypeError, RuntimeError, KeyError)):
+        model(x)
+    with pytest.raises(TypeError, match=rf"got a tensor of {dtype}; expected torch.float32"):
+        torchq.deploy(model, fuse=fuse)(x)
+
+
+@CASES
+@FUSE
+def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
+    model, x = MODELS[name](), example(name)
+    x.view(-1)[5] = torch.nan
+    assert bool(model(x).isnan().any())
+    int8 = torchq.deploy(model, fuse=fuse)
+    if name in ("dynamic", "fp8", "weight-only"):
+        assert torch.equal(int8(x).isnan(), model(x).isnan())
+    else:
+        with pytest.raises(torchq.errors.QuantizationError, match="got NaN; expected numbers"):
+            int8(x)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", ["conv", "static", "fp8"])
+def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
+    model, x = MODELS[name](), example(name)
+    x.view(-1)[5] = sign * torch.inf
+    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@CASES
+@FUSE
+def test_autocast_converts_what_layers_hand_on(name: str, fuse: bool) -> None:
+    model, x = MODELS[name](), example(name).bfloat16()
+    int8 = torchq.deploy(model, fuse=fuse)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert int8(x).shape == model(x).shape
+        with pytest.raises(TypeError, match=r"got a tensor of torch\.float64"):
+            int8(x.double())
+
+
+def test_a_converted_model_expects_its_new_dtype() -> None:
+    int8 = torchq.deploy(MODELS["conv"]())
+    half = copy.deepcopy(int8).to(torch.bfloat16)
+    assert half(X.bfloat16()).dtype is torch.bfloat16
+    with pytest.raises(TypeError, match=r"float32; expected torch\.bfloat16"):
+        half(X)
+
+
+def test_an_image_is_not_taken_for_codes() -> None:
+    layer = torchq.deploy(calibrated(nn.Conv2d(3, 8, 3), X), fuse=False)
+    assert isinstance(layer, Int8Conv)
+    with pytest.raises(TypeError, match=r"Int8Conv: got a tensor of torch\.uint8"):
+        layer(torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
+
+
+def test_a_quantizer_of_the_user_accepts_any_floating_dtype() -> None:
+    quantize = Quantize(QParams(0.5, 128, 0, 255))
+    assert quantize(torch.ones(2).double()).tolist() == [130, 130]
+    with pytest.raises(TypeError, match="expected a floating-point tensor"):
+        quantize(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(torchq.errors.QuantizationError, match="Quantize: got NaN"):
+        quantize(torch.tensor([1.0, torch.nan]))
+    assert quantize(torch.empty(0)).shape == (0,)
