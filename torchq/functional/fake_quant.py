@@ -1,4 +1,4 @@
-"""Quantize, dequantize and fake-quantize any format at any granularity, with straight-through gradients."""
+"""Quantize, dequantize and fake-quantize any format at any granularity, with gradients."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PER_TENSOR = PerTensor()
 class FakeQuantizeFunction(torch.autograd.Function):
     """``snap(x / scale) * scale``; gradient 1 where ``|x| <= amax`` and 0 elsewhere, none to amax.
 
-    The backward keeps one byte per element, no copy of the input. ``backend`` is what
-    :func:`torchq.functional.kernels.backend_for` says; ``with_mask`` asks its kernel for that byte in the same pass, as a
-    second result.
+    The backward keeps one byte per element, no copy of the input. ``backend`` is a name that
+    :func:`torchq.functional.kernels.backend_for` returned. With ``with_mask`` its kernel computes
+    that byte in the same pass, as a second result.
     """
 
     generate_vmap_rule = True
@@ -52,21 +52,24 @@ class FakeQuantizeFunction(torch.autograd.Function):
         backend: str,
         with_mask: bool,
     ) -> Any:
+        """Return the quantized tensor, with its mask if wanted."""
         y, mask = kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask)
         return (y, mask) if with_mask else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the mask of the gradient."""
         x, amax, _, _, ctx.backend, with_mask = inputs
         if with_mask:
             ctx.mark_non_differentiable(output[1])
-            ctx.set_materialize_grads(False)  # or zeros would be made for the mask
+            ctx.set_materialize_grads(False)  # Otherwise the mask would get a gradient of zeros.
             ctx.save_for_backward(output[1])
         elif ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_mask(x, amax))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient where the mask is 1, else 0."""
         if not ctx.needs_input_grad[0] or grads[0] is None:
             return None, None, None, None, None, None
         (mask,) = ctx.saved_tensors
@@ -74,13 +77,15 @@ class FakeQuantizeFunction(torch.autograd.Function):
 
 
 class LearnedFakeQuantizeFunction(torch.autograd.Function):
-    """As :class:`FakeQuantizeFunction`, with a gradient to amax.
+    """:class:`FakeQuantizeFunction` with a gradient to amax.
 
-    With ``v = x / scale`` and ``q = snap(v)``, ``d y / d scale = q - v`` inside the grid and ``q`` (a bound) outside, and
-    ``d scale / d amax = 1 / qmax``. Gradient to x: 1 where ``lo <= v <= hi``, 0 elsewhere.
+    With ``v = x / scale`` and ``q = snap(v)``, ``d y / d scale`` is ``q - v`` inside the grid and
+    ``q`` (a bound) outside, and ``d scale / d amax`` is ``1 / qmax``. The gradient to x is 1 where
+    ``quant_min <= v <= quant_max``, and 0 elsewhere.
 
-    Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), equations 3 and 5, written for amax and without
-    the gradient scale of section 2.2 (see :func:`torchq.qat.param_groups` for learning rates).
+    Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), equations 3 and 5, written
+    for amax and without the gradient scale of section 2.2 (see :func:`torchq.qat.param_groups` for
+    learning rates).
     """
 
     generate_vmap_rule = True
@@ -89,15 +94,18 @@ class LearnedFakeQuantizeFunction(torch.autograd.Function):
     def forward(
         x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, backend: str
     ) -> Tensor:
+        """Return the quantized tensor."""
         return kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask=False)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the input and its range."""
         x, amax, ctx.format, ctx.scale_format, ctx.backend = inputs
         ctx.save_for_backward(x, amax)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients to the input and its range."""
         x, amax = ctx.saved_tensors
         grad_x, grad_amax = learned_gradients(
             ctx.backend, grads[0], x, amax, ctx.format, ctx.scale_format
@@ -112,16 +120,19 @@ class LearnedFakeQuantizeFunction(torch.autograd.Function):
 
 
 def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularity) -> Tensor:
-    """amax in the compute dtype, aligned with ``granularity.split(x)``; the static checks of the public functions."""
+    """Check the arguments of a public function; return amax aligned with ``granularity.split(x)``.
+
+    The amax has the compute dtype.
+    """
     if not x.is_floating_point():
         raise TypeError(
-            f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. Convert it with x.float()"
+            f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
+            "Convert it with x.float()"
         )
     dtype = compute_dtype(x.dtype)
     if not isinstance(amax, Tensor):
-        amax = torch.full(
-            (), amax, dtype=dtype, device=x.device
-        )  # filled there: no copy from the host
+        # The device fills it: there is no copy from the host.
+        amax = torch.full((), amax, dtype=dtype, device=x.device)
     with constant_while_tracing():
         return granularity.align(amax.to(dtype), x.shape)
 
@@ -129,7 +140,7 @@ def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularit
 def _traced(
     x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None
 ) -> Tensor:
-    """The definition, without an autograd.Function: ``torch.jit.save`` has no form for one."""
+    """Compute the definition without an autograd.Function, which torch.jit cannot store."""
     with constant_while_tracing():
         parts, _ = kernels("reference").fake_quantize(
             granularity.split(x), amax, format, scale_format, False
@@ -144,27 +155,32 @@ def fake_quantize(
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
 ) -> Tensor:
-    """Round ``x`` onto the grid of ``format`` and back, with the straight-through gradient of :class:`FakeQuantizeFunction`.
+    """Round ``x`` onto the grid of ``format`` and back.
 
-    Under ``torch.onnx.export`` it becomes QuantizeLinear / DequantizeLinear.
+    The gradient is the straight-through one of :class:`FakeQuantizeFunction`. Under
+    ``torch.onnx.export`` the call becomes QuantizeLinear and DequantizeLinear.
 
     Args:
-        x: float16, bfloat16, float32 or float64, any shape and strides, may be empty. Computed in fp32 (fp64 for fp64).
-        amax: the magnitude mapped to ``format.qmax``; a float, or a tensor of ``granularity.amax_shape(x.shape)`` (also
-            ``[]``, ``[1]``, ``[C]``). >= 0; at most 2**-24 gives exact zeros; inf and NaN give NaN.
+        x: float16, bfloat16, float32 or float64, any shape and strides, may be empty. The
+            arithmetic is float32, or float64 for float64.
+        amax: the magnitude mapped to ``format.qmax``, >= 0: a float, or a tensor of shape
+            ``granularity.amax_shape(x.shape)``, ``[]``, ``[1]`` or ``[C]``. A dead range (see
+            :mod:`torchq.functional.scale`) gives exact zeros; infinity and NaN give NaN.
         format: see :mod:`torchq.formats`.
         granularity: which elements share one amax.
         scale_format: see :func:`torchq.functional.scale_from_amax`.
 
     Returns:
-        x's shape, dtype and memory format. NaN stays NaN; infinities saturate, and give NaN where amax is at most 2**-24.
+        The shape, dtype and memory format of ``x``. NaN stays NaN; infinities saturate, and give
+        NaN in dead ranges.
 
     Raises:
         TypeError: x is not floating point.
         ConfigError: the shape of amax does not fit.
 
     Example:
-        >>> fake_quantize(torch.tensor([-1.0, -0.6, 0.26, 1.2]), 1.0, torchq.formats.integer(4, narrow=True))
+        >>> int4 = torchq.formats.integer(4, narrow=True)
+        >>> fake_quantize(torch.tensor([-1.0, -0.6, 0.26, 1.2]), 1.0, int4)
         tensor([-1.0000, -0.5714,  0.2857,  1.0000])
     """
     amax = _prepare("fake_quantize", x, amax, granularity)
@@ -186,7 +202,11 @@ def learned_fake_quantize(
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
 ) -> Tensor:
-    """:func:`fake_quantize` with a gradient to ``amax`` too; see :class:`LearnedFakeQuantizeFunction` for the formula."""
+    """Round ``x`` onto the grid of ``format`` and back, with a gradient to ``amax`` too.
+
+    The arguments are those of :func:`fake_quantize`, except that ``amax`` is a tensor.
+    :class:`LearnedFakeQuantizeFunction` has the formula.
+    """
     amax = _prepare("learned_fake_quantize", x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
@@ -206,9 +226,10 @@ def quantize(
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
 ) -> Tensor:
-    """The grid values (integer codes for integer formats) of ``x``, as float32 (float64 for float64), without gradient.
+    """Return the grid values of ``x``, which are the codes for integer formats, without gradient.
 
-    Arguments as :func:`fake_quantize`. ``dequantize(quantize(x, ...), ...)`` equals ``fake_quantize(x, ...)``.
+    The arguments are those of :func:`fake_quantize`, and ``dequantize(quantize(x, ...), ...)``
+    equals ``fake_quantize(x, ...)``. The result is float32, or float64 for float64.
 
     Example:
         >>> quantize(torch.tensor([0.5, 1.5, 2.5, -1.5, 200.0]), 127.0)
@@ -228,7 +249,7 @@ def dequantize(
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
 ) -> Tensor:
-    """``codes * scale``. Arguments as :func:`quantize`; ``codes`` is what it returns."""
+    """Return ``codes * scale``; ``codes`` and the other arguments are those of :func:`quantize`."""
     amax = _prepare("dequantize", codes, amax, granularity)
     values = granularity.split(codes) * scale_from_amax(amax, format, scale_format)
     return granularity.join(values, codes.shape)

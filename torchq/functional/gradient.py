@@ -19,35 +19,41 @@ class ScaleGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
+        """Return a view of ``x``."""
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the factor."""
         ctx.factor = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the scaled gradient."""
         return grads[0] * ctx.factor, None
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """``x`` with its gradient multiplied by ``factor``; any shape and dtype."""
+    """Return ``x``, any shape and dtype; its gradient is multiplied by ``factor``."""
     return ScaleGradientFunction.apply(x, factor)
 
 
 def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
-    """What brings the gradient of a learned range to the size of a weight's gradient.
+    """Return the factor that brings the gradient of a range to the size of a weight's gradient.
 
-    LSQ multiplies the gradient of the *scale* by ``1 / sqrt(n * qmax)`` with ``n`` elements per scale. The parameter here is
-    ``amax = scale * qmax``; the factor ``qmax**1.5 / sqrt(n)`` makes the same relative change of it.
+    LSQ multiplies the gradient of the *scale* by ``1 / sqrt(n * qmax)`` with ``n`` elements for
+    each scale. The parameter here is ``amax = scale * qmax``; the factor ``qmax**1.5 / sqrt(n)``
+    makes the same relative change of it.
 
     Args:
-        elements: of the tensor that is quantized.
-        ranges: how many amax it has, at least 1; ``n = elements / ranges``.
+        elements: the number of elements of the tensor that is quantized.
+        ranges: the number of its ranges, at least 1; ``n = elements / ranges``.
+        format: the number format.
 
     Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), section 2.2.
 
-    >>> range_gradient_scale(elements=400, ranges=4, format=torchq.formats.by_bits(3, unsigned=False))
-    0.5196152422706632
+    Example:
+        >>> range_gradient_scale(elements=400, ranges=4, format=torchq.formats.by_bits(3))
+        0.5196152422706632
     """
     return format.qmax**1.5 / (elements / ranges) ** 0.5 if elements else 0.0

@@ -1,4 +1,4 @@
-"""The range of a tensor that is at hand: the largest magnitude of each of its groups."""
+"""The range of a tensor that exists as a whole: the largest magnitude of each group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ __all__ = ["reduce_amax"]
 
 
 def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
-    """Largest magnitude of each group of ``x``: fp32 (fp64 for fp64), shape ``granularity.amax_shape(x.shape)``.
+    """Return the largest magnitude of each group of ``x``, without gradient.
 
-    No gradient. An empty tensor gives 0; NaN propagates. The definition is :meth:`torchq.formats.Granularity.amax`, which compiled and
-    transformed code sees; on plain CPU tensors a faster way gives the same.
+    The definition is :meth:`torchq.formats.Granularity.amax`, which compiled and transformed code
+    sees. On plain CPU tensors a faster way gives the same result.
+
+    Args:
+        x: floating point, any shape. An empty tensor gives 0; NaN propagates.
+        granularity: default per tensor.
+
+    Returns:
+        float32, or float64 for float64, of shape ``granularity.amax_shape(x.shape)``.
 
     Example:
         >>> from torchq.formats import PerAxis
@@ -27,7 +34,7 @@ def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     granularity = granularity or PerTensor()
     parts = granularity.split(x.detach())
     dims = granularity.reduce_dims(parts.dim())
-    # is_plain comes first: a traced size that is asked whether it is 0 becomes a constant in torch 2.6.
+    # is_plain comes first: in torch 2.6 a traced size that is compared with 0 becomes a constant.
     if dims and is_plain(x) and x.device.type == "cpu" and x.numel():
         amax = largest_magnitude(parts, dims).view(granularity.amax_shape(x.shape))
     else:

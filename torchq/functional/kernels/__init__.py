@@ -1,12 +1,12 @@
-"""How a fake-quantize is computed: one definition, and kernels that equal it bit for bit.
+"""The kernels of fake quantization: one definition, and others that equal it bit for bit.
 
-=============  ==========================================================  ==================================
-backend        where                                                       how
-=============  ==========================================================  ==================================
-``reference``  anywhere; always under torch.compile, export, torch.func    whole-tensor operations
-``tiled``      CPU                                                         the same on cache-sized tiles
-``triton``     CUDA where Triton is installed                              one pass, gradient mask included
-=============  ==========================================================  ==================================
+=============  ================================================  =================================
+backend        where                                             how
+=============  ================================================  =================================
+``reference``  anywhere; always if compiled or transformed       whole-tensor operations
+``tiled``      CPU                                               the same on cache-sized tiles
+``triton``     CUDA where Triton is installed                    one pass, gradient mask included
+=============  ================================================  =================================
 """
 
 from torchq.functional.kernels.dispatch import (

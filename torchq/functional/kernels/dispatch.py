@@ -1,4 +1,4 @@
-"""Which kernel computes a fake-quantize: chosen from the tensor, or forced for a while."""
+"""The choice of a kernel for fake quantization: by the tensor, or forced for a while."""
 
 from __future__ import annotations
 
@@ -35,23 +35,32 @@ _forced: ContextVar[str | None] = ContextVar("torchq_forced_backend", default=No
 
 
 class Kernels(Protocol):
-    """What a backend has; see :mod:`torchq.functional.kernels.reference`. ``supports`` says which cases it can do."""
+    """The functions of a backend; :mod:`torchq.functional.kernels.reference` defines them."""
 
-    def supports(self, x: Tensor, amax: Tensor, format: Format) -> bool: ...
+    def supports(self, x: Tensor, amax: Tensor, format: Format) -> bool:
+        """Return True if the backend can do this case."""
+        ...
 
     def fake_quantize(
         self, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the quantized tensor, and its gradient mask if wanted."""
+        ...
 
-    def mask_gradient(self, grad: Tensor, mask: Tensor) -> Tensor: ...
+    def mask_gradient(self, grad: Tensor, mask: Tensor) -> Tensor:
+        """Return the gradient where the mask is 1, else 0."""
+        ...
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force a backend of :data:`BACKENDS` for plain tensors inside; nests, and ends with the block also after an error.
+    """Force a backend for plain tensors inside; nests.
 
-    Compiled, exported and transformed (``torch.func``) code uses the definition whatever is forced. The choice belongs to the
-    thread or task that makes it.
+    Compiled, exported and transformed (``torch.func``) code uses the definition whatever is forced.
+    The choice belongs to the thread or task that makes it.
+
+    Args:
+        name: one of :data:`BACKENDS`.
 
     Raises:
         ConfigError: an unknown name; and inside, a call that the backend cannot do.
@@ -65,7 +74,8 @@ def use_backend(name: str) -> Iterator[None]:
         raise ConfigError(f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}")
     if name == "triton" and not has_triton():
         raise ConfigError(
-            "use_backend: got 'triton', which is not installed; expected an installed backend. Run pip install triton"
+            "use_backend: got 'triton', which is not installed; expected an installed backend. "
+            "Run pip install triton"
         )
     token = _forced.set(name)
     try:
@@ -75,12 +85,13 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) -> str:
-    """The backend that quantizes ``x`` now: ``"reference"``, ``"tiled"`` (CPU) or ``"triton"`` (CUDA, where Triton is installed).
+    """Return the name of the backend that quantizes ``x`` now, one of :data:`BACKENDS`.
 
     Args:
-        x: a block axis already split.
-        amax: aligned with it (see :meth:`torchq.formats.Granularity.align`); None stands for one value.
-        format: the grid.
+        x: its block axis, if any, is split already.
+        amax: aligned with ``x`` (see :meth:`torchq.formats.Granularity.align`); None stands for one
+            value.
+        format: the number format.
 
     Raises:
         ConfigError: the forced backend cannot do it.
@@ -98,57 +109,62 @@ def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) ->
             return name
     if forced is not None:
         raise ConfigError(
-            f"fake_quantize: backend {forced!r} cannot do {format} for {x.dtype} on {x.device} with amax of shape {tuple(amax.shape)}; "
-            "expected a case that it supports. Leave the choice to torchq, or use 'reference'"
+            f"fake_quantize: backend {forced!r} cannot do {format} for {x.dtype} on {x.device} "
+            f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
+            "Leave the choice to torchq, or use 'reference'"
         )
     return "reference"
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a kernel may run on ``x`` now: it has memory, nothing traces, and the definition is not forced."""
+    """Return True if a kernel may run on ``x`` now.
+
+    ``x`` has memory, nothing traces, and the definition is not forced.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _forced.get() == "reference":
         return False
     return _has_memory(x)
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Whether ``x`` is an ordinary tensor: no subclass (fake, distributed), no wrapper of ``torch.func``, not on the meta device."""
+    """Return True if ``x`` is an ordinary tensor.
+
+    It is no subclass (fake, distributed), no wrapper of ``torch.func``, and not on the meta device.
+    """
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
         return False
     try:
         x.untyped_storage()
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # wrappers have none, and no public name to be known by
+    except (NotImplementedError, RuntimeError):
+        # Wrappers of torch.func have no storage, and no public name by which to recognise them.
         return False
     return True
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; imports nothing."""
+    """Return True if Triton is installed; import nothing."""
     return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def _triton() -> Kernels:
-    return importlib.import_module(
-        f"{__package__}.triton"
-    )  # late, so that importing torchq does not import Triton
+    # Importing torchq does not import Triton.
+    return importlib.import_module(f"{__package__}.triton")
 
 
 def kernels(name: str) -> Kernels:
-    """The functions of a backend that :func:`backend_for` named."""
+    """Return the functions of a backend that :func:`backend_for` named."""
     if name == "triton":
         return _triton()
     return tiled if name == "tiled" else reference
 
 
 def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad`` where ``mask`` is 1, else 0, by the backend of the forward where it can.
+    """Return ``grad`` where ``mask`` is 1, else 0, by the backend of the forward if it can.
 
-    A second derivative, a batch of gradients (``is_grads_batched``) and unusual strides go to the definition.
+    A second derivative, a batch of gradients (``is_grads_batched``) and unusual strides go to the
+    definition.
     """
     if name == "reference" or grad.requires_grad or not is_plain(grad):
         return reference.mask_gradient(grad, mask)
@@ -160,6 +176,9 @@ def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
 def learned_gradients(
     name: str, grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients to x and amax: tiled where the forward was, the definition elsewhere and for second derivatives."""
+    """Return the gradients to x and amax, tiled if the forward was.
+
+    Everything else, and second derivatives, go to the definition.
+    """
     tiles = name == "tiled" and not torch.is_grad_enabled() and all(map(is_plain, (grad, x, amax)))
     return (tiled if tiles else reference).learned_gradients(grad, x, amax, format, scale_format)

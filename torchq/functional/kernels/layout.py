@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, and which of its dimensions an amax keeps."""
+"""The layout of a tensor in memory, and the dimensions that its amax keeps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ __all__ = ["memory_order", "merged_dims"]
 
 
 def memory_order(x: Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense tensor, outermost in memory first: ``(0, 2, 3, 1)`` for channels_last."""
+    """Return the dimensions of a dense tensor, outermost in memory first.
+
+    For channels_last these are ``(0, 2, 3, 1)``.
+    """
     strides = x.stride()
     return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
 def merged_dims(x: Tensor, amax: Tensor) -> tuple[list[int], list[bool]]:
-    """Sizes of x in memory order with neighbours merged, and whether amax keeps each: the flags alternate.
+    """Return the sizes of ``x`` in memory order, neighbours merged, and whether amax keeps each.
 
-    Dimensions of size 1 are left out. ``amax`` has no dimension, or as many as x with sizes of 1 where it is shared.
+    Dimensions of size 1 are left out. Neighbours of one kind are merged, so the flags alternate.
+
+    Args:
+        x: dense.
+        amax: no dimension, or as many as ``x`` with sizes of 1 where it is shared.
     """
     sizes: list[int] = []
     kept: list[bool] = []

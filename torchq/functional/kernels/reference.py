@@ -1,7 +1,7 @@
 """The definition that every kernel equals bit for bit, as whole-tensor torch operations.
 
-It runs wherever torch does, and is what ``torch.compile``, ``torch.export`` and ``torch.func`` see: Inductor fuses it with its
-neighbours.
+It runs wherever torch does. ``torch.compile``, ``torch.export`` and ``torch.func`` see this form,
+which Inductor fuses with its neighbours.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ __all__ = [
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
-    """Everything."""
+    """Return True: the definition can do every case."""
     return True
 
 
 def snap(x: Tensor, amax: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """Grid values of ``x``, a fresh tensor in the compute dtype. ``amax`` and ``scale`` broadcast against ``x``."""
+    """Return the grid values of ``x`` as a new tensor in the compute dtype.
+
+    ``amax`` and ``scale`` broadcast against ``x``.
+    """
     return format.snap_(torch.div(x.to(scale.dtype), divisor(amax, scale)))
 
 
 def fake_quantize(
     x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``snap(x / scale) * scale`` in x's dtype, and :func:`gradient_mask` if wanted.
+    """Return ``snap(x / scale) * scale`` in the dtype of ``x``, with its mask if wanted.
 
     Args:
         x: floating point, any shape and strides.
-        amax: in the compute dtype; no dimension, or as many as x with sizes of 1 where it is shared.
-        format, scale_format: see :func:`torchq.functional.scale_from_amax`.
+        amax: in the compute dtype; no dimension, or as many as ``x`` with sizes of 1 where it is
+            shared.
+        format: the number format.
+        scale_format: see :func:`torchq.functional.scale_from_amax`.
+        with_mask: return the mask too, not None.
     """
     scale = scale_from_amax(amax, format, scale_format)
     y = snap(x, amax, scale, format).mul_(scale).to(x.dtype)
@@ -48,18 +54,20 @@ def fake_quantize(
 
 
 def gradient_mask(x: Tensor, amax: Tensor) -> Tensor:
-    """Where the straight-through gradient passes, ``|x| <= amax``: int8, 1 or 0; 0 for NaN.
+    """Return where the straight-through gradient passes, ``|x| <= amax``: int8, 1 or 0; 0 for NaN.
 
-    Not bool, and by way of floats: Inductor vectorises these conversions on CPUs and stores booleans one by one (15 times slower).
+    The mask is computed in floats and is not bool: Inductor vectorises these conversions on CPUs,
+        but stores booleans one by one, which is 15 times slower.
     """
     return torch.where(x.to(amax.dtype).abs() <= amax, 1.0, 0.0).to(torch.int8)
 
 
 def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad`` where the mask is 1 and 0 elsewhere, whatever grad is there; differentiable.
+    """Return ``grad`` where the mask is 1, and 0 elsewhere whatever it is there; differentiable.
 
-    The threshold lies between 0 and 1 for every gradient, NaN too. It depends on the gradient, or AOTAutograd would compare in the
-    forward and save the booleans instead of the mask.
+    The threshold lies between 0 and 1 for every gradient, NaN too. It depends on the gradient:
+    with a constant, AOTAutograd would compare in the forward and save the booleans instead of the
+    mask.
     """
     return torch.where(mask.to(torch.float32) > (grad == grad).to(torch.float32) * 0.5, grad, 0.0)
 
@@ -67,17 +75,21 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
 def learned_gradients(
     grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients to x and amax of :class:`torchq.functional.LearnedFakeQuantizeFunction`, which has the formula; differentiable.
+    """Return the gradients to x and amax; differentiable.
+
+    :class:`torchq.functional.LearnedFakeQuantizeFunction` has the formula.
 
     Args:
-        grad: the gradient of the result, of x's shape and dtype.
-        x, amax, format, scale_format: as in :func:`fake_quantize`.
+        grad: the gradient of the result, of the shape and dtype of ``x``.
+        x: see :func:`fake_quantize`.
+        amax: see :func:`fake_quantize`.
+        format: see :func:`fake_quantize`.
+        scale_format: see :func:`fake_quantize`.
     """
     scale = scale_from_amax(amax, format, scale_format)
     v = torch.div(x.to(scale.dtype), divisor(amax, scale))
     inside = (x <= amax) & (x >= amax * (format.quant_min / format.qmax))
     upstream = grad.to(scale.dtype)
     slope = format.snap_(v.clone()) - v * inside
-    return (upstream * inside).to(x.dtype), (
-        (upstream * slope).sum_to_size(amax.shape) / format.qmax
-    ).to(amax.dtype)
+    grad_amax = (upstream * slope).sum_to_size(amax.shape) / format.qmax
+    return (upstream * inside).to(x.dtype), grad_amax.to(amax.dtype)

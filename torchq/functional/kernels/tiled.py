@@ -1,7 +1,8 @@
-"""The CPU kernels: the operations of the definition, carried out on one cache-sized tile after another.
+"""The CPU kernels: the operations of the definition, on one cache-sized tile after another.
 
-A chain of whole-tensor operations goes through main memory once for each; on a tile that stays in the cache it costs little more
-than reading the input and writing the result. No temporary is larger than a tile.
+A chain of whole-tensor operations goes through main memory once for each. On a tile that stays in
+the cache it costs little more than reading the input and writing the result. No temporary is
+larger than a tile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchq.functional.scale import divisor, scale_from_amax
 
 __all__ = ["fake_quantize", "largest_magnitude", "learned_gradients", "mask_gradient", "supports"]
 
-# Elements in a tile for each thread: 1 MiB of float32. Smaller ones spend their time in dispatching operations.
+# Elements in a tile for each thread: 1 MiB of float32. Smaller tiles spend their time in dispatch.
 _TILE = 2**18
 _BITS = {
     torch.float16: torch.int16,
@@ -28,7 +29,7 @@ _BITS = {
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
-    """Whether the kernels can do this case: everything on a CPU."""
+    """Return True on a CPU: the kernels can do every case there."""
     return x.device.type == "cpu"
 
 
@@ -37,9 +38,10 @@ def _tile() -> int:
 
 
 def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Aligned pieces of tensors that broadcast to the first, with at most ``limit`` elements each.
+    """Yield aligned pieces of tensors that broadcast to the first, of at most ``limit`` elements.
 
-    Sizes of 1 stand for a dimension that is shared; a tensor without dimensions is shared as a whole.
+    Sizes of 1 stand for a dimension that is shared; a tensor without dimensions is shared as a
+    whole.
     """
     full = tensors[0]
     if full.numel() <= limit:
@@ -66,7 +68,7 @@ def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
 def fake_quantize(
     x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`torchq.functional.kernels.reference.fake_quantize`, tile by tile."""
+    """Compute :func:`torchq.functional.kernels.reference.fake_quantize` tile by tile."""
     scale = scale_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
@@ -92,10 +94,11 @@ def fake_quantize(
 
 
 def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
-    """As :func:`torchq.functional.kernels.reference.mask_gradient`, tile by tile; not differentiable.
+    """Compute :func:`torchq.functional.kernels.reference.mask_gradient` tile by tile.
 
-    The bits of a number times 0 or 1 are those of 0.0 or its own, also for infinities and NaN; torch vectorises this product,
-    but neither ``where`` on booleans nor their product with floats.
+    The result is not differentiable. The bits of a number times 0 or 1 are those of 0.0 or its
+    own, for infinities and NaN too. torch vectorises this multiplication, but neither ``where`` on
+    booleans nor their multiplication with floats.
     """
     result = torch.empty_like(grad)
     bits = _BITS[grad.dtype]
@@ -108,7 +111,10 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
 def learned_gradients(
     grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`torchq.functional.kernels.reference.learned_gradients`, tile by tile, which sums in another order; not differentiable."""
+    """Compute :func:`torchq.functional.kernels.reference.learned_gradients` tile by tile.
+
+    The order of the sum differs, and the result is not differentiable.
+    """
     scale = scale_from_amax(amax, format, scale_format)
     grad_x, grad_amax = torch.empty_like(x), torch.zeros_like(amax)
     tensors = [
@@ -121,14 +127,13 @@ def learned_gradients(
         grad_amax,
     ]
     buffers = torch.empty(4, min(x.numel(), _tile()), dtype=scale.dtype)
-    for x_t, grad_t, grad_x_t, amax_t, low_t, divisor_t, sum_t in _tiles(
+    for x_t, grad_t, grad_x_t, amax_t, lowest_t, divisor_t, sum_t in _tiles(
         _in_memory_order(tensors, grad_x), _tile()
     ):
         v, slope, inside, work = buffers[:, : x_t.numel()].view(4, *x_t.shape).unbind(0)
         torch.div(work.copy_(x_t), divisor_t, out=v)
-        torch.le(work, amax_t, out=inside).mul_(
-            work.ge_(low_t)
-        )  # in floats: booleans are not vectorised
+        # In floats, because torch does not vectorise booleans.
+        torch.le(work, amax_t, out=inside).mul_(work.ge_(lowest_t))
         format.snap_(slope.copy_(v)).sub_(v.mul_(inside))
         work.copy_(grad_t)
         sum_t.add_(slope.mul_(work).sum_to_size(sum_t.shape))
@@ -137,22 +142,23 @@ def learned_gradients(
 
 
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """``x.abs().amax(dims, keepdim=True)``, tile by tile and one dimension after the other; no host sync.
+    """Return ``x.abs().amax(dims, keepdim=True)``, tile by tile and dimension by dimension.
 
-    Without the sign, floats are ordered as the integers of the same bits, NaN last, and torch reduces integers faster.
+    The host does not wait. Without the sign, floats are ordered as the integers of the same bits,
+    NaN last, and torch reduces integers faster.
 
     Args:
         x: at least one element.
         dims: at least one.
 
     Returns:
-        x's dtype; NaN where one is among the values, never a negative zero.
+        The dtype of ``x``; NaN where one is among the values, never a negative zero.
     """
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     order = memory_order(x)
     if all(size == 1 for size in shape):
-        low, high = torch.aminmax(x.permute(order))
-        return torch.maximum(low.abs(), high.abs()).view(shape)
+        smallest, largest = torch.aminmax(x.permute(order))
+        return torch.maximum(smallest.abs(), largest.abs()).view(shape)
     sizes, kept = merged_dims(x, x.new_empty(shape))
     integer = _BITS[x.dtype]
     scratch = torch.empty(min(x.numel(), _tile()), dtype=integer)

@@ -1,11 +1,13 @@
-"""Triton kernels: forward with the gradient mask in one pass over memory, and the backward that applies it.
+"""Triton kernels: the forward with its gradient mask in one pass over memory, and the backward.
 
-Only :mod:`torchq.functional.kernels.dispatch` imports this file, when it is first needed. With ``TRITON_INTERPRET=1`` in the
-environment before that, Triton runs the kernels on CPU tensors, which is how they are tested without a GPU.
+Only :mod:`torchq.functional.kernels.dispatch` imports this file, when it is first needed. With
+``TRITON_INTERPRET=1`` in the environment before that, Triton runs the kernels on CPU tensors. The
+tests do so where there is no GPU.
 
-A tensor is seen as a dense matrix of ``rows x cols`` in the order of its memory, chosen so that the index of the amax of an
-element is ``(row // repeat) % groups * row_stride + col * col_stride``. That covers per-tensor, per-axis and block ranges in any
-dense memory format without a division per element.
+A tensor is read as a dense matrix of ``rows x cols`` in the order of its memory, chosen so that
+the index of the amax of an element is ``(row // repeat) % groups * row_stride + col *
+col_stride``. That covers per-tensor, per-axis and block ranges in any dense memory format without
+a division for each element.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torchq.functional.scale import scale_from_amax
 
 __all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
 
-#: Whether Triton interprets kernels on the CPU instead of compiling them.
+#: True if Triton interprets kernels on the CPU instead of compiling them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 _BLOCK = 1024
@@ -48,7 +50,12 @@ class _Matrix:
 
 
 def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
-    """The view for merged dimensions, alternately kept by amax and not; None where one division is not enough."""
+    """Return the view for merged dimensions; None where one division is not enough.
+
+    Args:
+        sizes: of the merged dimensions.
+        kept: True where amax keeps the dimension; the flags alternate.
+    """
     rows = 1
     for size in sizes[:-1]:
         rows *= size
@@ -64,7 +71,7 @@ def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
 
 
 def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
-    """Whether the kernels can do this case; the others are left to the definition."""
+    """Return True if the kernels can do this case; the definition does the others."""
     known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
     if (
         not known
@@ -76,24 +83,33 @@ def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
 
 
 @triton.jit
-def _snapped(v, LO: tl.constexpr, HI: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Nearest grid value. Adding and taking away 1.5 * 2**23 spacings rounds to a whole spacing, ties to even; NaN passes."""
-    v = tl.where(v > HI, HI, v)
-    v = tl.where(v < LO, LO, v)
+def _snapped(
+    v,
+    QUANT_MIN: tl.constexpr,
+    QUANT_MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    """Return the nearest grid value, ties to even; NaN passes.
+
+    Adding and subtracting 1.5 * 2**23 spacings rounds to a whole spacing.
+    """
+    v = tl.where(v > QUANT_MAX, QUANT_MAX, v)
+    v = tl.where(v < QUANT_MIN, QUANT_MIN, v)
     if MANTISSA < 0:
         magic = 12582912.0  # 1.5 * 2**23: the spacing is 1
     else:
         exponent = v.to(tl.int32, bitcast=True) & _EXPONENT
         exponent = tl.where(exponent < SMALLEST, SMALLEST, exponent)
-        # 1.5 * 2**(23 - MANTISSA) times the power of two, put together from its bits
+        # 1.5 * 2**(23 - MANTISSA) times the power of two, assembled from its bits
         magic = (exponent + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
     q = (v + magic) - magic
     return tl.where(q == 0.0, v * 0.0, q)  # the sign of zero, as torch.round keeps it
 
 
 @triton.jit
-def _steps(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """amax, scale and divisor of each group; the formulas of torchq/functional/scale.py."""
+def _scales(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return amax, scale and divisor of each group, by the formulas of functional/scale.py."""
     amax = tl.load(amax_ptr + group, mask=known, other=1.0)
     if HAS_SCALE:
         scale = tl.load(scale_ptr + group, mask=known, other=1.0)
@@ -118,8 +134,8 @@ def _forward(  # type: ignore[no-untyped-def]
     row_stride,
     COL_STRIDE: tl.constexpr,
     QMAX: tl.constexpr,
-    LO: tl.constexpr,
-    HI: tl.constexpr,
+    QUANT_MIN: tl.constexpr,
+    QUANT_MAX: tl.constexpr,
     MANTISSA: tl.constexpr,
     SMALLEST: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -136,12 +152,16 @@ def _forward(  # type: ignore[no-untyped-def]
     if COL_STRIDE:
         group = group + col
         known = there
-    amax, scale, divisor = _steps(amax_ptr, scale_ptr, group, known, QMAX, HAS_SCALE)
+    amax, scale, divisor = _scales(amax_ptr, scale_ptr, group, known, QMAX, HAS_SCALE)
 
     x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
     y = (
         _snapped(
-            tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))), LO, HI, MANTISSA, SMALLEST
+            tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))),
+            QUANT_MIN,
+            QUANT_MAX,
+            MANTISSA,
+            SMALLEST,
         )
         * scale
     )
@@ -162,9 +182,10 @@ def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ign
 def fake_quantize(
     x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`torchq.functional.kernels.reference.fake_quantize`, in one pass over memory."""
+    """Compute :func:`torchq.functional.kernels.reference.fake_quantize` in one pass over memory."""
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
-    # The interpreter cuts float32 to bfloat16 instead of rounding, so there torch rounds; the hardware rounds to nearest even.
+    # The interpreter truncates float32 to bfloat16, so there torch rounds. The hardware rounds to
+    # nearest even.
     stored = torch.float32 if INTERPRETED else x.dtype
     y = torch.empty_like(x, dtype=stored)
     if x.numel() == 0:
@@ -174,7 +195,8 @@ def fake_quantize(
     view = _matrix(*merged_dims(y, amax))
     if view is None:
         raise ValueError(
-            f"fake_quantize: got amax of shape {tuple(amax.shape)}; expected a case that supports() accepts"
+            f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
+            "expected a case that supports() accepts"
         )
     scales = None if scale_format is None else scale_from_amax(amax, format, scale_format)
     order = memory_order(y)
@@ -220,8 +242,8 @@ def _launch_forward(
             view.row_stride,
             COL_STRIDE=view.col_stride,
             QMAX=format.qmax,
-            LO=format.quant_min,
-            HI=format.quant_max,
+            QUANT_MIN=format.quant_min,
+            QUANT_MAX=format.quant_max,
             MANTISSA=format.mantissa_bits if isinstance(format, FloatFormat) else -1,
             SMALLEST=(format.min_exponent + 127) << 23 if isinstance(format, FloatFormat) else 0,
             HAS_SCALE=scales is not None,
@@ -233,7 +255,10 @@ def _launch_forward(
 
 
 def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
-    """As :func:`torchq.functional.kernels.reference.mask_gradient`. ``grad`` and ``mask`` have the same strides and are dense."""
+    """Compute :func:`torchq.functional.kernels.reference.mask_gradient`.
+
+    ``grad`` and ``mask`` have the same strides and are dense.
+    """
     out = torch.empty_like(grad)
     if grad.numel():
         with _on(grad.device):
@@ -243,5 +268,5 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

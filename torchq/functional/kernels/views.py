@@ -1,4 +1,4 @@
-"""The elements of one amax, side by side: a view, and pieces of it."""
+"""Views of a tensor with the elements of one amax side by side, and pieces of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["group_view", "pieces"]
 
 
 def group_view(x: Tensor, granularity: Granularity) -> Tensor:
-    """``x`` as ``(before, groups, after)``, a view wherever the memory layout allows one.
+    """Return ``x`` as ``(before, groups, after)``, a view wherever the memory layout allows one.
 
-    Groups are numbered in the order of the flattened amax. Elements inside a group come in memory order, so a channels-last
-    tensor is not copied.
+    Groups are numbered in the order of the flattened amax. Elements inside a group come in memory
+    order, so a channels-last tensor is not copied.
 
     Args:
         x: any shape.
-        granularity: which elements form a group; blocks are padded with zeros.
+        granularity: the groups of elements; blocks are padded with zeros.
     """
     x = granularity.split(x)
     reduced = granularity.reduce_dims(x.dim())
@@ -38,7 +38,13 @@ def group_view(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def pieces(x: Tensor, *, size: int, groups: int) -> Iterator[tuple[Tensor, slice]]:
-    """Cut a :func:`group_view` into parts of about ``size`` elements and at most ``groups`` groups, with the groups of each."""
+    """Yield the parts of a :func:`group_view`, each with the slice of its groups.
+
+    Args:
+        x: (before, groups, after).
+        size: about the number of elements of a part.
+        groups: at most the number of groups of a part.
+    """
     after = min(x.shape[2], size)
     width = max(1, min(x.shape[1], groups, size // after))
     before = max(1, size // (after * width))
