@@ -11,9 +11,10 @@ from torchq import QuantDescriptor, formats
 from torchq.formats import Format, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
-)
+pytestmark = [  # What torch 2.6 says about itself.
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
+]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from torchq.errors import QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import RoutedModule, TensorQuantizer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
-)
+pytestmark = [  # What torch 2.6 says about itself.
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
+]
 
 
 MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])

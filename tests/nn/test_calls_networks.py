@@ -246,3 +246,22 @@ def test_sites_are_read_strictly() -> None:
     for key, value in (("kind", "exec"), ("holder", "a b"), ("weight", "x()"), ("number", "1")):
         with pytest.raises(torchq.errors.ConfigError, match="call site"):
             CallSite.from_dict({**site.to_dict(), key: value})
+
+
+class LayerScale(nn.Module):
+    """A parameter of two dimensions that no product uses, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.linear(x)
+
+
+def test_parameters_outside_of_products_are_no_candidates() -> None:
+    """Without a run nobody knows, and the report says how to find out."""
+    model = nn.Sequential(LayerScale())
+    assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == ["0.linear"]
+    (skipped,) = torchq.plan(model).skipped
+    assert "pass example= to find function calls with them" in skipped.reason

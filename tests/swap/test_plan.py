@@ -174,7 +174,7 @@ class OwnAttention(nn.MultiheadAttention):
         (
             lambda: nn.LSTM(3, 4),
             "1",
-            r"no quantized twin of torch.*LSTM; register one with torchq.register\(torch.*LSTM\)",
+            r"no quantized twin of torch.*LSTM, which .*; register one with torchq.*LSTM\)",
         ),
         (Unused, "1", "no quantized twin of .*Unused"),
         (

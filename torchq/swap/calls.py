@@ -64,6 +64,9 @@ def decide_calls(
         calls = _calls_without_example(module, quantized) if found is None else None
         calls = found.get(id(module)) if found is not None else calls
         if calls is None or not calls.sites:
+            if calls is not None and found is not None and not calls.obstacle:
+                # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
+                result = [d for d in result if d.module is not module or not d.is_without_twin]
             continue
         new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
         place = next((i for i, d in enumerate(result) if d.module is module), None)

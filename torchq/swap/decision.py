@@ -8,8 +8,25 @@ from torch import nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.nn import CallSite
+from torchq.utils import qualified_name
 
-__all__ = ["Decision"]
+__all__ = ["Decision", "no_twin"]
+
+_NO_TWIN = "no quantized twin of "
+
+
+def no_twin(cls: type[nn.Module], has_children: bool) -> str:
+    """Return the reason for a class with parameters that nobody registered.
+
+    Args:
+        cls: The class.
+        has_children: Whether its function calls can be found with an example only.
+    """
+    name = qualified_name(cls)
+    remedy = f"register one with torchq.register({name})"
+    if has_children:
+        remedy = f"pass example= to find function calls with them, or {remedy}"
+    return f"{_NO_TWIN}{name}, which has parameters of its own; {remedy}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,11 @@ class Decision:
     layer: type[nn.Module] | None = None
     calls: tuple[CallSite, ...] = ()
     note: str = ""
+
+    @property
+    def is_without_twin(self) -> bool:
+        """Whether the module stays float only because no class is registered for it."""
+        return self.reason.startswith(_NO_TWIN)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from torchq.nn import QUANTIZED, QuantModule, quantized_class
+from torchq.swap.decision import no_twin
 from torchq.utils import qualified_name
 
 __all__ = ["obstacle"]
@@ -46,5 +47,5 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
             f"register a twin with torchq.register({name})"
         )
     if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
-        return f"no quantized twin of {name}; register one with torchq.register({name})"
+        return no_twin(cls, next(module.children(), None) is not None)
     return None
