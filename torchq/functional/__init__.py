@@ -1,6 +1,6 @@
-"""Pure tensor functions: amax <-> scale, quantize, dequantize, fake-quantize, and their gradients.
+"""Pure tensor functions: scales, quantize, dequantize, fake-quantize, and their gradients.
 
-May import errors, utils and formats. Nothing here holds state or synchronises with the host.
+Nothing here holds state or waits for the device.
 """
 
 from torchq.functional.fake_quant import (

@@ -1,8 +1,8 @@
 """One quantizer for several tensors.
 
-A range is shared by being one: the same :class:`~torchq.nn.TensorQuantizer` object is the child of several modules. So calibration sees
-all tensors, a learned range has one gradient, ``deepcopy`` and ``pickle`` keep the sharing, and the state dict holds the range under
-every path.
+The same :class:`~torchq.nn.TensorQuantizer` object is the child of several modules. Calibration
+therefore sees all tensors, a learned range has one gradient, ``deepcopy`` and ``pickle`` keep the
+sharing, and the state dict holds the range under every path.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ __all__ = ["share_quantizers_", "shared_groups"]
 
 
 def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer:
-    """Put the first of these quantizers in the place of all the others, and return it.
+    """Put the first of several quantizers in the place of the others, in place, and return it.
 
     Args:
-        model: the model that the paths start from; changed in place.
-        paths: dotted paths of quantizers with equal descriptors, per tensor. Where several have a range, the largest one is taken.
+        model: The model that the paths start from.
+        paths: Dotted paths of quantizers with equal descriptors, per tensor. The largest of their
+            known ranges is used.
 
     Raises:
-        QuantizationError: a path leads to no quantizer.
-        ConfigError: the descriptors differ or are not per tensor.
+        QuantizationError: A path leads to no quantizer.
+        ConfigError: The descriptors differ or are not per tensor.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> report = torchq.quantize_(model)
+        >>> shared = share_quantizers_(model, ["0.input_quantizer", "1.input_quantizer"])
+        >>> model[1].input_quantizer is model[0].input_quantizer is shared
+        True
     """
     found = dict(model.named_modules(remove_duplicate=False))
     chosen = [found.get(path) for path in paths]
@@ -45,7 +53,8 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
             )
         if quantizer.descriptor.granularity != PerTensor():
             raise ConfigError(
-                f"share: {path} is {quantizer.descriptor}; expected a range per tensor, tensors differ in their axes"
+                f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
+                "tensors differ in their axes"
             )
     known = [q.amax.detach() for q in quantizers if q.calibrated and not q.amax.is_meta]
     if known:
@@ -57,7 +66,7 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
 
 
 def shared_groups(model: nn.Module) -> list[list[str]]:
-    """The paths of every quantizer that is the child of several modules."""
+    """Return, for every quantizer that is the child of several modules, its paths."""
     owners: dict[int, dict[int, str]] = {}
     for path, module in model.named_modules():
         for leaf, child in module.named_children():

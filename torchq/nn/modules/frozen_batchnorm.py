@@ -23,24 +23,24 @@ M = TypeVar("M", bound="_Frozen")
 
 class _Frozen(nn.Module):
     def train(self: M, mode: bool = True) -> M:
-        """Stay in eval mode: running statistics are used and do not move."""
+        """Stay in eval mode: running statistics are used and do not change."""
         return super().train(False)
 
 
 class FrozenBatchNorm1d(_Frozen, nn.BatchNorm1d):
-    """A :class:`torch.nn.BatchNorm1d` with fixed statistics; made by :func:`freeze_norm_`."""
+    """:class:`torch.nn.BatchNorm1d` with fixed statistics; see :func:`freeze_norm_`."""
 
 
 class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
-    """A :class:`torch.nn.BatchNorm2d` with fixed statistics; made by :func:`freeze_norm_`."""
+    """:class:`torch.nn.BatchNorm2d` with fixed statistics; see :func:`freeze_norm_`."""
 
 
 class FrozenBatchNorm3d(_Frozen, nn.BatchNorm3d):
-    """A :class:`torch.nn.BatchNorm3d` with fixed statistics; made by :func:`freeze_norm_`."""
+    """:class:`torch.nn.BatchNorm3d` with fixed statistics; see :func:`freeze_norm_`."""
 
 
 class FrozenSyncBatchNorm(_Frozen, nn.SyncBatchNorm):
-    """A :class:`torch.nn.SyncBatchNorm` with fixed statistics; made by :func:`freeze_norm_`."""
+    """:class:`torch.nn.SyncBatchNorm` with fixed statistics; see :func:`freeze_norm_`."""
 
 
 #: Float class -> frozen class; exact types only.
@@ -54,7 +54,19 @@ _THAWED = {frozen: norm for norm, frozen in FROZEN_NORMS.items()}
 
 
 def freeze_norm_(module: nn.Module) -> bool:
-    """Freeze one normalisation layer in place; False where ``module`` is none that is known, or is frozen already."""
+    """Freeze one BatchNorm layer, in place.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it was frozen; False if it is no BatchNorm of :data:`FROZEN_NORMS`, or is frozen.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm2d(3)
+        >>> freeze_norm_(norm), norm.train().training
+        (True, False)
+    """
     frozen = FROZEN_NORMS.get(type(module))
     if frozen is None:
         return False
@@ -64,7 +76,15 @@ def freeze_norm_(module: nn.Module) -> bool:
 
 
 def unfreeze_norm_(module: nn.Module, training: bool) -> bool:
-    """Inverse of :func:`freeze_norm_`; ``training`` is the mode afterwards."""
+    """Make a frozen BatchNorm layer an ordinary one again, in place.
+
+    Args:
+        module: Any module.
+        training: The mode of the layer afterwards.
+
+    Returns:
+        True if the module was frozen.
+    """
     norm = _THAWED.get(type(module))
     if norm is None:
         return False
