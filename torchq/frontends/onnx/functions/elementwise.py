@@ -139,14 +139,12 @@ def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """
     x = x.to(torch.float32)
     largest = torch.finfo(dtype).max
-    fits = torch.where(x.isnan(), x, x.clamp(-largest, largest)).to(dtype)
+    fits = torch.where(x.isnan(), x, x.clamp(-largest, largest))
     if saturate:
-        return fits
-    # Half a step beyond the largest number, the tie included where the largest number has an odd
-    # last bit.
-    below = (torch.tensor(largest).to(dtype).view(torch.uint8) - 1).view(dtype).float()
-    limit = largest + float(largest - below) / 2
-    odd = bool(torch.tensor(largest).to(dtype).view(torch.uint8) & 1)
-    beyond = (x.abs() >= limit) if odd else (x.abs() > limit)
+        return fits.to(dtype)
+    # Half a step beyond the largest number, the tie included where its last bit is odd.
+    code = torch.tensor(largest).to(dtype).view(torch.uint8)
+    limit = largest + float(largest - (code - 1).view(dtype).float()) / 2
+    beyond = (x.abs() >= limit) if bool(code & 1) else (x.abs() > limit)
     replaced = x.sign() * torch.inf if dtype is torch.float8_e5m2 else torch.full_like(x, torch.nan)
-    return torch.where(beyond, replaced.to(dtype), fits)
+    return torch.where(beyond, replaced, fits).to(dtype)
