@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,25 @@ def test_quantize_reads_a_folder_of_images_and_a_weights_file(
     saved = torch.load("out.pt", weights_only=True)["state_dict"]
     assert torch.equal(saved["0.weight"], weights["module.0.weight"])
     assert "calibrated on 2 batches" in capsys.readouterr().out
+
+
+def test_quantize_reads_an_onnx_file(
+    user_code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A float file goes in, an INT8 file comes out; what was saved loads by the printed line."""
+    sources = ["--data", "mynet:loader", "--num-batches", "1"]
+    model = importlib.import_module("mynet").build().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the exporter, about itself
+        torch.onnx.export(model, (torch.randn(2, 3, 8, 8),), "first.onnx", dynamo=False)
+    outputs = ["--export", "second.onnx", "--save", "model.pt"]
+    assert main(["quantize", "first.onnx", *sources, *outputs]) == 0
+    printed = capsys.readouterr().out
+    assert Path("second.onnx").stat().st_size > 0
+    line = next(line for line in printed.splitlines() if "torchq.from_onnx(" in line)
+    names: dict[str, object] = {}
+    exec(line.strip(), names)
+    assert torchq.is_quantized(names["model"])
 
 
 def test_recipe_from_a_json_file(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:

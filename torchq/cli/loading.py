@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError, MissingExtraError
+from torchq.frontends import from_onnx
 
 __all__ = ["Images", "evenly_ordered", "load_batches", "load_model", "load_object", "load_text"]
 
@@ -55,8 +56,8 @@ def load_model(name: str, weights: str | None) -> nn.Module:
     """Return a model in eval mode.
 
     Args:
-        name: ``torchvision:resnet18``, or ``package.module:factory``, a function without
-            arguments, or a module.
+        name: ``torchvision:resnet18``; or ``package.module:factory``, a function without
+            arguments, or a module; or the path of an ONNX file.
         weights: a file with a state dict, which may be its entry ``state_dict`` or ``model``; or
             None.
 
@@ -65,6 +66,8 @@ def load_model(name: str, weights: str | None) -> nn.Module:
     """
     if name.startswith("torchvision:"):
         model = _torchvision(name.partition(":")[2])
+    elif name.endswith(".onnx"):
+        model = from_onnx(name)
     else:
         model = load_object(name, "--model")
         model = model if isinstance(model, nn.Module) else model()
@@ -120,6 +123,8 @@ def load_text(name: str, path: str) -> str:
         name: the model, as for :func:`load_model`.
         path: the file that :func:`torchq.save` wrote.
     """
+    if name.endswith(".onnx"):
+        return f"import torchq; model = torchq.load(torchq.from_onnx({name!r}), {path!r})"
     module, _, attribute = name.partition(":")
     if module == "torchvision":
         build = f"torchvision.models.get_model({attribute!r}, weights=None)"

@@ -22,7 +22,8 @@ _EXAMPLES = """examples:
       --calib entropy --target onnxruntime --export resnet18.onnx
   torchq quantize --model mypackage.models:build --data mypackage.data:loader \\
       --exclude 'head.*' --save model.pt
-  torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run"""
+  torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run
+  torchq quantize float.onnx --data photos/ --export int8.onnx"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,9 +73,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_source(group: Any) -> None:
-    group.add_argument(
-        "--model", required=True, help="torchvision:NAME, or package.module:factory (no arguments)"
-    )
+    either = group.add_mutually_exclusive_group(required=True)
+    either.add_argument("file", nargs="?", metavar="MODEL.onnx", help="an ONNX file")
+    either.add_argument("--model", help="torchvision:NAME, or package.module:factory")
     group.add_argument("--weights", metavar="FILE", help="state dict to load first")
     group.add_argument("--device", default="cpu", help="where to calibrate (default: %(default)s)")
 
@@ -176,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "demo":
             run_demo(args.out, seed=args.seed, epochs=args.epochs)
         else:
+            args.model = args.model or args.file
             run_quantize(args)
     except (TorchqError, OSError) as error:
         print(f"torchq {args.command}: error: {error}", file=sys.stderr)
