@@ -1,5 +1,7 @@
 """``deploy(model, example)`` compares its result with the simulation."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -158,3 +160,33 @@ def test_a_block_in_two_places_is_fused_once_for_each(images: Tensor) -> None:
     model = calibrated(nn.Sequential(Outer(block), Outer(block)), images)
     for example in (None, images):
         assert sqnr(torchq.deploy(model, example)(images), model(images)) > 40
+
+
+def as_mask(y: Tensor) -> Tensor:
+    return y > 0
+
+
+def as_bytes(y: Tensor) -> Tensor:
+    return (y > 0).to(torch.uint8) * 255
+
+
+@pytest.mark.parametrize("answer", [as_mask, as_bytes])
+def test_results_of_any_dtype_are_compared(
+    images: Tensor, answer: Callable[[Tensor], Tensor]
+) -> None:
+    class Answering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return answer(y if type(y) is Tensor else y * self.sign)
+
+    model = Answering()
+    model.sign = 1
+    calibrated(model, images)
+    torchq.deploy(model, images)
+    model.sign = -1
+    with pytest.raises(torchq.errors.ExportError, match="result 0 differs. Pass fuse=False"):
+        torchq.deploy(model, images)

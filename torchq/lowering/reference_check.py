@@ -77,7 +77,7 @@ class ReferenceCheck:
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
-            error, size = _norm(got - expected), _norm(expected)
+            error, size = _distance(got, expected), _norm(expected)
             if not error <= allowed:
                 return (
                     f"result {number} has relative error {error / size:.2g} against the "
@@ -96,6 +96,10 @@ def _norm(x: Tensor) -> float:
     return float(x.double().norm())
 
 
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
 def _allowed_error(expected: Tensor, exact: Tensor) -> float:
     """Return the norm of the error that a deployed model may have without a closer look.
 
@@ -106,7 +110,7 @@ def _allowed_error(expected: Tensor, exact: Tensor) -> float:
         expected: a result of the simulation.
         exact: the same result without quantization.
     """
-    return max(RESULT_TOLERANCE * _norm(expected), 2**0.5 * _norm(expected - exact))
+    return max(RESULT_TOLERANCE * _norm(expected), 2**0.5 * _distance(expected, exact))
 
 
 # --- layer by layer -------------------------------------------------------------------------------
@@ -204,4 +208,4 @@ def _agree(got: Tensor, want: Tensor) -> bool:
     if got.dtype is torch.uint8:
         off = float((got.int() - want.int()).abs().sum())
         return off <= max(2.0, CODES_OFF * got.numel())
-    return _norm(got.double() - want.double()) <= LAYER_TOLERANCE * _norm(want)
+    return _distance(got, want) <= LAYER_TOLERANCE * _norm(want)
