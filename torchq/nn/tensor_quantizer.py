@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +219,7 @@ class TensorQuantizer(nn.Module):
         """Make the range unknown again, and the sign if calibration chooses it."""
         self._adopt(torch.empty(0, device=self.amax.device))
         if self._chooses_sign:
-            self._set_unsigned(_UNDECIDED)
+            self.set_unsigned("auto")
 
     @property
     def given_descriptor(self) -> QuantDescriptor:
@@ -230,13 +230,25 @@ class TensorQuantizer(nn.Module):
     def _chooses_sign(self) -> bool:
         return "unsigned" in self._buffers
 
-    def _set_unsigned(self, value: int) -> None:
-        """Write the choice of the sign to the buffer and to the descriptor."""
+    def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
+        """Choose the sign of the codes, for a descriptor with ``unsigned="auto"``.
+
+        Args:
+            unsigned: the choice; "auto" leaves it to the next calibration.
+
+        Raises:
+            ConfigError: the descriptor fixes the sign.
+        """
+        if not self._chooses_sign:
+            raise ConfigError(
+                f"{self.name or 'TensorQuantizer'}: got set_unsigned for {self.descriptor}; "
+                "expected a descriptor with unsigned='auto'"
+            )
+        value = _UNDECIDED if unsigned == "auto" else int(unsigned)
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.full_like(self.get_buffer("unsigned"), value)
             self.register_buffer("unsigned", buffer)
-        choice = "auto" if value == _UNDECIDED else bool(value)
-        self.descriptor = self.descriptor.replace(unsigned=choice)
+        self.descriptor = self.descriptor.replace(unsigned=unsigned)
 
     def observe(self, x: Tensor) -> None:
         """Give ``x`` to the calibrator.
@@ -295,7 +307,7 @@ class TensorQuantizer(nn.Module):
             raise CalibrationError(f"{where}: {error}") from None
         self.set_amax(amax)
         if self._chooses_sign:
-            self._set_unsigned(int(unsigned))
+            self.set_unsigned(unsigned)
         else:
             self._warn_of_negatives(where, self.calibrator)
         self.calibrator, self.observing = None, False
@@ -372,7 +384,7 @@ class TensorQuantizer(nn.Module):
         if value not in (_UNDECIDED, 0, 1):
             errors.append(f"{prefix}unsigned: got {value}; expected -1, 0 or 1")
         else:
-            self._set_unsigned(value)
+            self.set_unsigned("auto" if value == _UNDECIDED else bool(value))
 
     def extra_repr(self) -> str:
         if self.descriptor.dynamic:

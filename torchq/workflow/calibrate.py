@@ -228,17 +228,22 @@ def _listed(names: Iterable[str], most: int = 4) -> str:
 @contextmanager
 def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[None]:
     """Give the quantizers their old ranges back, unless a CalibrationError ends the block."""
-    before = [(q, q.amax.detach().clone() if q.calibrated else None, q.mode) for q in chosen]
+    before = [
+        (q, q.amax.detach().clone() if q.calibrated else None, q.descriptor.unsigned, q.mode)
+        for q in chosen
+    ]
     try:
         yield
     except CalibrationError:
         raise
     except BaseException:
-        for quantizer, amax, mode in before:
+        for quantizer, amax, unsigned, mode in before:
             if amax is None:
                 quantizer.forget_amax()
             else:
                 quantizer.set_amax(amax)
+            if quantizer.descriptor.unsigned != unsigned:
+                quantizer.set_unsigned(unsigned)
             quantizer.mode = mode
         raise
 
