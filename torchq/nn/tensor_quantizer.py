@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torchq.functional import (
     scale_from_amax,
     scale_gradient,
 )
+from torchq.nn.sign_choice import SignChoice
 from torchq.utils import constant_while_tracing
 
 __all__ = ["TensorQuantizer"]
@@ -37,12 +38,10 @@ _MODES = {
     "quantize": (False, True),
     "observe+quantize": (True, True),
 }
-# The value of the buffer ``unsigned`` while calibration has not chosen; then 0 or 1.
-_UNDECIDED = -1
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 
 
-class TensorQuantizer(nn.Module):
+class TensorQuantizer(SignChoice, nn.Module):
     """Quantizes its input as a :class:`~torchq.QuantDescriptor` says.
 
     Args:
@@ -94,9 +93,7 @@ class TensorQuantizer(nn.Module):
         else:
             self.register_buffer("amax", initial)
         self.register_buffer("pre_quant_scale", None)
-        if self.descriptor.unsigned == "auto":
-            undecided = torch.tensor(_UNDECIDED, dtype=torch.int8, device=device)
-            self.register_buffer("unsigned", undecided)
+        self._prepare_sign(device)
         if self._search is None:
             self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
 
@@ -221,35 +218,6 @@ class TensorQuantizer(nn.Module):
         if self._chooses_sign:
             self.set_unsigned("auto")
 
-    @property
-    def given_descriptor(self) -> QuantDescriptor:
-        """The descriptor that the quantizer was made with, without the choice of the sign."""
-        return self.descriptor.replace(unsigned="auto") if self._chooses_sign else self.descriptor
-
-    @property
-    def _chooses_sign(self) -> bool:
-        return "unsigned" in self._buffers
-
-    def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
-        """Choose the sign of the codes, for a descriptor with ``unsigned="auto"``.
-
-        Args:
-            unsigned: the choice; "auto" leaves it to the next calibration.
-
-        Raises:
-            ConfigError: the descriptor fixes the sign.
-        """
-        if not self._chooses_sign:
-            raise ConfigError(
-                f"{self.name or 'TensorQuantizer'}: got set_unsigned for {self.descriptor}; "
-                "expected a descriptor with unsigned='auto'"
-            )
-        value = _UNDECIDED if unsigned == "auto" else int(unsigned)
-        with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.full_like(self.get_buffer("unsigned"), value)
-            self.register_buffer("unsigned", buffer)
-        self.descriptor = self.descriptor.replace(unsigned=unsigned)
-
     def observe(self, x: Tensor) -> None:
         """Give ``x`` to the calibrator.
 
@@ -372,19 +340,8 @@ class TensorQuantizer(nn.Module):
         missing = args[2]
         if key in missing:  # a float checkpoint leaves the range as it is
             missing[:] = [name for name in missing if name not in (key, prefix + "unsigned")]
-        if prefix + "unsigned" in state_dict and self._chooses_sign:
+        if prefix + "unsigned" in state_dict:
             self._adopt_loaded_sign(prefix, args[4])
-
-    def _adopt_loaded_sign(self, prefix: str, errors: list[str]) -> None:
-        """Bring the descriptor in line with the loaded buffer ``unsigned``."""
-        buffer = self.get_buffer("unsigned")
-        if buffer.is_meta:
-            return
-        value = int(buffer)
-        if value not in (_UNDECIDED, 0, 1):
-            errors.append(f"{prefix}unsigned: got {value}; expected -1, 0 or 1")
-        else:
-            self.set_unsigned("auto" if value == _UNDECIDED else bool(value))
 
     def extra_repr(self) -> str:
         if self.descriptor.dynamic:
