@@ -1,6 +1,7 @@
-"""The exceptions of torchq. Every message reads ``where: got; expected. fix``.
+"""The exceptions of torchq. Every message reads ``where: got X; expected Y. Fix``.
 
-Each class also derives from the builtin that Python users expect, so ``except ValueError`` keeps working.
+Each class also derives from the builtin one that Python users expect, so that ``except
+ValueError`` catches it too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = [
 
 
 class TorchqError(Exception):
-    """Base of every error that torchq raises on purpose."""
+    """The base of every error that torchq raises on purpose."""
 
 
 class ConfigError(TorchqError, ValueError):
@@ -26,7 +27,7 @@ class ConfigError(TorchqError, ValueError):
 
 
 class CalibrationError(TorchqError, RuntimeError):
-    """A range could not be determined: no data, non-finite data, or statistics of the wrong shape."""
+    """A range is unknown: there was no data, or it was not finite or of the wrong shape."""
 
 
 class QuantizationError(TorchqError, RuntimeError):

@@ -134,7 +134,7 @@ def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters of ``forward``; a signature that cannot be read is ``*args, **kwargs``."""
+    """Return the parameters of ``forward``; if they cannot be read, ``*args`` and ``**kwargs``."""
     module = _inside(model)
     schema = getattr(module.forward, "schema", None)
     if isinstance(module, torch.jit.ScriptModule) and schema is not None:
@@ -177,7 +177,7 @@ def _signature_text(model: nn.Module) -> str:
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``, also those in tuples, lists and dictionaries."""
+    """Return ``value`` with its tensors on ``device``, also in tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return value.to(device)
     if type(value) in (tuple, list):

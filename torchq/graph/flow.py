@@ -1,4 +1,4 @@
-"""Who feeds whom in one forward pass, whether it was traced or recorded."""
+"""Which calls of one forward pass read the results of which, traced or recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = [
     "read_arguments",
 ]
 
-#: Functions whose second argument is the weight of a layer: called with a module's own weight they count as a call of that module.
+#: Functions whose second argument is the weight of a layer. A call with the weight of a module
+#: counts as a call of that module.
 LAYER_FUNCTIONS = frozenset(
     [
         F.linear,
@@ -34,8 +35,9 @@ LAYER_FUNCTIONS = frozenset(
     ],
 )
 
-#: Functions that take the shape or type of their second argument, and those that take nothing else of their first.
+#: Functions that read only the shape or type of their second argument.
 _SHAPED_LIKE = frozenset(["reshape_as", "view_as", "expand_as", "type_as", "to"])
+#: Functions that read only the shape or type of their first argument.
 _MADE_LIKE = frozenset(
     [
         "zeros_like",
@@ -56,9 +58,15 @@ def passes_bias(
     kwargs: Mapping[str, Any],
     is_own: Callable[[Any], bool],
 ) -> bool:
-    """Whether a call of one of :data:`LAYER_FUNCTIONS` says what the bias is, and means that of ``layer``.
+    """Return True if a call of one of :data:`LAYER_FUNCTIONS` is given the bias of ``layer``.
 
-    Without it a bias that the layer gets later would have no effect.
+    A call without a bias argument would not see a bias that the layer gets later.
+
+    Args:
+        layer: the module whose weight the function is called with.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+        is_own: tells if an argument is the bias of ``layer``.
     """
     if len(args) < 3 and "bias" not in kwargs:
         return False
@@ -67,7 +75,7 @@ def passes_bias(
 
 
 def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of function ``name`` whose values it reads, not only what they are like."""
+    """Return the arguments of function ``name`` whose values it reads, not only their shapes."""
     if name in _MADE_LIKE:
         return ()
     return args[:1] if name in _SHAPED_LIKE else (args, kwargs)
@@ -80,11 +88,13 @@ class Call:
     Attributes:
         index: its position in :attr:`Flow.calls`.
         name: dotted path of the module, or the function's name.
-        module: the leaf module called, or whose weight the function was called with; None for other functions.
+        module: the leaf module that was called, or whose weight a function was called with; None
+            for other functions.
         inputs: indices of the calls whose results it reads, with repetition.
-        arguments: the arguments that are plain values (numbers, slices), as far as they are positional.
+        arguments: the positional arguments that are plain values (numbers, slices).
         rank: dimensions of the result, where it is known.
-        functional: a function was called with the weight of ``module``; stride and padding are those of the call.
+        functional: a function was called with the weight of ``module``; stride and padding are
+            those of the call.
     """
 
     index: int
@@ -98,7 +108,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Flow:
-    """One forward pass.
+    """The calls of one forward pass.
 
     Attributes:
         calls: all of them, in order.
@@ -129,11 +139,11 @@ class Flow:
         return found
 
     def consumers(self, call: Call) -> list[Call]:
-        """The calls that read the result of ``call``; one that reads it twice is listed twice."""
+        """Return the calls that read the result of ``call``, twice if they read it twice."""
         return [self.calls[index] for index in self._consumers.get(call.index, ())]
 
     def calls_of(self, module: nn.Module) -> list[Call]:
-        """Every call of ``module``."""
+        """Return every call of ``module``."""
         return self._by_module.get(id(module), [])
 
 
@@ -153,7 +163,12 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
 
 
 def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
-    """The flow of a traced model. ``root`` is the model that was traced; names are paths in it."""
+    """Return the flow of a traced model.
+
+    Args:
+        graph_module: the trace.
+        root: the model that was traced; names are paths in it.
+    """
     modules = dict(root.named_modules(remove_duplicate=False))
     owners = {f"{path}.weight" if path else "weight": module for path, module in modules.items()}
     calls: list[Call] = []

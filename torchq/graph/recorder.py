@@ -1,4 +1,4 @@
-"""Recording one real forward pass: who feeds whom, also in models that no tracer can follow."""
+"""Recording one real forward pass, also of models that no tracer can follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["record"]
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every torch function called outside leaf modules; the hooks of :func:`record` note the leaf modules."""
+    """Notes every torch function that is called outside leaf modules.
+
+    The hooks of :func:`record` note the leaf modules.
+    """
 
     def __init__(
         self, owners: dict[int, tuple[str, nn.Module]], holders: dict[int, set[int]]
@@ -38,7 +41,7 @@ class _Recorder(TorchFunctionMode):
         return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
 
     def note_parameters(self, module: nn.Module | None, *values: Any) -> None:
-        """Modules whose parameters a call reads, other than ``module``, whose call it is."""
+        """Note the modules whose parameters a call reads, other than the called ``module``."""
         for tensor in tensors_in(values):
             holders = self.holders.get(id(tensor), set())
             if id(module) not in holders:
@@ -107,14 +110,14 @@ def _name(func: Any) -> str:
 def record(
     model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
 ) -> Flow:
-    """Run ``model`` once on ``example`` in eval mode without gradients and return its flow.
+    """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
-    Leaf modules are recorded by forward hooks, everything else by a torch-function mode, so consumers that are plain functions count
-    too. The intermediate results stay alive until the run ends.
+    Leaf modules are recorded by forward hooks, everything else by a torch-function mode, so plain
+    functions that read a result count too. The intermediate results stay alive until the run ends.
 
     Args:
         model: left unchanged.
-        example: see :func:`call_model`.
+        example: the arguments of the call; see :func:`call_arguments`.
         is_leaf: which modules count as one call.
     """
     names = {id(module): name for name, module in model.named_modules()}

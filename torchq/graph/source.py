@@ -256,14 +256,18 @@ class _Sites(ast.NodeTransformer):
             site = self._name()
             self.generic_visit(node)
             return _routed(node, "call", site, node.func, *node.args, keywords=node.keywords)
-        callee = node.func
-        is_method = isinstance(callee, ast.Attribute) and not self._is_self(callee)
-        if target is None and is_method and operator_kind(callee.attr):  # type: ignore[attr-defined]
-            site = self._name()
-            self.generic_visit(node)
-            arguments = (ast.Constant(callee.attr), callee.value, *node.args)  # type: ignore[attr-defined]
-            return _routed(node, "method", site, *arguments, keywords=node.keywords)
+        if target is None and isinstance(node.func, ast.Attribute):
+            return self._visit_method(node, node.func)
         return self._follow(node, target)
+
+    def _visit_method(self, node: ast.Call, callee: ast.Attribute) -> ast.AST:
+        """Replace ``x.add(y)`` and the like, where ``x`` is not the module itself."""
+        if self._is_self(callee) or not operator_kind(callee.attr):
+            return self._follow(node, None)
+        site = self._name()
+        self.generic_visit(node)
+        arguments = (ast.Constant(callee.attr), callee.value, *node.args)
+        return _routed(node, "method", site, *arguments, keywords=node.keywords)
 
     def _follow(self, node: ast.Call, target: Any) -> ast.AST:
         """Call the rewritten form of a function of the user's, with a router of its own."""

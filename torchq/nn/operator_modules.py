@@ -213,8 +213,8 @@ def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Reco
     try:
         for module in modules:
             cls = type(module)
-            twin = None if "forward" in vars(module) else _routed_class(cls)  # type: ignore[arg-type]
-            if twin is not None:
+            twin = _routed_class(cls)  # type: ignore[arg-type]
+            if twin is not None and "forward" not in vars(module):
                 change_class(module, twin)
                 changed.append((module, cls))
                 found[id(module)] = vars(module)["recorder"] = Recorder()

@@ -1,6 +1,6 @@
-"""Putting quantizers into a model: decide everything (plan), then swap; undo; patch while a model is built.
+"""Putting quantizers into a model: plan everything, then swap it; undo; patch what is built.
 
-May import nn, config, recipes and below.
+The package may import nn, config, recipes and below.
 """
 
 from torchq.swap.apply import quantize_, restore_

@@ -163,7 +163,7 @@ def _decide_module(
 def _by_holder(
     module: nn.Module, calls: FoundCalls, quantized: dict[int, Decision]
 ) -> tuple[list[CallSite], list[tuple[CallSite, int]]]:
-    """Return the calls whose weight belongs to a quantized child that computes the same, and others."""
+    """Return the calls with the weight of a quantized child that computes the same, and others."""
     held, own = [], []
     for site, ndim in zip(calls.sites, calls.ndims, strict=True):
         path = site.weight.rpartition(".")[0]

@@ -1,8 +1,9 @@
-"""Quantizing modules while somebody else's code builds a model."""
+"""Quantizing modules while other code builds a model."""
 
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -28,7 +29,10 @@ class Patch:
         self._handle = register_module_module_registration_hook(self._registered)
 
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Decide about ``child`` again each time it gets a longer name; undo what a rule on the longer name skips."""
+        """Decide about ``child`` again, each time with a longer name.
+
+        What a rule on the longer name skips becomes float again.
+        """
         if child is None or self._busy or isinstance(parent, (TensorQuantizer, QuantModule)):
             return
         self._busy = True  # conversion registers quantizers, which calls this hook again
@@ -39,20 +43,16 @@ class Patch:
 
     def _redo(self, holder: nn.Module) -> None:
         for names, module in list(modules_with_names(holder)):
-            if isinstance(module, QuantModule) and (before := self._converted.get(id(module))):
+            before = self._converted.get(id(module))
+            if before is not None and isinstance(module, QuantModule):
                 after = by_rules(names, module, self.config)
-                if (after.reason, after.input, after.weight) != (
-                    before.reason,
-                    before.input,
-                    before.weight,
-                ):
+                if _outcome(after) != _outcome(before):
                     revert_(module)
         for decision in decide(holder, self.config):
             if not decision.reason:
                 carry_out_(decision)
-                self._converted[id(decision.module)] = (
-                    decision  # which holds the module, so its id stays its own
-                )
+                # The decision holds the module, so no other one can get its id.
+                self._converted[id(decision.module)] = decision
 
     def restore(self) -> None:
         """Stop patching. Models that were built stay quantized; later ones are float."""
@@ -71,8 +71,12 @@ class Patch:
         self.restore()
 
 
+def _outcome(decision: Decision) -> tuple[Any, ...]:
+    return decision.reason, decision.input, decision.weight
+
+
 class _Named(nn.Module):
-    """Gives ``child`` the name that it is being registered under."""
+    """A parent that has ``child`` under the name that it is being registered with."""
 
     def __init__(self, name: str, child: nn.Module) -> None:
         super().__init__()
@@ -80,18 +84,22 @@ class _Named(nn.Module):
 
 
 def patch(config: QuantConfig | None = None) -> Patch:
-    """Quantize every module from its registration in a parent on, whoever builds it.
+    """Quantize every module when it is registered in a parent, whoever builds the model.
 
-    Uses torch's module registration hook: classes that a script imported directly (``from torch.nn import Conv2d``) are
-    caught too, and ``torch.nn`` is untouched. Glob patterns see the name as far as it is known; they are tried again each
-    time a larger part of the model is put together. A model that is a single layer has no parent and is not caught. Patches
-    nest; what one has quantized the others leave alone.
+    The patch uses torch's module registration hook: classes that a script imported directly
+    (``from torch.nn import Conv2d``) are caught too, and ``torch.nn`` is not changed. Glob patterns
+    see the name as far as it is known; they are tried again each time a larger part of the model
+    is put together. A model that is a single layer has no parent and is not caught. Patches nest;
+    what one of them has quantized the others leave alone.
 
     Args:
         config: the rules; default :func:`torchq.recipes.int8`.
 
     Returns:
-        a context manager, also with a method ``restore()``.
+        A context manager, also with a method ``restore()``.
+
+    Raises:
+        ConfigError: A rule asks for the first or last layer, which are not known yet.
 
     Example:
         >>> with torchq.patch():

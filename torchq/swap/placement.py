@@ -97,12 +97,8 @@ def plan_placement(
 
 
 _CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 
 
@@ -111,7 +107,7 @@ def _has_convolution(module: nn.Module) -> bool:
 
 
 _WRITE = (
-    "Let a run show them: pass example=..., of which the source must be there, or write "
+    "Let a run show them: pass example=... (its source must be readable), or write "
     "torchq.nn.QuantAdd() and the like in it"
 )
 

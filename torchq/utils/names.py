@@ -1,8 +1,12 @@
 """Names of modules, and the patterns that select them.
 
-A *pattern* is a glob on the dotted path (``"layer1.*.conv?"``, ``*`` also crosses dots), a regular expression
-(``"re:^head\\."``, searched), a type by qualified name (``"type:torch.nn.modules.conv.Conv2d"`` or a glob of it), a class
-(exact type or subclass), or a callable ``(name, module) -> bool``.
+A *pattern* is one of these:
+
+- a glob on the dotted path, such as ``"layer1.*.conv?"``, in which ``*`` also crosses dots;
+- a regular expression that is searched in the path, such as ``"re:^head[.]"``;
+- a type by qualified name or a glob of it, such as ``"type:torch.nn.modules.conv.Conv2d"``;
+- a class, which selects it and its subclasses;
+- a callable ``(name, module) -> bool``.
 """
 
 from __future__ import annotations
@@ -29,16 +33,21 @@ Pattern = Union[str, type, Callable[[str, nn.Module], bool]]
 
 
 def qualified_name(cls: type) -> str:
-    """``torch.nn.modules.conv.Conv2d`` for :class:`torch.nn.Conv2d`."""
+    """Return the full name of a class: ``torch.nn.modules.conv.Conv2d`` for ``nn.Conv2d``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_pattern(pattern: Pattern) -> Pattern:
-    """Return ``pattern``, or raise :class:`ConfigError` where it can never be one."""
+    """Return ``pattern``.
+
+    Raises:
+        ConfigError: It is no pattern, whatever the model.
+    """
     if isinstance(pattern, str):
         if not pattern:
             raise ConfigError(
-                "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or a callable"
+                "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or "
+                "a callable"
             )
         if pattern.startswith("re:"):
             try:
@@ -51,20 +60,22 @@ def check_pattern(pattern: Pattern) -> Pattern:
     if isinstance(pattern, type) or callable(pattern):
         return pattern
     raise ConfigError(
-        f"pattern: got {pattern!r} ({type(pattern).__name__}); expected a glob, 're:...', 'type:...', a class or a callable"
+        f"pattern: got {pattern!r} ({type(pattern).__name__}); expected a glob, 're:...', "
+        "'type:...', a class or a callable"
     )
 
 
 def matches(
     pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type | None = None
 ) -> bool:
-    """Whether ``pattern`` selects ``module``, known under ``names`` (a shared module has several).
+    """Return True if ``pattern`` selects ``module``.
 
     Args:
-        pattern: see the module docstring.
-        names: dotted paths of the module; ``""`` is the root.
+        pattern: see the top of this file.
+        names: dotted paths of the module, several if it is shared; ``""`` is the root.
         module: the module itself, given to callables.
-        cls: the class to judge type patterns by; default the module's own. A quantized module is judged by its float class.
+        cls: the class that patterns of types see; default the module's own. For a quantized
+            module it is the float class.
     """
     cls = cls or type(module)
     if isinstance(pattern, type):
@@ -82,7 +93,10 @@ def matches(
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """A short readable form for reports: the string itself, ``type:...`` for a class, the function's name for a callable."""
+    """Return a short form of a pattern for reports.
+
+    It is the string itself, ``type:...`` for a class, or the name of a callable.
+    """
     if isinstance(pattern, str):
         return pattern
     if isinstance(pattern, type):
@@ -91,7 +105,7 @@ def pattern_text(pattern: Pattern) -> str:
 
 
 def modules_with_names(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
-    """Every distinct module of ``model`` in registration order, with all the dotted paths it is reachable by."""
+    """Yield every distinct module of ``model`` once, in order, after all its dotted paths."""
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -14,13 +14,13 @@ V = TypeVar("V")
 
 
 class Registry(Generic[K, V]):
-    """Maps keys to implementations; filled by decorators at import.
+    """A mapping from keys to implementations, which decorators fill at import.
 
     Args:
         kind: what the entries are, used in error texts (``"calibrator"``).
 
     Raises:
-        ConfigError: on a duplicate key or an unknown one (the text lists the known keys).
+        ConfigError: A key is registered twice, or is unknown; the text lists the known keys.
     """
 
     def __init__(self, kind: str) -> None:
@@ -31,17 +31,18 @@ class Registry(Generic[K, V]):
         """Enter ``value`` under ``key`` and return it."""
         if key in self._entries:
             raise ConfigError(
-                f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; expected a new key"
+                f"{self.kind} {_label(key)} is registered already, as {self._entries[key]!r}; "
+                "expected a new key"
             )
         self._entries[key] = value
         return value
 
     def register(self, key: K) -> Callable[[V], V]:
-        """Decorator form of :meth:`add`."""
+        """Return a decorator that enters what it decorates under ``key``."""
         return lambda value: self.add(key, value)
 
     def remove(self, key: K) -> None:
-        """Take an entry out again (tests and notebooks)."""
+        """Remove an entry, which tests and notebooks need."""
         self[key]  # explains an unknown key
         del self._entries[key]
 
@@ -55,7 +56,7 @@ class Registry(Generic[K, V]):
             ) from None
 
     def get(self, key: K) -> V | None:
-        """The entry, or None."""
+        """Return the entry of ``key``, or None."""
         return self._entries.get(key)
 
     def __contains__(self, key: object) -> bool:

@@ -1,4 +1,4 @@
-"""Living with ``torch.jit.trace``, which also runs under the TorchScript ONNX exporter."""
+"""Help with ``torch.jit.trace``, which also runs inside the TorchScript ONNX exporter."""
 
 from __future__ import annotations
 
@@ -19,5 +19,8 @@ def _ignore_tracer_warnings() -> Iterator[None]:
 
 
 def constant_while_tracing() -> AbstractContextManager[None]:
-    """Inside, reading shapes and ranges as Python values gives no TracerWarning: they are constants of the traced model."""
+    """Return a context in which shapes and ranges may be read as Python values.
+
+    They are constants of the traced model there, and reading them gives no TracerWarning.
+    """
     return _ignore_tracer_warnings() if torch.jit.is_tracing() else nullcontext()

@@ -189,7 +189,7 @@ def _replace_operators(model: nn.Module, record: _Record) -> None:
 
 
 def _route_calls(model: nn.Module, record: _Record) -> None:
-    """Route the calls of modules with several calls, which adds the children that hold quantizers."""
+    """Route the calls of modules with several calls, which adds children with quantizers."""
     found = dict(model.named_modules())
     for path, (cls, sites) in record.calls.items():
         if path not in record.modules:
