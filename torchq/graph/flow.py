@@ -92,7 +92,7 @@ class Call:
             for other functions.
         inputs: indices of the calls whose results it reads, with repetition.
         arguments: the positional arguments that are plain values (numbers, slices).
-        rank: dimensions of the result, where it is known.
+        ndim: how many dimensions the result has, if it is known.
         functional: a function was called with the weight of ``module``; stride and padding are
             those of the call.
     """
@@ -102,7 +102,7 @@ class Call:
     module: nn.Module | None
     inputs: tuple[int, ...]
     arguments: tuple[Any, ...] = ()
-    rank: int | None = None
+    ndim: int | None = None
     functional: bool = False
 
 

@@ -4,6 +4,7 @@ The package may import swap, nn and below.
 """
 
 from torchq.workflow.calibrate import CalibrationReport, calibrate, calibrate_weights
+from torchq.workflow.foreign_files import embed_record_
 from torchq.workflow.modes import (
     disabled,
     freeze_,
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate",
     "calibrate_weights",
     "disabled",
+    "embed_record_",
     "freeze_",
     "is_quantized",
     "load",

@@ -13,7 +13,9 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.transaction import unchanged_on_error
+from torchq.swap.apply import name_quantizers
 from torchq.utils import qualified_name, replacing
+from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 from torchq.workflow.record import apply_record_, public_state, swap_record
 
@@ -72,7 +74,9 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
 
     Args:
         model: the architecture that was saved, float or quantized.
-        path: what :func:`save` wrote.
+        path: what :func:`save` wrote; or a checkpoint of Lightning or a folder of Hugging Face's
+            ``save_pretrained``, of a model that
+            :func:`torchq.workflow.embed_record_` was called on.
         map_location: as for :func:`torch.load`; tensors end on the model's own device.
 
     Returns:
@@ -84,36 +88,56 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
         FuseError: The model cannot be fused as the saved one was.
         OSError: The file cannot be read.
     """
-    data = _read(path, map_location)
-    if not isinstance(data, dict) or "torchq" not in data:
-        raise ConfigError(
-            f"load: {os.fspath(path)} was not written by torchq.save; expected its 'torchq' entry. "
-            "Use load_state_dict for a state dict"
-        )
-    state = data.get("state_dict")
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ConfigError(
-            f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file is "
-            "damaged"
-        )
+    record, state, part = _unpack(model, path, read_file(path, map_location))
     with unchanged_on_error(model):
-        apply_record_(model, data["torchq"])
+        apply_record_(part, record)
+        _add_tied(model, state)
         _check_tensors(model, state)
         _check_ranges(model, state)
         _load_tensors(model, state)
+        name_quantizers(model)
     return model
 
 
-def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
-    with open(path, "rb") as file:
-        try:
-            return torch.load(file, map_location=map_location, weights_only=True)
-        except Exception as error:  # a damaged archive or pickle fails in many ways
-            reason = next(iter(str(error).splitlines()), "")[:200]
+def _unpack(
+    model: nn.Module, path: str | os.PathLike[str], data: Any
+) -> tuple[Any, dict[str, Any], nn.Module]:
+    """Return the record, the tensors, and the part of ``model`` that the record is about."""
+    content: dict[str, Any] = data if isinstance(data, dict) else {}
+    is_own = "torchq" in content
+    state = content.get("state_dict", None if is_own else content)
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        state = None
+    if is_own:
+        if state is None:
             raise ConfigError(
-                f"load: {os.fspath(path)}: cannot be read ({type(error).__name__}: {reason}); "
-                "expected a file that torchq.save wrote"
-            ) from None
+                f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file "
+                "is damaged"
+            )
+        return data["torchq"], state, model
+    state = {} if state is None else dict(state)
+    found = record_in(state)
+    if found is None:
+        raise ConfigError(
+            f"load: {os.fspath(path)} was not written by torchq.save; expected its 'torchq' entry, "
+            "or the one of torchq.workflow.embed_record_. Use load_state_dict for a state dict"
+        )
+    prefix, record = found
+    parts = dict(model.named_modules(remove_duplicate=False))
+    if prefix in parts:
+        return record, state, parts[prefix]
+    inside = f"{prefix}."
+    own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+    return record, own, model
+
+
+def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
+    """Add tensors that a file leaves out because they are the same as others."""
+    own = model.state_dict(keep_vars=True)
+    first = {id(own[key]): key for key in reversed(list(own)) if key in state}
+    for key, value in own.items():
+        if key not in state and id(value) in first:
+            state[key] = state[first[id(value)]]
 
 
 def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -171,6 +195,12 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         problem = _range_problem(quantizer, amax, weights.get(id(quantizer)))
         if problem:
             raise ConfigError(f"load: {prefix}amax: {problem}. The file is damaged")
+        sign = state.get(f"{prefix}unsigned")
+        if sign is not None and (sign.numel() != 1 or sign.item() not in (-1, 0, 1)):
+            raise ConfigError(
+                f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
+                "The file is damaged"
+            )
         scale = state.get(f"{prefix}pre_quant_scale")
         if scale is not None and not bool(torch.isfinite(scale).all()):
             raise ConfigError(

@@ -45,8 +45,8 @@ def _with_ndims(flow: Flow, recorded: Flow) -> Flow:
     def with_ndim(call: Call) -> Call:
         seen = set()
         if call.module is not None:
-            seen = {known.rank for known in recorded.calls_of(call.module)}
-        return replace(call, rank=seen.pop() if len(seen) == 1 else None)
+            seen = {known.ndim for known in recorded.calls_of(call.module)}
+        return replace(call, ndim=seen.pop() if len(seen) == 1 else None)
 
     return replace(flow, calls=tuple(map(with_ndim, flow.calls)))
 

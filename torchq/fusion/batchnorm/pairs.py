@@ -220,7 +220,7 @@ class _Finder:
             if moved:
                 raise _Refused(f"{source.name} is rearranged before it is normalised")
             return
-        ndim = source.rank or inferred_ndim(self.flow, source)
+        ndim = source.ndim or inferred_ndim(self.flow, source)
         if ndim is None:
             raise _Refused(
                 f"{source.name} is linear and the dimensions of its result are unknown;"
@@ -295,7 +295,7 @@ class _Finder:
         if not isinstance(layer, nn.Linear):
             same = layer.in_channels == norm.running_mean.numel()
             return None if same else "has another number of channels"
-        ndim = follower.rank or inferred_ndim(self.flow, follower)
+        ndim = follower.ndim or inferred_ndim(self.flow, follower)
         if ndim is None:
             return "is linear on an input of unknown dimensions; give an example"
         return None if ndim == 2 else f"is linear on a {ndim}-d input"

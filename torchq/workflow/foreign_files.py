@@ -1,0 +1,170 @@
+"""Quantized models in the files of other libraries: Lightning's checkpoints, Hugging Face's folders.
+
+These libraries save a state dict and build the model again by its own code. So the record of what
+was quantized travels in the state dict, as a tensor of the bytes of its JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import ConfigError
+from torchq.workflow.record import swap_record
+
+__all__ = ["embed_record_", "read_file", "record_in"]
+
+_KEY = "torchq_record"
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def embed_record_(model: nn.Module) -> None:
+    """Let every state dict of ``model`` hold the record of what was quantized, in place.
+
+    Then ``save_pretrained`` of Hugging Face and the checkpoints of Lightning hold it too, and
+    :func:`torchq.load` makes a float model of the same architecture the quantized one. Loading
+    such a state dict into ``model`` itself works as before; a model without this call reports the
+    entry ``torchq_record`` as unexpected.
+
+    Args:
+        model: quantized, now or later; the record is made when the state dict is.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> report = torchq.quantize_(model)
+        >>> torchq.workflow.embed_record_(model)
+        >>> "torchq_record" in model.state_dict()
+        True
+    """
+    model.register_state_dict_post_hook(_add_record)
+    model.register_load_state_dict_pre_hook(_drop_record)
+
+
+def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    text = json.dumps(swap_record(module)).encode()
+    state[prefix + _KEY] = torch.tensor(list(text), dtype=torch.uint8)
+
+
+def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state.pop(prefix + _KEY, None)
+
+
+def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
+    """Take the record out of a state dict.
+
+    Args:
+        state: tensors by name; the entry of the record is removed.
+
+    Returns:
+        The path of the module that the record is about, and the record; None if there is none.
+
+    Raises:
+        ConfigError: The entry is no JSON text.
+    """
+    keys = [key for key in state if key == _KEY or key.endswith(f".{_KEY}")]
+    if not keys:
+        return None
+    value = state.pop(keys[0])
+    try:
+        text = bytes(value.to(torch.uint8).flatten().tolist()).decode()
+        return keys[0][: -len(_KEY)].rstrip("."), json.loads(text)
+    except (AttributeError, RuntimeError, ValueError, RecursionError):
+        raise ConfigError(f"load: {keys[0]}: is no JSON text. The file is damaged") from None
+
+
+def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
+    """Return what a file or a folder of weights holds, without running code from it.
+
+    Args:
+        path: a file that ``torch.save`` wrote, a ``.safetensors`` file, or a folder that
+            ``save_pretrained`` of Hugging Face wrote.
+        map_location: as for :func:`torch.load`.
+
+    Raises:
+        ConfigError: The content is damaged, or of no known kind.
+        OSError: The file cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _read_folder(path, map_location)
+    with path.open("rb") as file:
+        try:
+            if path.suffix == ".safetensors":
+                return _read_safetensors(file.read(), map_location)
+            return torch.load(file, map_location=map_location, weights_only=True)
+        except Exception as error:  # a damaged archive or pickle fails in many ways
+            reason = next(iter(str(error).splitlines()), "")[:200]
+            raise ConfigError(
+                f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
+                "expected a file that torchq.save wrote, or weights"
+            ) from None
+
+
+def _read_folder(folder: Path, map_location: Any) -> dict[str, Any]:
+    for name in _WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _read_parts(folder, index, map_location)
+        if (folder / name).is_file():
+            found: dict[str, Any] = read_file(folder / name, map_location)
+            return found
+    raise ConfigError(f"load: {folder}: got no weights; expected {' or '.join(_WEIGHT_FILES)}")
+
+
+def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        paths = [folder / Path(name).name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"load: {index}: is no index of weights. The file is damaged") from None
+    found: dict[str, Any] = {}
+    for path in paths:
+        found |= read_file(path, map_location)
+    return found
+
+
+def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
+    """Return the tensors of a file in the safetensors format, version 0.
+
+    Source: https://github.com/huggingface/safetensors, section "Format" of its README.
+
+    Raises:
+        Exception: The content is damaged.
+    """
+    size = int.from_bytes(data[:8], "little")
+    header: Mapping[str, Any] = json.loads(data[8 : 8 + size])
+    body = memoryview(data)[8 + size :]
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not 0 <= start <= end <= len(body) or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: its offsets do not fit its shape")
+        tensor = torch.empty(shape, dtype=dtype)
+        if end > start:
+            content = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
+            tensor = content.view(dtype).reshape(shape)
+        found[name] = tensor if map_location is None else tensor.to(map_location)
+    return found
