@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ def test_means_of_images_run_on_integers_in_onnxruntime(tmp_path: Path, dynamo: 
     assert [node.kind for node in nodes.integer].count("QLinearGlobalAveragePool") == 2
     assert nodes.fallbacks == ()
     assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 9, 9)]).ok
+
+
+@pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+def test_modules_that_were_traced_for_a_target_export(tmp_path: Path) -> None:
+    """The concatenations of a DenseNet are found by a trace, which torch.export must not repeat."""
+    densenet = pytest.importorskip("torchvision.models.densenet")
+    x = torch.randn(2, 8, 6, 6)
+    net = densenet._DenseBlock(2, 8, bn_size=2, growth_rate=4, drop_rate=0.0).eval()
+    torchq.fuse_(net, x)
+    calibrated(net, x, target="onnxruntime", example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=True)
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
 
 
 class Pyramid(nn.Module):

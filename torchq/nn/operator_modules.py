@@ -130,7 +130,9 @@ def _traced_class(cls: type[Any]) -> type[RewrittenForward]:
     def set_attribute(self: Any, name: str, value: Any) -> None:
         is_known = name in vars(self) or hasattr(cls, name)
         super(twin, self).__setattr__(name, value)
-        if is_known and "_stale" in vars(self) and name not in (*_TRACED, "training"):
+        # torch.export hands the attributes of a module to a proxy of it, as its ``__dict__``.
+        unrelated = (*_TRACED, "training", "__dict__")
+        if is_known and "_stale" in vars(self) and name not in unrelated:
             self._stale = True
 
     # Exporters ask for the names of arguments, and torch.fx looks for them in the wrapped code.
