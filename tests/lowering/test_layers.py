@@ -133,7 +133,7 @@ def fallback(
 D = torchq.QuantDescriptor
 
 
-@pytest.mark.filterwarnings("ignore:.*got negative values")
+@pytest.mark.filterwarnings("ignore:.*got negative values", "ignore:.*but the input is not")
 @pytest.mark.parametrize(
     ("layer", "shape", "descriptors", "reason"),
     [

@@ -253,3 +253,15 @@ def test_other_dtypes(images: Tensor, dtype: torch.dtype) -> None:
     found, expected = torchq.deploy(model)(images.to(dtype)), model(images.to(dtype))
     assert found.dtype is dtype
     assert sqnr(found, expected) > (38 if dtype is torch.bfloat16 else 90)  # 8 bits of every result
+
+
+def test_an_input_that_a_target_left_float_is_named() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 4, 1)
+    model = nn.Sequential(*layers).eval()
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    with pytest.warns(UserWarning, match="the weight of 2 is quantized, but the input is not"):
+        int8 = torchq.deploy(model, x)
+    assert sqnr(int8(x), model(x)) > 40
+    assert [row.kernel for row in torchq.summary(int8).layers].count("simulated") == 1

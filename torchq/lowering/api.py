@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchq.lowering.graph.traced_module import copy_plain_attributes
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.ops.onednn import saturates
 from torchq.lowering.reference_check import ReferenceCheck, Verdict
-from torchq.lowering.registry import lower, uncalibrated
+from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
 from torchq.nn import QuantModule, RoutedModule
 from torchq.utils import copy_module, modules_with_names, set_submodule
@@ -131,6 +132,7 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
     """
     routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
     held = {id(holder) for module in routed for _, holder in module.holders()}
+    float_inputs: list[str] = []
     for names, module in list(modules_with_names(model)):
         if not isinstance(module, QuantModule) or module.is_container:
             continue
@@ -144,6 +146,8 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
             new = lower(module, reduce_range)
         if isinstance(new, str):
             log.debug("deploy: %s keeps simulating: %s", names[0], new)
+            if new == FLOAT_INPUT:
+                float_inputs.append(names[0] or type(module).__name__)
             _round_weights(module, new)
             continue
         new.eval()
@@ -153,7 +157,19 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
                 set_submodule(model, name, new)
             else:
                 model = new
+    _warn_of_float_inputs(float_inputs)
     return model
+
+
+def _warn_of_float_inputs(names: Sequence[str]) -> None:
+    """Warn about layers that run in float because their weight alone is quantized."""
+    if names:
+        warnings.warn(
+            f"deploy: the weight of {', '.join(names)} is quantized, but the input is not, so "
+            "nothing there runs on integers. A target without an integer kernel for a layer "
+            "leaves its input float. Call torchq.quantize_ without a target for torchq.deploy",
+            stacklevel=4,
+        )
 
 
 def _round_weights(module: QuantModule, reason: str) -> None:

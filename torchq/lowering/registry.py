@@ -39,13 +39,24 @@ from torchq.nn import (
 )
 from torchq.utils import Registry
 
-__all__ = ["LOWERINGS", "active", "integer_weight", "lower", "static_arguments", "uncalibrated"]
+__all__ = [
+    "FLOAT_INPUT",
+    "LOWERINGS",
+    "active",
+    "integer_weight",
+    "lower",
+    "static_arguments",
+    "uncalibrated",
+]
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
 
 #: Quantized class -> function (module, reduce_range) -> integer layer, or why there is none. An
 #: entry also serves subclasses that compute the same.
 LOWERINGS: Registry[type, Lowering] = Registry("lowering of")
+#: Why a layer with a quantized weight has no integer kernel. Placement for an ONNX target leaves
+#: inputs float where the target's runtime has no integer kernel for the layer.
+FLOAT_INPUT = "its input is not quantized"
 #: The methods by which subclasses of torch's layers compute something else.
 _FORWARD_METHODS = ("forward", "_conv_forward")
 
@@ -138,8 +149,10 @@ def static_arguments(
         reduce_range: give weights 7 bits.
     """
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
-    if x is None or w is None:
-        return f"its {'input' if x is None else 'weight'} is not quantized"
+    if w is None:
+        return "its weight is not quantized"
+    if x is None:
+        return FLOAT_INPUT
     if x.descriptor.dynamic:
         return "the range of its input is taken from each call"
     if not (x.descriptor.fake_quant and w.descriptor.fake_quant):
