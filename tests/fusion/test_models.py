@@ -142,7 +142,7 @@ def test_widely_dilated_convolutions_cost_no_memory() -> None:
     model = randomized(nn.Sequential(Pyramid()))
     with Allocations() as allocations:
         report = fuse_(model)
-    assert [fusion.kind for fusion in report.fused] == ["norm after layer"] * 2
+    assert [fusion.kind for fusion in report.fused] == ["norm after layer"] * traceable * 2
     assert (
         allocations.largest <= 64 * 64 * 9 * 2
     )  # nothing larger than a kernel as it is stored, and a little for images
@@ -243,3 +243,32 @@ def test_a_network_of_unknown_blocks() -> None:
     assert model[1].out_channels == 8
     assert type(model[1]).__name__ == "Block"
     assert error(outputs(copy.deepcopy(model), x), want) <= 1e-10
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_a_container_stays_a_container(traceable: bool) -> None:
+    """Other code may index it, which no trace of its own forward shows."""
+
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x) + x
+            if not traceable:
+                out[:, :, :0] = 0.0
+            return out
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x.to(self.body[0].weight.dtype))
+
+    torch.manual_seed(0)
+    model = randomized(Net().double())
+    x = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    want = outputs(model, x)
+    report = fuse_(model)
+    assert isinstance(model.body, Residual)
+    assert error(outputs(model, x), want) <= 1e-10
+    assert [fusion.kind for fusion in report.fused] == ["norm after layer"] * traceable

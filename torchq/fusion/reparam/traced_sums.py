@@ -27,6 +27,7 @@ from torchq.utils import copy_module, set_submodule
 
 __all__ = ["AdditionEdit", "addition_from_record", "plan_unknown_blocks"]
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MERGED = "merged"
 _MOST_LAYERS = 64  # larger modules that cannot be traced are not tried as one linear map
 
@@ -178,7 +179,7 @@ def _nested(one: str, two: str) -> bool:
 
 
 def _worth_a_look(block: nn.Module) -> bool:
-    if is_fuse_leaf(block) or type(block) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+    if is_fuse_leaf(block) or type(block) in _CONTAINERS:
         return False
     return sum(is_layer(m) or is_norm(m) for m in block.modules()) >= 2
 
@@ -210,6 +211,12 @@ class _Look:
                 path,
                 "sums linear branches in the model's own forward, which keeps its class;"
                 " put them into a module of their own",
+            )
+        if isinstance(block, _CONTAINERS):
+            return Refusal(
+                path,
+                f"sums linear branches in a {type(block).__name__}, whose items other code may"
+                " read; put the branches into a module that is no container",
             )
         if reason := block_obstacle(block) or forward_hook_kind(block):
             return Refusal(path, f"sums linear branches; {reason}")
@@ -267,7 +274,9 @@ def _plan_whole(path: str, block: nn.Module) -> AdditionEdit | None:
     """Plan one layer for a module that cannot be traced but holds only linear layers."""
     layers = [module for module in block.modules() if is_layer(module)]
     hint = geometry_of(layers[0])
-    if hint is None or hint.spatial_dims == 0 or block_obstacle(block) or forward_hook_kind(block):
+    if hint is None or hint.spatial_dims == 0 or isinstance(block, _CONTAINERS):
+        return None
+    if block_obstacle(block) or forward_hook_kind(block):
         return None
     probe = copy_module(block).cpu().double()
     try:
