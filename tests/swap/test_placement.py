@@ -329,7 +329,7 @@ def test_a_failing_conversion_leaves_the_model_float(monkeypatch: pytest.MonkeyP
     def fail(self: Any, **kwargs: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(torchq.nn.QuantCat, "_attach", fail)
+    monkeypatch.setattr(torchq.nn.QuantCat, "attach_quantizers", fail)
     with pytest.raises(RuntimeError, match="no"):
         torchq.quantize_(model, target="onnxruntime")
     assert list(model.state_dict()) == keys

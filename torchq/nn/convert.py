@@ -98,7 +98,7 @@ class QuantModule(nn.Module):
         super().__init__(*args, **kwargs)
         input = input_descriptor or QuantDescriptor()
         weight = weight_descriptor or QuantDescriptor(axis=self.channel_axis)
-        self._attach(**self.slot_descriptors(input, weight))
+        self.attach_quantizers(**self.slot_descriptors(input, weight))
 
     @classmethod
     def slots(cls) -> tuple[str, ...]:
@@ -114,8 +114,8 @@ class QuantModule(nn.Module):
         A class overrides this method where a slot needs a descriptor of its own, such as an
         unsigned one for a softmax. The first slot of a kind keeps the rule's descriptor.
         """
-        inputs = {slot: input for slot in cls.input_slots}
-        return inputs | {slot: weight for slot in cls.weight_slots}
+        inputs: dict[str, QuantDescriptor | None] = dict.fromkeys(cls.input_slots, input)
+        return inputs | dict.fromkeys(cls.weight_slots, weight)
 
     @classmethod
     def descriptor_names(cls) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class QuantModule(nn.Module):
     def on_revert(self) -> None:
         """Undo :meth:`on_convert`; called before the quantizers are removed."""
 
-    def _attach(self, **descriptors: QuantDescriptor | None) -> None:
+    def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
         """Add the quantizers; called on construction and by :func:`convert_`."""
         device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
         for slot, descriptor in descriptors.items():
@@ -151,7 +151,7 @@ class QuantModule(nn.Module):
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
         self.on_convert()
 
-    def _detach(self) -> None:
+    def detach_quantizers(self) -> None:
         """Remove the quantizers; called by :func:`revert_`."""
         self.on_revert()
         for slot in self.slots():
@@ -345,7 +345,7 @@ def convert_(
         raise QuantizationError(f"{name}: has {taken[0]} already; expected a float module")
     change_class(module, twin)
     try:
-        module._attach(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
+        module.attach_quantizers(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
     except Exception:
         for slot in twin.slots():
             if hasattr(module, f"{slot}_quantizer"):
@@ -357,7 +357,7 @@ def convert_(
 
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
-    module._detach()
+    module.detach_quantizers()
     change_class(module, type(module).float_class)
     return module
 

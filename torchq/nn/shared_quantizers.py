@@ -49,7 +49,8 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
     for path, quantizer in zip(paths, quantizers, strict=True):
         if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
             raise ConfigError(
-                f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, as {paths[0]}"
+                f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
+                f"as {paths[0]}"
             )
         if quantizer.descriptor.granularity != PerTensor():
             raise ConfigError(

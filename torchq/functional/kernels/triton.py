@@ -83,13 +83,13 @@ def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
 
 
 @triton.jit
-def _snapped(
+def _snapped(  # type: ignore[no-untyped-def]
     v,
     QUANT_MIN: tl.constexpr,
     QUANT_MAX: tl.constexpr,
     MANTISSA: tl.constexpr,
     SMALLEST: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Return the nearest grid value, ties to even; NaN passes.
 
     Adding and subtracting 1.5 * 2**23 spacings rounds to a whole spacing.

@@ -72,7 +72,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
-        """Follow the forwards of all modules below ``root`` with hooks, which end with the block."""
+        """Follow the forwards of all modules below ``root`` with hooks, until the block ends."""
         with ExitStack() as stack:
             for module in root.modules():
                 enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)

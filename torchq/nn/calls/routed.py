@@ -259,7 +259,7 @@ def route_calls_(
     routed: Any = module
     routed.calls = tuple(calls)
     try:
-        routed._attach(**({"input": input, "weight": weight} if own else {}))
+        routed.attach_quantizers(**({"input": input, "weight": weight} if own else {}))
     except Exception:
         for path in added:
             delattr(module, path)

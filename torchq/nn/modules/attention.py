@@ -133,6 +133,7 @@ class ProjectedAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the result and the attention weights, as torch's layer does."""
         name = type(self).__name__
         if query.is_nested:
             raise QuantizationError(
@@ -266,6 +267,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Return attention with quantized operands; the arguments are those of the function."""
         quantizers = tuple(getattr(self, f"{slot}_quantizer") for slot in self.input_slots)
         if all(map(is_passive, quantizers)):
             return super().forward(
@@ -366,6 +368,7 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the result and the attention weights; the arguments are those of torch."""
         passive = all(map(is_passive, self._quantizers(self.slots())))
         forward = nn.MultiheadAttention.forward if passive else ProjectedAttention.forward
         masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

@@ -55,8 +55,8 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
     """
 
     channel_axis: ClassVar[int] = 1
-    _function: ClassVar[Any]
-    _spatial: ClassVar[int]
+    convolve: ClassVar[Any]
+    spatial_dims: ClassVar[int]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         # Only zeros are padded: the constructor of the float class refuses other padding modes.
@@ -65,13 +65,13 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
             self.stride,
             self.padding,
             self.kernel_size,
-            self._spatial,
+            self.spatial_dims,
             self.dilation,
         )
         with constant_while_tracing():
             output_padding = self._output_padding(input, *shape)  # type: ignore[operator]
         x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
-        return type(self)._function(
+        return type(self).convolve(
             x,
             weight,
             self.bias,
@@ -87,18 +87,18 @@ class _QuantConvTranspose(OutputScaling, QuantModule):
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
     """Quantized :class:`torch.nn.ConvTranspose1d`; input (N, C, L) or (C, L)."""
 
-    _function, _spatial = staticmethod(F.conv_transpose1d), 1
+    convolve, spatial_dims = staticmethod(F.conv_transpose1d), 1
 
 
 @register(nn.ConvTranspose2d)
 class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
     """Quantized :class:`torch.nn.ConvTranspose2d`; input (N, C, H, W) or (C, H, W)."""
 
-    _function, _spatial = staticmethod(F.conv_transpose2d), 2
+    convolve, spatial_dims = staticmethod(F.conv_transpose2d), 2
 
 
 @register(nn.ConvTranspose3d)
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
     """Quantized :class:`torch.nn.ConvTranspose3d`; input (N, C, D, H, W) or (C, D, H, W)."""
 
-    _function, _spatial = staticmethod(F.conv_transpose3d), 3
+    convolve, spatial_dims = staticmethod(F.conv_transpose3d), 3

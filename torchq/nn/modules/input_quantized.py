@@ -46,6 +46,7 @@ class InputQuantized(QuantModule):
     weight_slots = ()
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the float forward on the quantized input."""
         return super().forward(self.input_quantizer(input), *args, **kwargs)
 
 
@@ -177,6 +178,7 @@ class QuantSiLU(InputQuantized, nn.SiLU):
             self.gate_quantizer.mode = "quantize" if enabled else "off"
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return ``x * sigmoid(x)`` of the quantized input; see :meth:`quantize_gate`."""
         gate = self.gate_quantizer
         if not isinstance(gate, TensorQuantizer) or gate.mode == "off":
             return super().forward(input)

@@ -16,6 +16,7 @@ class QuantLinear(OutputScaling, QuantModule, nn.Linear):
     """Quantized :class:`torch.nn.Linear`; input (..., in_features). The bias stays float."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the product of quantized input and quantized weight, with the bias."""
         return F.linear(self.input_quantizer(input), self.weight_quantizer(self.weight), self.bias)
 
 
@@ -32,6 +33,7 @@ class QuantBilinear(QuantModule, nn.Bilinear):
     input2_quantizer: nn.Module
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Return the bilinear product of quantized inputs and weight, with the bias."""
         input1, input2 = self.input1_quantizer(input1), self.input2_quantizer(input2)
         return F.bilinear(input1, input2, self.weight_quantizer(self.weight), self.bias)
 
@@ -50,6 +52,7 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the quantized rows of the indices in ``input``."""
         if self.max_norm is not None:
             # This look-up renormalises the table in place.
             F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
@@ -78,6 +81,7 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the reduced quantized rows; the arguments are those of torch."""
         if self.max_norm is not None:
             # This look-up renormalises the table in place.
             F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)

@@ -37,6 +37,7 @@ class Add(nn.Module):
     """The operator ``input + other`` as a module."""
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
+        """Return ``input + other``."""
         return input + other
 
 
@@ -44,6 +45,7 @@ class Mul(nn.Module):
     """The operator ``input * other`` as a module."""
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
+        """Return ``input * other``."""
         return input * other
 
 
@@ -51,6 +53,7 @@ class MatMul(nn.Module):
     """The function ``torch.matmul(input, other)`` as a module."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """Return the matrix product."""
         return torch.matmul(input, other)
 
 
@@ -66,9 +69,11 @@ class Cat(nn.Module):
         self.dim = dim
 
     def forward(self, tensors: Sequence[Tensor], dim: int | None = None) -> Tensor:
+        """Return the concatenation along ``dim``, by default :attr:`dim`."""
         return torch.cat(list(tensors), self.dim if dim is None else dim)
 
     def extra_repr(self) -> str:
+        """Return the dimension, for ``repr``."""
         return f"dim={self.dim}"
 
 
@@ -89,6 +94,7 @@ class ScaledDotProductAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Return attention; the arguments are those of the function."""
         attend = F.scaled_dot_product_attention
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -159,6 +165,7 @@ class QuantCat(QuantModule, Cat):
     weight_slots = ()
 
     def forward(self, tensors: Sequence[Tensor], dim: int | None = None) -> Tensor:
+        """Return the concatenation of the quantized tensors."""
         return super().forward(
             [_quantized(self.input_quantizer, tensor) for tensor in tensors], dim
         )

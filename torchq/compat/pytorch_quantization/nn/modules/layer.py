@@ -42,7 +42,8 @@ class LegacyLayer(QuantModule):
         """Return the quantized input and weight; scripts with own convolutions call it."""
         return self.input_quantizer(input), self.weight_quantizer(self.weight)
 
-    def _detach(self) -> None:
+    def detach_quantizers(self) -> None:
+        """Remove the quantizers, which have a leading underscore here."""
         for slot in self.slots():
             delattr(self, f"_{slot}_quantizer")
         self.__dict__.pop("_fake_quant", None)
