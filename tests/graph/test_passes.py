@@ -34,7 +34,22 @@ def drop_zeros(numbers: list[int]) -> bool:
     return changed
 
 
+def double(numbers: list[int]) -> bool:
+    """Double the numbers.
+
+    Before: numbers of
+    any kind. After: ``2 * n`` of each.
+
+    Args:
+        numbers: changed in place.
+    """
+    numbers[:] = [2 * n for n in numbers]
+    return True
+
+
 def test_a_pass_is_described_by_its_docstring() -> None:
+    described = describe_pass(double)
+    assert (described.before, described.after) == ("numbers of any kind.", "``2 * n`` of each.")
     expected = PassInfo("halve", "Halve the even numbers.", "2n\n  and more", "n")
     assert describe_pass(halve) == expected
     assert describe_pass(drop_zeros) == PassInfo("drop_zeros", "Drop zeros.", "", "")

@@ -188,5 +188,5 @@ def test_results_of_any_dtype_are_compared(
     calibrated(model, images)
     torchq.deploy(model, images)
     model.sign = -1
-    with pytest.raises(torchq.errors.ExportError, match="result 0 differs. Pass fuse=False"):
+    with pytest.raises(torchq.errors.ExportError, match=r"result 0 differs\. Pass fuse=False"):
         torchq.deploy(model, images)

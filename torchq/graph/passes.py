@@ -1,7 +1,7 @@
 """The shared meaning of "pass": a plain function that rewrites a graph.
 
 A pass states in its docstring which pattern it needs (its precondition) and what it leaves (its
-postcondition), as two small pictures::
+postcondition), as two small pictures or sentences::
 
     def cancel_qdq(editor: GraphEditor, node: fx.Node) -> bool:
         '''Cancel a Dequantize whose result is quantized to the same codes.
@@ -22,6 +22,8 @@ program can list them with :func:`describe_pass` and run them with :func:`run_to
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +55,8 @@ def describe_pass(function: Callable[..., Any]) -> PassInfo:
     """Return what the docstring of a pass says about it.
 
     Args:
-        function: a pass, with a docstring that has a ``Before::`` and an ``After::`` picture.
+        function: a pass, whose docstring has a ``Before::`` and an ``After::`` picture, or
+            sentences that start with ``Before:`` and ``After:``.
 
     Returns:
         The description; a part that the docstring lacks is an empty string.
@@ -62,22 +65,19 @@ def describe_pass(function: Callable[..., Any]) -> PassInfo:
     return PassInfo(
         name=getattr(function, "__name__", type(function).__name__),
         summary=text.partition("\n")[0],
-        before=_picture(text, "Before::"),
-        after=_picture(text, "After::"),
+        before=_condition(text, "Before"),
+        after=_condition(text, "After"),
     )
 
 
-def _picture(text: str, title: str) -> str:
-    """Return the indented block below the line ``title``."""
+def _condition(text: str, title: str) -> str:
+    """Return the indented block below ``title::``, or the sentences after ``title:``."""
     lines = iter(text.splitlines())
-    if not any(line.strip() == title for line in lines):
-        return ""
-    block: list[str] = []
-    for line in lines:
-        if line and not line.startswith(" "):
-            break
-        block.append(line)
-    return textwrap.dedent("\n".join(block)).strip("\n")
+    if any(line.strip() == f"{title}::" for line in lines):
+        block = itertools.takewhile(lambda line: not line or line.startswith(" "), lines)
+        return textwrap.dedent("\n".join(block)).strip("\n")
+    found = re.search(rf"\b{title}: (.+?)(?=\s+(?:Before|After):|\n\n|\Z)", text, re.DOTALL)
+    return "" if found is None else " ".join(found.group(1).split())
 
 
 def run_to_fixpoint(passes: Sequence[Pass], apply: Callable[[Pass], bool]) -> None:
