@@ -37,7 +37,7 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
         MissingExtraError: scikit-learn is not installed.
     """
     try:
-        from sklearn.datasets import load_digits as read
+        from sklearn.datasets import load_digits as read  # noqa: PLC0415
     except ImportError:
         raise MissingExtraError(
             "torchq demo needs scikit-learn, which is not installed. Run pip install 'torchq[demo]'"

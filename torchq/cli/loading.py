@@ -82,7 +82,7 @@ def load_model(name: str, weights: str | None) -> nn.Module:
 
 def _torchvision(name: str) -> nn.Module:
     try:
-        from torchvision import models
+        from torchvision import models  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
             f"--model torchvision:{name}: torchvision cannot be imported ({error}); "
@@ -184,7 +184,7 @@ def load_batches(name: str, images: Images) -> Iterable[Any]:
 
 def _image_batches(folder: Path, images: Images) -> Iterator[Tensor]:
     """Yield the images of a folder as batches (N, 3, size, size), float32, read one by one."""
-    from torchvision import transforms as T
+    from torchvision import transforms as T  # noqa: PLC0415
 
     paths = evenly_ordered(folder, images.seed)
     if not paths:
@@ -221,7 +221,7 @@ def evenly_ordered(folder: Path, seed: int) -> list[Path]:
 
 
 def _read_image(path: Path) -> Any:
-    from PIL import Image
+    from PIL import Image  # noqa: PLC0415
 
     try:
         with Image.open(path) as image:

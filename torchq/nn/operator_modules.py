@@ -183,7 +183,7 @@ def _has_other_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     given = signature.bind_partial(module, *args, **kwargs).arguments
     different = [
         name
-        for name, default in module._constants
+        for name, default in module._constants  # noqa: SLF001
         if name in given and (given[name] is not default and not _equal(given[name], default))
     ]
     if different:
@@ -334,7 +334,7 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
     change_class(module, twin)
     rewritten: Any = module
     try:
-        rewritten._set_replacements(replacements)
+        rewritten._set_replacements(replacements)  # noqa: SLF001
     except BaseException:
         for name in ("replacements", "replaced_sites", *_TRACED):
             vars(module).pop(name, None)

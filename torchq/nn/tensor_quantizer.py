@@ -46,17 +46,20 @@ class TensorQuantizer(SignChoice, nn.Module):
 
     Args:
         descriptor: how to quantize.
-        mode: ``"off"`` (pass through), ``"observe"`` (feed the calibrator), ``"quantize"`` or ``"observe+quantize"``.
+        mode: ``"off"`` (pass through), ``"observe"`` (feed the calibrator), ``"quantize"`` or
+            ``"observe+quantize"``.
         device: where amax lives.
 
     Attributes:
-        amax: the range, a float32 buffer whatever the model's dtype (a parameter with ``learn_amax``), of the granularity's
-            :meth:`~torchq.formats.Granularity.amax_shape`. It exists from construction and holds no element until it is
-            known; loading a state dict adopts the shape found there. As long as it is empty, and always with
+        amax: the range, a float32 buffer whatever the model's dtype (a parameter with
+            ``learn_amax``), of the granularity's :meth:`~torchq.formats.Granularity.amax_shape`.
+            It exists from construction and holds no element until it is known; loading a state
+            dict adopts the shape found there. As long as it is empty, and always with
             ``descriptor.dynamic``, each call takes the range of its own data.
         unsigned: with ``QuantDescriptor(unsigned="auto")`` a 0-d int8 buffer: -1 while calibration
             has not chosen the sign, then 0 or 1. :attr:`descriptor` holds the choice.
-        pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off (SmoothQuant).
+        pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off
+            (SmoothQuant).
         quantizing, observing: the two switches that :attr:`mode` names.
         name: the dotted path in the model, for error texts; set by :func:`torchq.quantize_`.
 
@@ -95,9 +98,10 @@ class TensorQuantizer(SignChoice, nn.Module):
         self.register_buffer("pre_quant_scale", None)
         self._prepare_sign(device)
         if self._search is None:
-            self._make_calibrator()  # an unknown calib_method is an error now, not at the first batch
+            self._make_calibrator()  # An unknown calib_method is an error at once.
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` scaled, observed and quantized, as the switches say."""
         if self.pre_quant_scale is not None:
             x = x * self.pre_quant_scale.to(x.dtype)
         if self.observing:
@@ -105,17 +109,18 @@ class TensorQuantizer(SignChoice, nn.Module):
         if not self.quantizing:
             return x
         d = self.descriptor
-        function = (
-            quantize
-            if not d.fake_quant
-            else learned_fake_quantize
-            if d.learn_amax
-            else fake_quantize
-        )
+        function: Callable[..., Tensor]
+        if not d.fake_quant:
+            function = quantize
+        else:
+            function = learned_fake_quantize if d.learn_amax else fake_quantize
         return function(x, self.range_for(x), d.format, d.granularity, d.block_scale_format)
 
     def range_for(self, x: Tensor) -> Tensor:
-        """The amax that a call on ``x`` quantizes with: the calibrated one, or that of ``x``; times ``scale_amax``."""
+        """Return the amax that a call on ``x`` quantizes with.
+
+        It is the calibrated one, or that of ``x``, times ``scale_amax``.
+        """
         d = self.descriptor
         if self.calibrated and not d.dynamic:
             scaled = (
@@ -126,7 +131,8 @@ class TensorQuantizer(SignChoice, nn.Module):
             amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if scaled else self.amax
         elif torch.onnx.is_in_onnx_export():
             raise ExportError(
-                f"{self.name or 'TensorQuantizer'}: has no calibrated range to export; expected a fixed amax. {_CALIBRATE}"
+                f"{self._label}: has no calibrated range to export; expected a fixed amax. "
+                f"{_CALIBRATE}"
             )
         else:
             amax = reduce_amax(x, d.granularity)
@@ -135,6 +141,11 @@ class TensorQuantizer(SignChoice, nn.Module):
     def _range_gradient_scale(self, x: Tensor) -> float:
         with constant_while_tracing():
             return range_gradient_scale(x.numel(), self.amax.numel(), self.descriptor.format)
+
+    @property
+    def _label(self) -> str:
+        """The path for error texts."""
+        return self.name or "TensorQuantizer"
 
     @property
     def mode(self) -> str:
@@ -149,13 +160,13 @@ class TensorQuantizer(SignChoice, nn.Module):
     def mode(self, mode: str) -> None:
         if mode not in _MODES:
             raise ConfigError(
-                f"{self.name or 'TensorQuantizer'}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
+                f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
             )
         self.observing, self.quantizing = _MODES[mode]
 
     @property
     def calibrated(self) -> bool:
-        """Whether amax is known (no host sync)."""
+        """True if amax is known; the host does not wait."""
         with constant_while_tracing():
             return bool(self.amax.numel())
 
@@ -176,7 +187,7 @@ class TensorQuantizer(SignChoice, nn.Module):
         """
         if not self.calibrated:
             raise CalibrationError(
-                f"{self.name or 'TensorQuantizer'}: the scale is not known; expected a calibrated amax. {_CALIBRATE}"
+                f"{self._label}: the scale is not known; expected a calibrated amax. {_CALIBRATE}"
             )
         d = self.descriptor
         amax = self.amax.detach() if d.scale_amax is None else self.amax.detach() * d.scale_amax
@@ -184,7 +195,9 @@ class TensorQuantizer(SignChoice, nn.Module):
         return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def set_amax(self, value: Any) -> None:
-        """Set the range from a number, nested sequence, array or tensor; copied, kept as float32 on amax's device.
+        """Set the range from a copy of a number, nested sequence, array or tensor.
+
+        It is kept as float32 on the device of amax.
 
         Raises:
             ConfigError: negative or not finite (one host sync; this is not for the hot path).
@@ -196,9 +209,7 @@ class TensorQuantizer(SignChoice, nn.Module):
                 .to(device=self.amax.device, dtype=torch.float32, copy=True)
             )
             if not new.is_meta and not bool(((new >= 0) & (new < torch.inf)).all()):
-                raise ConfigError(
-                    f"{self.name or 'TensorQuantizer'}: got amax {value}; expected finite numbers >= 0"
-                )
+                raise ConfigError(f"{self._label}: got amax {value}; expected finite numbers >= 0")
             self._adopt(new)
 
     def _adopt(self, new: Tensor) -> None:
@@ -229,7 +240,7 @@ class TensorQuantizer(SignChoice, nn.Module):
         try:
             self.calibrator.collect(x.detach())
         except CalibrationError as error:
-            raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
+            raise CalibrationError(f"{self._label}: {error}") from None
 
     def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
         d = self.given_descriptor
@@ -243,7 +254,7 @@ class TensorQuantizer(SignChoice, nn.Module):
                 calibrator.track_negative()
             return calibrator
         except ConfigError as error:
-            raise ConfigError(f"{self.name or 'TensorQuantizer'}: {error}") from None
+            raise ConfigError(f"{self._label}: {error}") from None
 
     @property
     def _search(self) -> Callable[..., Tensor] | None:
@@ -256,12 +267,16 @@ class TensorQuantizer(SignChoice, nn.Module):
         self.observing = True
 
     def finish_calibration(self, **options: Any) -> None:
-        """Set amax from what was observed, and drop the calibrator. ``options`` go to ``compute_amax``.
+        """Set amax from the statistics, and drop the calibrator.
+
+        Args:
+            options: go to ``compute_amax``.
 
         Raises:
-            CalibrationError: nothing was observed, or NaN or infinite values were; amax stays as it was.
+            CalibrationError: nothing was observed, or NaN or infinite values were; amax stays as
+                it was.
         """
-        where = self.name or "TensorQuantizer"
+        where = self._label
         if self.calibrator is None or not self.calibrator.seen:
             raise CalibrationError(
                 f"{where}: has not seen any tensor; expected at least one batch in mode 'observe'"
@@ -291,7 +306,9 @@ class TensorQuantizer(SignChoice, nn.Module):
             )
 
     def calibrate_on(self, x: Tensor) -> None:
-        """Set amax from one tensor (a weight), by the descriptor's method; ``"mse"`` tries ranges out on the tensor itself.
+        """Set amax from one tensor, such as a weight, by the descriptor's method.
+
+        A method with a search, such as ``"mse"``, tries ranges on the tensor itself.
 
         Raises:
             CalibrationError: NaN or infinite values; amax stays as it was.
@@ -303,7 +320,7 @@ class TensorQuantizer(SignChoice, nn.Module):
                     self._search(x, d.format, d.granularity, scale_format=d.block_scale_format)
                 )
             except CalibrationError as error:
-                raise CalibrationError(f"{self.name or 'TensorQuantizer'}: {error}") from None
+                raise CalibrationError(f"{self._label}: {error}") from None
             return
         observing, pending = self.observing, self.calibrator
         self.start_calibration()
@@ -314,7 +331,8 @@ class TensorQuantizer(SignChoice, nn.Module):
             self.observing, self.calibrator = observing, pending
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
-        # .half() and .to(bfloat16) must not round the range: only the device of the result is taken over.
+        # .half() and .to(bfloat16) must not round the range: only the device of the result is
+        # taken over.
         before = self.amax.detach()
         super()._apply(fn, recurse)
         if self.amax.dtype is not torch.float32:
@@ -344,6 +362,7 @@ class TensorQuantizer(SignChoice, nn.Module):
             self._adopt_loaded_sign(prefix, args[4])
 
     def extra_repr(self) -> str:
+        """Return the descriptor, the range and the mode."""
         if self.descriptor.dynamic:
             known = "amax=dynamic"
         elif not self.calibrated:

@@ -68,7 +68,7 @@ def quantize_(
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
         >>> print(torchq.quantize_(model))
         module  type    what                                                   rule
-        0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:torch.nn.modules.conv.Conv[123]d
+        0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
         1 quantized, 0 skipped, recipe int8
         >>> type(model[0]).__name__
         'QuantConv2d'

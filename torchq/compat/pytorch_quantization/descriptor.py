@@ -191,7 +191,7 @@ class ScaledQuantDescriptor:
 
 def _yaml() -> Any:
     try:
-        import yaml
+        import yaml  # noqa: PLC0415
     except ImportError:
         raise MissingExtraError(
             "QuantDescriptor YAML: PyYAML is not installed; expected it. Run pip install PyYAML"

@@ -262,7 +262,7 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         layer: Int8Layer = self
         if smallest >= 0 and self.input_qparams.zero_point and self.pre_quant_scale is None:
             layer = self._kernel(_UNSIGNED, self._make_unsigned)
-        return layer, layer._quantize(x)
+        return layer, layer._quantize(x)  # noqa: SLF001
 
     def _make_unsigned(self) -> Int8Layer:
         twin = self.variant()

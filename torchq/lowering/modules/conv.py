@@ -73,7 +73,7 @@ class Int8Conv(Int8Layer):
             return self._convolve(x, residual)
         layer, codes = self.input_codes(x)
         assert isinstance(layer, Int8Conv)
-        return layer._convolve(codes, residual)
+        return layer._convolve(codes, residual)  # noqa: SLF001
 
     def _convolve(self, codes: Tensor, residual: Tensor | None = None) -> Tensor:
         if not eager(codes):

@@ -148,7 +148,7 @@ class Int8ConvTranspose(Int8Conv):
             return self._transposed(x, output_size)
         layer, codes = self.input_codes(x)
         assert isinstance(layer, Int8ConvTranspose)
-        return layer._transposed(codes, output_size)
+        return layer._transposed(codes, output_size)  # noqa: SLF001
 
     def _transposed(self, x: Tensor, output_size: Sequence[int] | None) -> Tensor:
         lengths = x.shape[-len(self.axes) :]

@@ -34,7 +34,7 @@ class Int8Linear(Int8Layer):
             return self._compute(x)
         layer, codes = self.input_codes(x)
         assert isinstance(layer, Int8Linear)
-        return layer._compute(codes)
+        return layer._compute(codes)  # noqa: SLF001
 
     def _compute(self, codes: Tensor) -> Tensor:
         if not eager(codes):

@@ -53,7 +53,7 @@ class _ConstructorOfConvNd(_utils.QuantMixin):
             quant_desc_weight or given[1] or self.default_quant_desc_weight,
         )
 
-    _quant = LegacyLayer._quant
+    _quant = LegacyLayer._quant  # noqa: SLF001
 
 
 class _QuantConvNd(_ConstructorOfConvNd, _ConvNd):
