@@ -35,14 +35,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     torchq.fuse_(model, test.images[:4])
     with Reporter("accuracy_few_bits", options.out) as report:
 
-        def row(case: str, config: QuantConfig | None, **calibrate: object) -> None:
+        def row(
+            case: str, config: QuantConfig | None, correct: str | None = None, **calibrate: object
+        ) -> None:
             quantized = copy.deepcopy(model)
             if config is not None:
                 torchq.quantize_(quantized, config)
                 torchq.calibrate(quantized, calibration, progress=False, **calibrate)
+            if correct is not None:
+                torchq.ptq.correct_bias_(quantized, calibration, method=correct, progress=False)
             found = round(accuracy(logits(quantized, test), test), 4)
             name = None if config is None else config.name
-            report.value(case=case, recipe=name, **calibrate, accuracy=found)
+            report.value(case=case, recipe=name, bias=correct, **calibrate, accuracy=found)
 
         row("fp32", None)
         for case, choices in _CHOICES.items():
@@ -51,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for method in _INPUT_METHODS:
                 row("activations", integer(4, bits, first_last=8), method=method)
             row("activations", integer(4, bits, first_last=8), method="lp", power=3.0)
-        for widths in ((4, 8), (3, 4), (2, 4)):
+        for widths in ((4, 8), (4, 4), (3, 4), (2, 4)):
             for method in ("max", "mse"):
                 config = integer(*widths, first_last=8, weight_method=method)
-                row(f"weights by {method}", config)
+                for correct in (None, "empirical", "analytic"):
+                    row(f"weights by {method}", config, correct)
 
 
 if __name__ == "__main__":

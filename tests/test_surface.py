@@ -16,7 +16,7 @@ PROMISED: dict[str, str] = {
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
         TensorQuantizer __version__ calib calibrate deploy disabled errors export_onnx
         formats freeze_ from_onnx frontends functional fuse_ fusion inspect_onnx is_quantized load load_model nn
-        onnx patch plan qat quantize_ recipes register restore_ save summary targets
+        onnx patch plan ptq qat quantize_ recipes register restore_ save summary targets
         verify_onnx workflow
     """,
     "torchq.errors": """

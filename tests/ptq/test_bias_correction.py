@@ -1,0 +1,193 @@
+"""Bias correction against the equations of Nagel et al. (2019), section 4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import CalibrationError, ConfigError
+from torchq.ptq import correct_bias_
+
+W3 = torchq.recipes.integer(3, 4)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=4, stride=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
+        nn.Flatten(),
+        nn.Linear(4 * 6 * 6, 5),
+    ).eval()
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(8, 3, 8, 8, generator=generator) for _ in range(count)]
+
+
+def calibrated(model: nn.Module | None = None, config: Any = W3) -> Any:
+    model = model or net()
+    torchq.quantize_(model, config)
+    torchq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def channel_means(model: nn.Module, index: int) -> Tensor:
+    """Return the mean output of each channel of one layer over all batches."""
+    with torch.no_grad():
+        out = model[: index + 1](torch.cat(batches())).double()  # type: ignore[index]
+    return out.movedim(-1 if out.dim() == 2 else 1, 0).flatten(1).mean(1)
+
+
+LAYERS = (0, 2, 4, 6)
+
+
+def test_the_mean_of_every_channel_becomes_that_of_the_float_model() -> None:
+    """E[y] = E[quantized y] holds for each layer on the corrected layers before it."""
+    floats, model = net(), calibrated()
+    before = [(channel_means(model, i) - channel_means(floats, i)).abs().max() for i in LAYERS]
+    report = correct_bias_(model, batches(), progress=False)
+    assert list(report.corrections) == ["0", "2", "4", "6"] and report.skipped == {}
+    assert report.batches == 3
+    for i, shift in zip(LAYERS, before, strict=True):
+        expected = channel_means(floats, i)
+        # The bias is float32, so a mean is exact to a few units in its last place.
+        torch.testing.assert_close(channel_means(model, i), expected, rtol=0, atol=1e-6)
+        assert shift > 1e-3
+    assert all(change > 0 for change in report.corrections.values())
+    assert "4 biases from 3 batches" in str(report)
+
+
+def test_layers_after_a_correction_see_it() -> None:
+    """One layer after the other differs from correcting all of them at once."""
+    model, at_once, floats = calibrated(), calibrated(), net()
+    shifts = {i: channel_means(floats, i) - channel_means(at_once, i) for i in LAYERS}
+    correct_bias_(model, batches(), progress=False)
+    torch.testing.assert_close(model[0].bias, at_once[0].bias + shifts[0].float())
+    assert not torch.allclose(model[6].bias, at_once[6].bias + shifts[6].float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_analytic_takes_back_the_weight_error_times_the_mean_input(index: int) -> None:
+    """Equation 17 of the paper: the shift is (quantized weight - weight) * E[x]."""
+    model, floats = calibrated(), net()
+    before = model[index].bias.detach().clone()
+    layer = model[index]
+    error = (layer.weight_quantizer(layer.weight) - layer.weight).detach().double()
+    with torch.no_grad():
+        x = floats[:index](torch.cat(batches())).double()
+    mean = x.mean((0, 2, 3))
+    per_group = 8 // layer.groups
+    shift = torch.stack(
+        [
+            sum(
+                error[o, c].sum() * mean[(o // per_group) * layer.weight.shape[1] + c]
+                for c in range(layer.weight.shape[1])
+            )
+            for o in range(8)
+        ]
+    )
+    report = correct_bias_(model, batches(), method="analytic", progress=False)
+    torch.testing.assert_close(layer.bias.detach().double(), before - shift, rtol=0, atol=1e-6)
+    assert list(report.corrections) == ["0", "2", "6"]
+    assert report.skipped == {"4": "the analytic method leaves transposed convolutions alone"}
+
+
+def test_analytic_is_exact_for_a_linear_layer_with_rounded_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4))
+    data = [torch.rand(32, 6)]
+    expected = model(data[0]).mean(0)
+    torchq.quantize_(model, torchq.recipes.integer(2, None))
+    torchq.calibrate(model, data, progress=False)
+    assert not torch.allclose(model(data[0]).mean(0), expected, atol=1e-3)
+    correct_bias_(model, data, method="analytic", progress=False)
+    torch.testing.assert_close(model(data[0]).mean(0), expected, rtol=0, atol=1e-6)
+
+
+def test_generators_are_read_once() -> None:
+    model, again = calibrated(), calibrated()
+
+    def stream() -> Iterator[Tensor]:
+        yield from batches(5)
+        raise AssertionError("read too far")
+
+    report = correct_bias_(model, stream(), num_batches=3, progress=False)
+    correct_bias_(again, batches(), progress=False)
+    assert report.batches == 3
+    assert all(torch.equal(model[i].bias, again[i].bias) for i in LAYERS)
+
+
+def test_modes_and_ranges_stay() -> None:
+    model = calibrated()
+    model.train()
+    model[2].input_quantizer.mode = "off"
+    before = {name: t.clone() for name, t in model.state_dict().items() if "bias" not in name}
+    correct_bias_(model, batches(), progress=False)
+    assert model.training and model[2].input_quantizer.mode == "off"
+    assert model[0].weight_quantizer.mode == "quantize"
+    assert all(torch.equal(before[name], model.state_dict()[name]) for name in before)
+
+
+def test_layers_that_are_left_alone_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bare, self.used, self.unused = (
+                nn.Linear(4, 4, bias=False),
+                nn.Linear(4, 4),
+                nn.Linear(4, 4),
+            )
+            self.pair = nn.Bilinear(4, 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.used(self.bare(x))
+            return self.pair(x, x)
+
+    model, data = Net(), [torch.rand(8, 4)]
+    torchq.quantize_(model, W3)
+    torchq.calibrate(model, data, on_unseen="disable", progress=False)
+    report = correct_bias_(model, data, progress=False)
+    assert list(report.corrections) == ["used"]
+    assert report.skipped == {
+        "bare": "it has no bias; fuse BatchNorm first, or build it with one",
+        "unused": "no batch reached it",
+        "pair": "QuantBilinear is no convolution or linear layer",
+    }
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = calibrated()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    bad = batches()
+    bad[1][0, 0, 0, 0] = torch.nan
+    with pytest.raises(CalibrationError, match="correct_bias_: 0: got NaN or infinite values"):
+        correct_bias_(model, bad, progress=False)
+    with pytest.raises(CalibrationError, match="correct_bias_: got no batch; expected at least"):
+        correct_bias_(model, [], progress=False)
+    with pytest.raises(ConfigError, match="got method='magic'; expected 'empirical' or 'analyt"):
+        correct_bias_(model, bad, method="magic")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got no quantized layer with a bias"):
+        correct_bias_(net(), bad)
+    runs = 0
+
+    def interrupted(model: nn.Module, batch: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 8:  # Three float batches, three for the first layer, then the second.
+            raise KeyboardInterrupt
+        return model(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        correct_bias_(model, batches(), forward=interrupted, progress=False)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())

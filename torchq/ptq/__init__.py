@@ -1,0 +1,9 @@
+"""Post-training algorithms that win back accuracy without training.
+
+Each function works in place on a quantized model and returns a report that names what it treated
+and what it could not. May import workflow and below.
+"""
+
+from torchq.ptq.bias_correction import BiasReport, correct_bias_
+
+__all__ = ["BiasReport", "correct_bias_"]

@@ -1,0 +1,284 @@
+"""Bias correction: remove the mean error that quantization adds to the output of a layer.
+
+Rounding the weights of an output channel, and rounding or clipping its input, shifts the mean of
+the channel. The bias can take this shift back at no cost.
+
+Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction
+(ICCV 2019), section 4.2 and appendix D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import CalibrationError, ConfigError
+from torchq.graph import Forward, call_model
+from torchq.nn import QuantModule
+from torchq.utils import device_of, evaluating, progress_bar, table
+from torchq.workflow import quantizers
+
+__all__ = ["BiasReport", "correct_bias_"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+
+
+@dataclass(frozen=True)
+class BiasReport:
+    """The result of :func:`correct_bias_`.
+
+    Attributes:
+        corrections: path of each layer whose bias changed -> the root mean square of the change
+            over that of the mean outputs of its channels.
+        skipped: path of each quantized layer that was left alone -> the reason.
+        batches: the number of batches that were read.
+    """
+
+    corrections: Mapping[str, float]
+    skipped: Mapping[str, str]
+    batches: int
+
+    def __str__(self) -> str:
+        rows = [("layer", "change of the bias, relative to the mean output")]
+        rows += [(name, f"{change:.2%}") for name, change in self.corrections.items()]
+        rows += [(name, f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
+        return f"{table(rows)}\n{len(self.corrections)} biases from {self.batches} batches"
+
+
+def correct_bias_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    method: Literal["empirical", "analytic"] = "empirical",
+    num_batches: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> BiasReport:
+    """Correct the biases of the quantized layers of ``model``, in place; no labels are needed.
+
+    Calibrate first. Layers are corrected in the order in which they run. A call that fails or is
+    interrupted changes nothing.
+
+    Args:
+        model: a calibrated model whose BatchNorms are fused (:func:`torchq.fuse_`).
+        batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
+            They are read several times, so an iterator is kept in memory as a list.
+        method: ``"empirical"`` compares the mean outputs of the float and of the quantized model,
+            one layer after the other, so that each layer also takes back what the layers before
+            it add. It reads the batches once for each layer. ``"analytic"`` computes the shift
+            ``(quantized weight - weight) * mean input``, which rounding the weights alone makes;
+            it reads the batches once, and leaves ConvTranspose layers alone.
+        num_batches: the number of batches to read; default all.
+        forward: called as ``forward(model, batch)`` in place of the model.
+        progress: show a progress bar.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: the model has no quantized layer with a bias, or the method is unknown.
+        CalibrationError: there is no batch, or an output is NaN or infinite.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+        >>> _ = torchq.quantize_(model, torchq.recipes.integer(3, 8))
+        >>> batches = [torch.rand(16, 4)]
+        >>> _ = torchq.calibrate(model, batches, progress=False)
+        >>> torchq.ptq.correct_bias_(model, batches, progress=False).batches
+        1
+    """
+    if method not in ("empirical", "analytic"):
+        raise ConfigError(
+            f"correct_bias_: got method={method!r}; expected 'empirical' or 'analytic'"
+        )
+    layers, skipped = _find_layers(model, method)
+    stream = _Stream(model, batches, num_batches, forward, progress)
+    with torch.no_grad(), evaluating(model), _biases_restored_on_error(layers):
+        with _all_off(model):
+            float_means = stream.means(layers, of_inputs=method == "analytic")
+        reached = {name: layers[name] for name in float_means}
+        skipped |= dict.fromkeys(layers.keys() - reached.keys(), "no batch reached it")
+        corrections = {}
+        for name, layer in reached.items():
+            if method == "empirical":
+                found = stream.means({name: layer}, of_inputs=False)[name]
+                change = float_means[name] - found
+                size = float_means[name]
+            else:
+                change = -_weight_error(layer, float_means[name])
+                size = _mean_output(layer, float_means[name])
+            layer.bias += change.to(layer.bias)
+            corrections[name] = _root_mean_square(change) / max(_root_mean_square(size), 1e-30)
+    ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
+    return BiasReport(corrections, ordered, stream.count)
+
+
+def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the layers to correct, and the reasons why other quantized layers are not."""
+    layers: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantModule) or not list(module.quantized_weights()):
+            continue
+        if not isinstance(module, _LAYERS):
+            skipped[name] = f"{type(module).__name__} is no convolution or linear layer"
+        elif module.bias is None:
+            skipped[name] = "it has no bias; fuse BatchNorm first, or build it with one"
+        elif method == "analytic" and isinstance(module, _TRANSPOSED):
+            skipped[name] = "the analytic method leaves transposed convolutions alone"
+        else:
+            layers[name] = module
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ConfigError(
+            f"correct_bias_: got no quantized layer with a bias ({reasons or 'none quantized'}); "
+            "expected a calibrated model"
+        )
+    return layers, skipped
+
+
+class _Reached(Exception):
+    """Ends a forward pass once the layer of interest has run."""
+
+
+@dataclass
+class _Stream:
+    """The batches and how they are run."""
+
+    model: nn.Module
+    batches: Iterable[Any]
+    num_batches: int | None
+    forward: Forward | None
+    progress: bool
+    count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            self.batches = list(islice(self.batches, self.num_batches))
+
+    def means(self, layers: Mapping[str, nn.Module], *, of_inputs: bool) -> dict[str, Tensor]:
+        """Return the float64 mean of each channel of the layers that run, in running order.
+
+        Args:
+            layers: with a single layer, the passes end after it.
+            of_inputs: True for the inputs of the layers, False for their outputs.
+        """
+        sums: dict[str, _Mean] = {}
+        device, self.count = device_of(self.model), 0
+        with ExitStack() as stack:
+            for name, layer in layers.items():
+                hook = _mean_hook(sums, name, of_inputs, stop=len(layers) == 1)
+                stack.callback(layer.register_forward_hook(hook).remove)
+            chosen = islice(self.batches, self.num_batches)
+            what = next(iter(layers)) if len(layers) == 1 else "float model"
+            for batch in progress_bar(
+                chosen, description=f"correct_bias_: {what}", total=None, enabled=self.progress
+            ):
+                try:
+                    call_model(self.model, batch, forward=self.forward, device=device)
+                except _Reached:
+                    pass
+                self.count += 1
+        if not self.count:
+            raise CalibrationError("correct_bias_: got no batch; expected at least one")
+        return {name: mean.value(name) for name, mean in sums.items()}
+
+
+class _Mean:
+    """The running mean of each channel."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.number = 0
+
+    def add(self, x: Tensor, channel_axis: int) -> None:
+        """Add all positions of ``x``."""
+        rows = x.detach().movedim(channel_axis, 0).flatten(1).double()
+        total = rows.sum(1)
+        self.total = total if self.total is None else self.total + total
+        self.number += rows.shape[1]
+
+    def value(self, name: str) -> Tensor:
+        """Return the mean.
+
+        Raises:
+            CalibrationError: it is NaN or infinite.
+        """
+        assert self.total is not None
+        mean = self.total / max(self.number, 1)
+        if not bool(mean.isfinite().all()):
+            raise CalibrationError(
+                f"correct_bias_: {name}: got NaN or infinite values; expected finite ones. "
+                "Check the input and the layers before"
+            )
+        return mean
+
+
+def _mean_hook(sums: dict[str, _Mean], name: str, of_inputs: bool, stop: bool) -> Any:
+    """Return a forward hook that adds the input or output of a layer to its mean."""
+
+    def hook(layer: Any, args: tuple[Any, ...], out: Tensor) -> None:
+        x = args[0] if of_inputs else out
+        axis = -1 if isinstance(layer, nn.Linear) else x.dim() - 1 - layer.weight.dim() + 2
+        sums.setdefault(name, _Mean()).add(x, axis)
+        if stop:
+            raise _Reached
+
+    return hook
+
+
+def _weight_error(layer: Any, mean_input: Tensor) -> Tensor:
+    """Return the mean shift of the outputs that rounding the weights makes."""
+    ((quantizer, weight),) = layer.quantized_weights()
+    return _apply(layer, (quantizer(weight) - weight).double(), mean_input)
+
+
+def _mean_output(layer: Any, mean_input: Tensor) -> Tensor:
+    """Return the mean output of the float layer, without padding."""
+    return _apply(layer, layer.weight.double(), mean_input) + layer.bias.double()
+
+
+def _apply(layer: Any, weight: Tensor, mean_input: Tensor) -> Tensor:
+    """Return the product of a weight and the mean of each input channel, (out,)."""
+    per_channel = weight.flatten(2).sum(2) if weight.dim() > 2 else weight
+    groups = getattr(layer, "groups", 1)
+    rows = per_channel.view(groups, -1, per_channel.shape[1])
+    return (rows @ mean_input.view(groups, -1, 1)).flatten()
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+@contextmanager
+def _all_off(model: nn.Module) -> Iterator[None]:
+    """Turn all quantizers off; give them their modes back at the end."""
+    before = [(quantizer, quantizer.mode) for quantizer in quantizers(model).values()]
+    try:
+        for quantizer, _ in before:
+            quantizer.mode = "off"
+        yield
+    finally:
+        for quantizer, mode in before:
+            quantizer.mode = mode
+
+
+@contextmanager
+def _biases_restored_on_error(layers: Mapping[str, Any]) -> Iterator[None]:
+    """Bring the old biases back if anything ends the block early."""
+    before = [(layer.bias, layer.bias.detach().clone()) for layer in layers.values()]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for bias, value in before:
+                bias.copy_(value)
+        raise
