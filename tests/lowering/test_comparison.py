@@ -162,6 +162,54 @@ def test_a_block_in_two_places_is_fused_once_for_each(images: Tensor) -> None:
         assert sqnr(torchq.deploy(model, example)(images), model(images)) > 40
 
 
+class Selecting(nn.Module):
+    """Returns as many values as quantization leaves above a threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).flatten()
+        return y[y > 0.1]
+
+
+def test_results_may_have_another_size_without_quantization(images: Tensor) -> None:
+    model = calibrated(Selecting(), images)
+    expected = model(images)
+    with torchq.disabled(model):
+        assert model(images).shape != expected.shape
+    torch.testing.assert_close(torchq.deploy(model, images)(images), expected)
+
+
+class Faking(nn.Module):
+    """Returns zeros, and one more of them while it is traced, or as many tensors."""
+
+    def __init__(self, extra: float, more: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.extra, self.more = extra, more
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.conv(x) * 0
+        return (y,) if type(y) is Tensor else (y + self.extra,) * (1 + self.more)
+
+
+@pytest.mark.parametrize(
+    ("extra", "more", "expected"),
+    [
+        (1.0, 0, "result 0 has relative error inf against the simulation"),
+        (0.0, 1, r"the model returns 2 tensors; expected 1\. Given the inputs"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_errors(
+    images: Tensor, extra: float, more: int, expected: str
+) -> None:
+    model = calibrated(Faking(extra, more), images)
+    with pytest.raises(torchq.errors.ExportError, match=expected):
+        torchq.deploy(model, images)
+
+
 def as_mask(y: Tensor) -> Tensor:
     return y > 0
 

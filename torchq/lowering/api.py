@@ -42,8 +42,9 @@ def deploy(
     Args:
         model: calibrated; left unchanged.
         example: arguments for one call of the model, see :func:`torchq.graph.call_model`. With it
-            the result is run once and compared with the simulation; a large difference is an
-            error.
+            the result is run once and compared with the simulation. A large difference is an
+            error; it is a warning where every layer agrees when it is given the inputs of the
+            simulation, as the model then only amplifies ties.
         reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
             products in 16 bits: 8-bit weights can overflow there (there is a warning).
         fuse: False replaces layers only, each with floating-point input and output, and does not

@@ -72,19 +72,26 @@ class ReferenceCheck:
 
     def _compare(self, results: list[Tensor]) -> str:
         """Return which result differs by more than is allowed; an empty string if none does."""
+        if len(results) != len(self._expected):
+            return f"the model returns {len(results)} tensors; expected {len(self._expected)}"
         pairs = zip(self._expected, self._allowed, results, strict=True)
         for number, (expected, allowed, got) in enumerate(pairs):
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
-            error, size = _distance(got, expected), _norm(expected)
+            error = _distance(got, expected)
             if not error <= allowed:
                 return (
-                    f"result {number} has relative error {error / size:.2g} against the "
-                    f"simulation; expected at most {allowed / size:.2g}, the larger one of 0.1 "
-                    "and what quantization itself makes"
+                    f"result {number} has relative error {_ratio(error, expected)} against the "
+                    f"simulation; expected at most {_ratio(allowed, expected)}, the larger one of "
+                    "0.1 and what quantization itself makes"
                 )
         return ""
+
+
+def _ratio(error: float, expected: Tensor) -> str:
+    size = _norm(expected)
+    return f"{error / size:.2g}" if size else "inf"
 
 
 def _results(model: nn.Module, example: Any) -> list[Tensor]:
@@ -110,7 +117,10 @@ def _allowed_error(expected: Tensor, exact: Tensor) -> float:
         expected: a result of the simulation.
         exact: the same result without quantization.
     """
-    return max(RESULT_TOLERANCE * _norm(expected), 2**0.5 * _distance(expected, exact))
+    usual = RESULT_TOLERANCE * _norm(expected)
+    if exact.shape != expected.shape:  # a selection, whose size depends on the values
+        return usual
+    return max(usual, 2**0.5 * _distance(expected, exact))
 
 
 # --- layer by layer -------------------------------------------------------------------------------
@@ -141,6 +151,8 @@ def differing_layer(model: nn.Module, simulated: nn.Module, example: Any) -> str
         results = _results(model, example)
     if forced.differences:
         return forced.differences[0]
+    if len(results) != len(expected):
+        return "the number of results differs"
     for number, (got, want) in enumerate(zip(results, expected, strict=True)):
         if got.shape != want.shape or not _agree(got, want):
             return f"result {number} differs"
