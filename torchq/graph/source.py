@@ -29,7 +29,7 @@ from torchq.graph.kinds import operator_kind
 
 __all__ = ["Router", "rewrite_forward"]
 
-_ROUTE, _START = "__torchq_route__", "__torchq_start__"
+_ROUTE, _START, _FUNCTION = "__torchq_route__", "__torchq_start__", "__torchq_function__"
 _BINARY: dict[type[ast.operator], str] = {ast.Add: "add", ast.Mult: "mul", ast.MatMult: "matmul"}
 _STATIC = ast.dump(ast.Name("staticmethod", ast.Load()))
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -173,11 +173,12 @@ def _code(
     names = ", ".join([*function.__code__.co_freevars, *hidden])
     module = ast.parse(f"def factory({names}): pass")
     module.body[0].body = [tree]  # type: ignore[attr-defined]
+    name, tree.name = tree.name, _FUNCTION  # its own name in it must stay a global one
     code = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec")
+    tree.name = name
     outer = next(c for c in code.co_consts if isinstance(c, types.CodeType))
-    return next(
-        c for c in outer.co_consts if isinstance(c, types.CodeType) and c.co_name == tree.name
-    )
+    codes = [c for c in outer.co_consts if isinstance(c, types.CodeType)]
+    return next(c for c in codes if c.co_name == _FUNCTION).replace(co_name=name)
 
 
 def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
