@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from tests.fusion.blocks.timm_levit import DistilledClassifier
 from tests.fusion.blocks.yolov7 import ImplicitHead
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.fusion import fuse_
+from torchq.fusion.linear_map import solve
+from torchq.fusion.linear_map.symbolic import NotAffine
 
 TOL64, TOL32 = 1e-10, 1e-5  # what the project promises; rounding alone gives about 1e-14 and 1e-6
 
@@ -61,6 +63,29 @@ def test_family_is_merged_exactly(case: str) -> None:
     assert again.fused == ()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert len(state) == len(model.state_dict())
+
+
+def no_gradients(*args: Any) -> NoReturn:
+    raise NotAffine("kernels may not be read from gradients")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family != "dbb"])
+def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a kernel from gradients takes longer, and rounds differently."""
+    monkeypatch.setattr(solve, "extract", no_gradients)
+    model, _, family, _ = build(case)
+    report = fuse_(model)
+    assert family in {fusion.kind for fusion in report.fused}
+    assert report.refused == ()
+
+
+def test_custom_l2_block_is_followed_symbolically(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "extract", no_gradients)
+    torch.manual_seed(0)
+    model = randomized(nn.ModuleDict({"block": CustomL2Block(8, 8)}).double())
+    assert fuse_(model).fused[0].kind == "repvgg-custom-l2"
 
 
 def test_conv_of_deployed_repvgg_has_upstream_keys() -> None:

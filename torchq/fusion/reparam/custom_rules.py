@@ -67,11 +67,8 @@ class VanillaActivationRule(BlockRule):
         """Merge ``bn`` into ``weight`` and ``bias`` of ``block``, in place."""
         channels, pad = block.weight.shape[0], (block.weight.shape[-1] - 1) // 2
 
-        def linear(x: Tensor) -> Tensor:
-            out = F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)
-            normalised = block.bn(out)
-            assert isinstance(normalised, Tensor)
-            return normalised
+        def linear(x: Tensor) -> Any:
+            return block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels))
 
         layer = merge(linear, in_channels=channels).make()
         remove(block, ["bn", "bias"])

@@ -31,13 +31,10 @@ def _needs_more_than_one(block: Any) -> bool:
     return sum(p.default is p.empty for p in positional) > 1
 
 
-def _add_rbr(block: Any, x: Tensor) -> Tensor:
+def _add_rbr(block: Any, x: Tensor) -> Any:
     """Return the sum of a RepVGG block's branches on ``x``."""
     total = block.rbr_dense(x) + block.rbr_1x1(x)
-    if block.rbr_identity is not None:
-        total = total + block.rbr_identity(x)
-    assert isinstance(total, Tensor)
-    return total
+    return total if block.rbr_identity is None else total + block.rbr_identity(x)
 
 
 def _use_forward_fuse(block: Any) -> None:
