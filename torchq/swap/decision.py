@@ -63,7 +63,7 @@ class Decision:
 
     @property
     def is_without_twin(self) -> bool:
-        """Whether the module stays float only because no class is registered for it."""
+        """True if the module stays float only because no class is registered for it."""
         return self.reason.startswith(_NO_TWIN)
 
     @property

@@ -281,10 +281,10 @@ def _ends_linear(module: nn.Module, node: fx.Node) -> bool:
         return False
     called = module.get_submodule(str(node.target))
     while isinstance(called, nn.Sequential):
-        steps = [step for step in called if not isinstance(step, _NOTHING)]
-        if not steps:
+        parts = [part for part in called if not isinstance(part, _NOTHING)]
+        if not parts:
             break
-        called = steps[-1]
+        called = parts[-1]
     if isinstance(called, _NOTHING) and node.all_input_nodes:
         return _ends_linear(module, node.all_input_nodes[0])
     return isinstance(called, _LINEAR)

@@ -40,7 +40,7 @@ def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
 
 def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
     """Return a quantizer with the range of a file, None where no format has its zero point."""
-    dtype, zero = found.zero_point.dtype, found.zero_point
+    dtype, zero_point = found.zero_point.dtype, found.zero_point
     axis = None
     if found.scale.numel() > 1:
         if ndim is None:
@@ -48,11 +48,11 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
         axis = found.axis % ndim
     if dtype in _FLOAT8:
         descriptor = QuantDescriptor(_FLOAT8[dtype], axis=axis)
-    elif dtype in (torch.int8, torch.int16) and not bool(zero.any()):
+    elif dtype in (torch.int8, torch.int16) and not bool(zero_point.any()):
         descriptor = QuantDescriptor(8 * dtype.itemsize, axis=axis)
-    elif dtype is torch.uint8 and not bool(zero.any()):
+    elif dtype is torch.uint8 and not bool(zero_point.any()):
         descriptor = QuantDescriptor(8, axis=axis, unsigned=True)
-    elif dtype is torch.uint8 and bool((zero == 128).all()):
+    elif dtype is torch.uint8 and bool((zero_point == 128).all()):
         descriptor = QuantDescriptor(8, axis=axis)
     else:
         return None
@@ -108,18 +108,18 @@ def _parameters(
     node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None
 ) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
-    scale, zero = node.constant(scale_index), node.constant(zero_index)
+    scale, zero_point = node.constant(scale_index), node.constant(zero_index)
     if (
         scale is None
-        or (zero is None and node.input(zero_index) is not None)
+        or (zero_point is None and node.input(zero_index) is not None)
         or node.attr("block_size", 0)
     ):
         return None
-    if zero is None:
+    if zero_point is None:
         if dtype is None:
             return None
-        zero = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
-    return Quantization(scale.float(), zero, axis)
+        zero_point = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
+    return Quantization(scale.float(), zero_point, axis)
 
 
 def _code_type(node: NodeContext) -> torch.dtype:
@@ -179,12 +179,12 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
         if isinstance(result, fx.Node):
             node.builder.quantizers[result] = (source, quantizer)
     else:
-        scale, zero = Constant(found.scale), Constant(found.zero_point)
+        scale, zero_point = Constant(found.scale), Constant(found.zero_point)
         result = node.call(
             quantization.fake_quantize_linear,
             source,
             scale,
-            zero,
+            zero_point,
             found.axis,
             found.zero_point.dtype,
         )

@@ -62,8 +62,9 @@ def dequantize_linear(
     scale = aligned(scale, codes, axis, block_size)
     values = codes.to(torch.int64) if not codes.dtype.is_floating_point else codes.float()
     if zero_point is not None:
-        zero = aligned(zero_point, codes, axis, block_size)
-        values = values - (zero.float() if zero.dtype.is_floating_point else zero.to(torch.int64))
+        zero_point = aligned(zero_point, codes, axis, block_size)
+        exact = torch.float32 if zero_point.dtype.is_floating_point else torch.int64
+        values = values - zero_point.to(exact)
     return values.to(scale.dtype) * scale
 
 
@@ -77,11 +78,11 @@ class _FakeQuantizeLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
     ) -> Tensor:
-        zero, step = (aligned(part, x, axis).to(torch.float32) for part in (zero_point, scale))
+        zero_point, scale = (aligned(part, x, axis).float() for part in (zero_point, scale))
         bounds = torch.iinfo(dtype)
-        codes = torch.round(x.float() / step) + zero
+        codes = torch.round(x.float() / scale) + zero_point
         ctx.save_for_backward((codes >= bounds.min) & (codes <= bounds.max))
-        return ((codes.clamp(bounds.min, bounds.max) - zero) * step).to(x.dtype)
+        return ((codes.clamp(bounds.min, bounds.max) - zero_point) * scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,9 +105,9 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero = torch.round(-low / scale).clamp(0, 255)
-    codes = (torch.round(x / scale) + zero).clamp(0, 255)
-    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
+    zero_point = torch.round(-low / scale).clamp(0, 255)
+    codes = (torch.round(x / scale) + zero_point).clamp(0, 255)
+    return codes.to(torch.uint8), scale, zero_point.to(torch.uint8)
 
 
 def requantize(values: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
