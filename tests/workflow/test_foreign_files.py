@@ -112,7 +112,7 @@ def test_the_model_itself_loads_its_state_dicts(model: Net) -> None:
 
 def test_a_model_without_a_record_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": Net().state_dict()}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="or the one of torchq.workflow.embed_record_"):
+    with pytest.raises(ConfigError, match=r"or the one of torchq\.workflow\.embed_record_"):
         torchq.load(Net(), tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match=r"got no weights; expected model\.safetensors"):
         torchq.load(Net(), tmp_path)

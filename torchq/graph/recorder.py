@@ -107,6 +107,17 @@ def _name(func: Any) -> str:
     return name
 
 
+def _recorder_for(model: nn.Module) -> _Recorder:
+    owners: dict[int, tuple[str, nn.Module]] = {}
+    holders: dict[int, set[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "weight", None), Tensor):
+            owners[id(module.weight)] = (name, module)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            holders.setdefault(id(tensor), set()).add(id(module))
+    return _Recorder(owners, holders)
+
+
 def record(
     model: nn.Module, example: Any, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
 ) -> Flow:
@@ -121,16 +132,7 @@ def record(
         is_leaf: which modules count as one call.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    owners = {
-        id(module.weight): (names[id(module)], module)
-        for module in model.modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-    }
-    holders: dict[int, set[int]] = {}
-    for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            holders.setdefault(id(tensor), set()).add(id(module))
-    recorder = _Recorder(owners, holders)
+    recorder = _recorder_for(model)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if recorder.depth == 0:
@@ -145,11 +147,8 @@ def record(
 
     with ExitStack() as stack:
         for module in model.modules():
-            if (
-                is_leaf(module)
-                and module is not model
-                and not isinstance(module, torch.jit.ScriptModule)
-            ):  # which take no hooks
+            takes_hooks = not isinstance(module, torch.jit.ScriptModule)
+            if is_leaf(module) and module is not model and takes_hooks:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         stack.enter_context(evaluating(model))

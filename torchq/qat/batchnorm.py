@@ -110,11 +110,9 @@ def reestimate_bn_(
                 norm.reset_running_stats()
                 norm.momentum = None  # torch takes this for the plain average over all batches
                 norm.training = True
+            chosen = islice(batches, num_batches)
             for batch in progress_bar(
-                islice(batches, num_batches),
-                description="batch norm",
-                total=num_batches,
-                enabled=progress,
+                chosen, description="batch norm", total=num_batches, enabled=progress
             ):
                 call_model(model, batch, forward=forward, device=device_of(model))
                 count += 1

@@ -142,40 +142,50 @@ def decide(
         example: Arguments for one call of the model: finds function calls with weights anywhere.
         rewritten: Ids of modules whose operators a target replaces by children.
     """
+
+    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Decision:
+        return by_rules(names, module, config, include, layer)
+
+    layers = _decide_layers(model, config, include)
+    decisions = decide_calls(model, layers, decide_call, example, rewritten)
+    swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
+    for names, module in modules_with_names(model):
+        parts = module.modules() if _is_container(module) else ()
+        if any(id(part) in swapped or isinstance(part, QuantModule) for part in parts):
+            rule = "(contains quantized modules)"
+            decisions.append(Decision(names, module, type(module), rule=rule))
+    return tuple(decisions)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Return True for a module that is converted because one of its descendants is."""
+    twin = quantized_class(type(module))
+    return twin is not None and twin.is_container
+
+
+def _decide_layers(
+    model: nn.Module, config: QuantConfig, include: tuple[Pattern, ...]
+) -> list[Decision]:
+    """Return the decisions about modules that are quantized as a whole."""
     inside = {
         id(part) for m in model.modules() if isinstance(m, TensorQuantizer) for part in m.modules()
     }
     decisions: list[Decision] = []
-    containers: list[tuple[tuple[str, ...], nn.Module]] = []
     parents: dict[int, nn.Module] = {}
     for names, module in modules_with_names(model):
-        if id(module) in inside:
-            continue
-        twin = quantized_class(type(module))
-        if twin is not None and twin.is_container:
-            containers.append((names, module))
+        if id(module) in inside or _is_container(module):
             continue
         reason = obstacle(module, parents.get(id(module)))
         parents |= {id(child): module for child in module.children()}
         if reason is None:
             continue
+        twin = quantized_class(type(module))
         if reason:
             found = [Decision(names, module, type(module), reason=reason)]
         else:
             found = _by_places(model, names, module, config, include)
         decisions += [d for d in found if d.rule is not None or twin is None or not twin.is_marker]
-
-    def decide_call(names: tuple[str, ...], module: nn.Module, layer: type[nn.Module]) -> Decision:
-        return by_rules(names, module, config, include, layer)
-
-    decisions = decide_calls(model, decisions, decide_call, example, rewritten)
-    swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
-    for names, module in containers:
-        if any(id(part) in swapped or isinstance(part, QuantModule) for part in module.modules()):
-            decisions.append(
-                Decision(names, module, type(module), rule="(contains quantized modules)")
-            )
-    return tuple(decisions)
+    return decisions
 
 
 def resolve_positions(

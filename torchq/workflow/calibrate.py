@@ -119,18 +119,13 @@ def calibrate(
         1
     """
     _check_arguments(batches, on_unseen)
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        # The wrapper would exchange buffers in its first forward, and wait for a rank that has no
-        # batch.
-        model = model.module
+    model = _unwrapped(model)
     todo, kept = _pending(model, force)
     if batches is not None and group is None:
         _warn_of_other_ranks()
-    weights = weight_quantizers(model)
+    weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in weights}
-    count: int = 0
-    unseen: list[str] = []
-    pending = {id(q) for q in todo.values()}
+    count, unseen = 0, list[str]()
     with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
         try:
             if batches is not None and (activations or group):
@@ -168,6 +163,16 @@ def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None
                 )
                 if chosen:
                     quantizer.calibrate_on(weight)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in a wrapper.
+
+    The wrapper would exchange buffers in its first forward, and wait for a rank without a batch.
+    """
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model
 
 
 def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:

@@ -1,4 +1,4 @@
-"""Quantized models in the files of other libraries: Lightning's checkpoints, Hugging Face's folders.
+"""Quantized models in checkpoints of Lightning and folders of Hugging Face.
 
 These libraries save a state dict and build the model again by its own code. So the record of what
 was quantized travels in the state dict, as a tensor of the bytes of its JSON text.

@@ -239,8 +239,8 @@ def _check_placed_quantizers(model: nn.Module, record: _Record) -> None:
         expected = record.quantizers.get(path)
         if id(quantizer) not in owned and quantizer.given_descriptor != expected:
             raise QuantizationError(
-                f"{path}: quantizes as {quantizer.given_descriptor}; expected {expected or 'none here'}. "
-                "Load into the architecture that was saved"
+                f"{path}: quantizes as {quantizer.given_descriptor}; "
+                f"expected {expected or 'none here'}. Load into the architecture that was saved"
             )
 
 
