@@ -39,6 +39,11 @@ PROMISED: dict[str, str] = {
         CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator
         make_calibrator methods sync
     """,
+    "torchq.fusion": """
+        FAMILIES BlockRule Branches ConstantPad FuseReport Fusion LayerRange RangeReport Refusal
+        RescalesOutput apply_fusion_record_ diagnose_ranges find_blocks fuse_ fusion_record
+        norm_affine register_block
+    """,
     "torchq.nn": """
         QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d
         QuantAvgPool1d QuantAvgPool2d QuantAvgPool3d QuantConv1d QuantConv2d QuantConv3d

@@ -128,6 +128,20 @@ def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
     assert structure(fresh) == structure(wrapped)
 
 
+def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
+    model, fresh = small(), small()
+    fuse_(nn.DataParallel(model), IMAGE)
+    record = fusion_record(model)
+    assert [entry.get("path", entry.get("layers")) for entry in record] == [
+        "0.2",
+        ["0.0.conv"],
+        ["1"],
+    ]
+    apply_fusion_record_(fresh, record)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(outputs(fresh, IMAGE), outputs(model, IMAGE))
+
+
 def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
     """A BatchNorm folded inside a block, whose branches are merged afterwards."""
 

@@ -76,6 +76,7 @@ def fuse_(
     Raises:
         FuseError: ``model`` is no module, every BatchNorm is in training mode, or the model is
             scripted or cannot be copied.
+        ConfigError: ``example`` does not tell which arguments it holds.
 
     Example:
         >>> from torch import nn
