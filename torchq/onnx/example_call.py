@@ -48,7 +48,10 @@ class ExampleCall:
         output_names: Sequence[str] | None,
     ) -> None:
         self.model = model
-        self.args, self.kwargs = call_arguments(model, example)
+        args, kwargs = call_arguments(model, example)
+        # Copies, because torch.export notes open dimensions on the tensors that it is given.
+        self.args = tuple(_copied(value) for value in args)
+        self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
         tensors = named_tensors(model, self.args, self.kwargs)
         self.input_names = list(tensors if input_names is None else input_names)
         self.output_names = None if output_names is None else list(output_names)
@@ -88,6 +91,10 @@ class ExampleCall:
         """Open dimensions by name in the file, of the tensors that have any."""
         pairs = zip(self.input_names, self.open.values(), strict=False)
         return {name: dims for name, dims in pairs if dims}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def named_tensors(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
+from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.ir import Model, run_passes, save_model
@@ -23,11 +26,18 @@ from torchq.onnx.preflight import check_quantizers, choose_exporter, default_ops
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
-from torchq.onnx.torch_exporters import plain_attention, run_dynamo, run_torchscript
+from torchq.onnx.torch_exporters import (
+    TorchExportError,
+    plain_attention,
+    run_dynamo,
+    run_torchscript,
+)
 from torchq.utils import evaluating
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def export_onnx(
@@ -61,7 +71,8 @@ def export_onnx(
             needs 19; int4, int16 and blocks need 21.
         dynamo: The exporter of torch: True for the one based on ``torch.export`` (torch >= 2.8,
             opset >= 18), False for TorchScript. None takes the first where it can.
-        dynamic_batch: Leave the first dimension of every tensor argument open.
+        dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
+            trace that, the file has the batch size of the example, and a warning says so.
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.
         input_names: Names in the file; default the names of the arguments of ``forward``.
         output_names: Names in the file; default those of the exporter.
@@ -93,8 +104,17 @@ def export_onnx(
             "the file will hold a float model",
             stacklevel=2,
         )
-    call = ExampleCall(model, example, dynamic_batch, dynamic_shapes, input_names, output_names)
-    graph = _traced(call, opset, modern, active)
+    names = (dynamic_shapes, input_names, output_names)
+    call = ExampleCall(model, example, dynamic_batch, *names)
+    started = time.perf_counter()
+    try:
+        graph = _traced(call, opset, modern, active)
+    except TorchExportError as error:
+        if not dynamic_batch:
+            raise
+        call = ExampleCall(model, example, False, *names)
+        graph = _traced_with_fixed_batch(call, opset, modern, active, error)
+    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
     run_passes(graph, EXPORT_PASSES)
     found: tuple[str, ...] = ()
     if chosen is not None:
@@ -113,7 +133,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises:
         ExportError: ``model`` was returned by torch.compile, torch.jit or torch.export; these
-            modules cannot be exported again.
+            modules cannot be exported again. Or accelerate has wrapped its forward in autocast;
+            the file would compute in bfloat16, for which ONNX Runtime has few kernels.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
@@ -121,6 +142,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ExportError(
             f"export_onnx: got a {type(model).__name__}; expected the model itself. "
             "Pass the module that torch.compile or jit was given"
+        )
+    if "_original_forward" in vars(model):
+        raise ExportError(
+            f"export_onnx: the forward of this {type(model).__name__} is wrapped for mixed "
+            "precision by accelerate; expected the class's own. Pass "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
     return model
 
@@ -130,11 +157,37 @@ def _traced(
 ) -> Model:
     """Return the graph that torch's exporter makes of the model, with marks behind quantizers."""
     with ExitStack() as stack:
+        # A forward may store results in its module; what it stores while it is traced is no tensor.
+        stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
         stack.enter_context(_marked(call.model, active))
         stack.enter_context(plain_attention())
         return run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+
+
+def _traced_with_fixed_batch(
+    call: ExampleCall,
+    opset: int,
+    modern: bool,
+    active: Mapping[str, TensorQuantizer],
+    error: TorchExportError,
+) -> Model:
+    """Trace once more with the batch size of the example, and warn; raise ``error`` if that fails.
+
+    A model that has stored the batch size of an earlier call cannot be traced for any other.
+    """
+    try:
+        graph = _traced(call, opset, modern, active)
+    except TorchExportError:
+        raise error from None
+    first = str(error).partition(". dynamo=")[0].removeprefix("export_onnx: ")
+    warnings.warn(
+        f"export_onnx: {first} with an open batch size, so the file has the fixed batch size of "
+        "the example. Pass dynamic_batch=False to say so",
+        stacklevel=3,
+    )
+    return graph
 
 
 @contextmanager

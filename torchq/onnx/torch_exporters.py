@@ -18,13 +18,23 @@ from torchq.functional.onnx_ops import MARK
 from torchq.onnx.example_call import ExampleCall, argument_names
 from torchq.onnx.ir import Model, onnx_ir
 
-__all__ = ["TORCHSCRIPT_MAX", "plain_attention", "run_dynamo", "run_torchscript"]
+__all__ = [
+    "TORCHSCRIPT_MAX",
+    "TorchExportError",
+    "plain_attention",
+    "run_dynamo",
+    "run_torchscript",
+]
 
 #: The last opset that the TorchScript exporter knows. Up to opset 23 only types were added, and
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.
 TORCHSCRIPT_MAX = 20
 _WRAPPED = "torchq_wrapped_model"
 _IR_VERSIONS = {21: 10, 22: 10, 23: 11}
+
+
+class TorchExportError(ExportError):
+    """torch's exporter failed; torchq's own errors about the model are plain ExportErrors."""
 
 
 @contextmanager
@@ -146,6 +156,6 @@ def _explained(error: Exception, fix: str) -> Exception:
         deepest = deepest.__cause__
     lines = [line for line in str(deepest).splitlines() if line.strip()]
     first = lines[0] if lines else type(deepest).__name__
-    return ExportError(
+    return TorchExportError(
         f"export_onnx: torch could not export the model ({type(deepest).__name__}: {first}). {fix}"
     )
