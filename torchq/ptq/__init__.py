@@ -5,5 +5,6 @@ and what it could not. May import workflow and below.
 """
 
 from torchq.ptq.bias_correction import BiasReport, correct_bias_
+from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 
-__all__ = ["BiasReport", "correct_bias_"]
+__all__ = ["BiasReport", "EqualizeReport", "EqualizedPair", "correct_bias_", "equalize_"]

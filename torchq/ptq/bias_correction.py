@@ -10,7 +10,7 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
+from torchq.ptq.modes import quantizers_off
 from torchq.utils import device_of, evaluating, progress_bar, table
-from torchq.workflow import quantizers
 
 __all__ = ["BiasReport", "correct_bias_"]
 
@@ -102,7 +102,7 @@ def correct_bias_(
     layers, skipped = _find_layers(model, method)
     stream = _Stream(model, batches, num_batches, forward, progress)
     with torch.no_grad(), evaluating(model), _biases_restored_on_error(layers):
-        with _all_off(model):
+        with quantizers_off(model):
             float_means = stream.means(layers, of_inputs=method == "analytic")
         reached = {name: layers[name] for name in float_means}
         skipped |= dict.fromkeys(layers.keys() - reached.keys(), "no batch reached it")
@@ -182,10 +182,8 @@ class _Stream:
             for batch in progress_bar(
                 chosen, description=f"correct_bias_: {what}", total=None, enabled=self.progress
             ):
-                try:
+                with suppress(_Reached):
                     call_model(self.model, batch, forward=self.forward, device=device)
-                except _Reached:
-                    pass
                 self.count += 1
         if not self.count:
             raise CalibrationError("correct_bias_: got no batch; expected at least one")
@@ -256,19 +254,6 @@ def _apply(layer: Any, weight: Tensor, mean_input: Tensor) -> Tensor:
 
 def _root_mean_square(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-@contextmanager
-def _all_off(model: nn.Module) -> Iterator[None]:
-    """Turn all quantizers off; give them their modes back at the end."""
-    before = [(quantizer, quantizer.mode) for quantizer in quantizers(model).values()]
-    try:
-        for quantizer, _ in before:
-            quantizer.mode = "off"
-        yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode
 
 
 @contextmanager
