@@ -16,6 +16,8 @@ pytestmark = [  # What torch 2.6 says about itself.
     pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
 ]
 
+EXACT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
 
 @pytest.mark.parametrize(
     ("shape", "granularity", "format", "scale_format"),
@@ -42,7 +44,9 @@ def test_fake_quantize(
     x, y = (t.requires_grad_() for t in torch.randn(shape).repeat(2, *[1] * len(shape)).unbind())
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     expected, got = run(x), torch.compile(run, fullgraph=True)(y)
-    assert torch.equal(got, expected) and got.stride() == expected.stride()
+    assert got.stride() == expected.stride()
+    # Older Inductor multiplies by the rounded inverse of a constant: one more rounding of the scale.
+    torch.testing.assert_close(got, expected, rtol=0.0 if EXACT else 1e-6, atol=0.0)
     weights = torch.randn(shape)
     (expected * weights).sum().backward()
     (got * weights).sum().backward()

@@ -291,3 +291,34 @@ def test_quantizing_needs_no_range_for_an_empty_batch() -> None:
     q(torch.empty(0, 3))
     with pytest.raises(CalibrationError, match="has not seen any tensor"):
         q.finish_calibration()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1e39, "got amax 1e"),
+        (torch.tensor(1e39, dtype=torch.float64), "got amax"),
+        (10**400, "got an amax of which"),
+        ([[1.0, 2.0], [3.0]], "got an amax of which"),
+        ([], r"shape \(0,\)"),
+        (1j, "dtype torch.complex64"),
+        ("1", "got an amax of which"),
+        (None, "got an amax of which"),
+        ([1.0, math.nan], "got amax"),
+        (-1.0, "got amax -1.0"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(value: Any, text: str) -> None:
+    quantizer = TensorQuantizer()
+    quantizer.set_amax(2.0)
+    with pytest.raises(ConfigError, match=f"TensorQuantizer: .*{text}.*; expected finite numbers"):
+        quantizer.set_amax(value)
+    assert quantizer.amax == 2.0
+
+
+def test_a_range_without_a_scale_is_said_to_be_lost() -> None:
+    quantizer = TensorQuantizer(QuantDescriptor(axis=0))
+    with pytest.warns(UserWarning, match="got 1 ranges as small as 1e-38; their scales are no"):
+        quantizer.set_amax([1.0, 1e-38])
+    quantizer.set_amax([1.0, 0.0])  # A dead channel is nothing to warn of.
+    quantizer.set_amax([1.0, 1e-30])

@@ -14,6 +14,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.functional import (
     fake_quantize,
+    is_dead,
     learned_fake_quantize,
     quantize,
     range_gradient_scale,
@@ -150,11 +151,8 @@ class TensorQuantizer(SignChoice, nn.Module):
     @property
     def mode(self) -> str:
         """``"off"``, ``"observe"``, ``"quantize"`` or ``"observe+quantize"``; assignable."""
-        return next(
-            name
-            for name, switches in _MODES.items()
-            if switches == (self.observing, self.quantizing)
-        )
+        switches = (self.observing, self.quantizing)
+        return next(name for name, known in _MODES.items() if known == switches)
 
     @mode.setter
     def mode(self, mode: str) -> None:
@@ -195,31 +193,52 @@ class TensorQuantizer(SignChoice, nn.Module):
         return scale, torch.zeros_like(scale, dtype=torch.int32)
 
     def set_amax(self, value: Any) -> None:
-        """Set the range from a copy of a number, nested sequence, array or tensor.
+        """Set the range. The host waits for the device, so this is not for the hot path.
 
-        It is kept as float32 on the device of amax.
+        A range so small that its scale is no normal float32 number quantizes everything to 0; a
+        warning says so, unless the range is 0.
+
+        Args:
+            value: A number, nested sequence, array or tensor of finite numbers >= 0; it is copied
+                to the device of amax as float32.
 
         Raises:
-            ConfigError: negative or not finite (one host sync; this is not for the hot path).
+            ConfigError: Not such numbers, none at all, or too large for float32; the range stays
+                as it was.
         """
         with torch.inference_mode(False), torch.no_grad():
-            new = (
-                torch.as_tensor(value)
-                .detach()
-                .to(device=self.amax.device, dtype=torch.float32, copy=True)
-            )
-            if not new.is_meta and not bool(((new >= 0) & (new < torch.inf)).all()):
-                raise ConfigError(f"{self._label}: got amax {value}; expected finite numbers >= 0")
+            new = self._as_amax(value)
+            if not new.is_meta:
+                lost = int((is_dead(new, self.descriptor.format) & (new > 0)).sum())
+                if lost:
+                    warnings.warn(
+                        f"{self._label}: got {lost} ranges as small as {float(new.min()):.3g}; "
+                        "their scales are no normal float32 numbers, so their values become 0",
+                        stacklevel=2,
+                    )
             self._adopt(new)
 
+    def _as_amax(self, value: Any) -> Tensor:
+        expected = "expected finite numbers >= 0 that fit float32"
+        try:
+            given = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"{self._label}: got an amax of which {error}; {expected}") from None
+        if given.is_complex() or given.numel() == 0:
+            shown = f"amax of dtype {given.dtype} and shape {tuple(given.shape)}"
+            raise ConfigError(f"{self._label}: got {shown}; {expected}")
+        new = given.to(device=self.amax.device, dtype=torch.float32, copy=True)
+        if not new.is_meta and not bool(((new >= 0) & (new < torch.inf)).all()):
+            raise ConfigError(f"{self._label}: got amax {value}; {expected}")
+        return new
+
     def _adopt(self, new: Tensor) -> None:
-        if new.is_inference():  # could not be trained through later
+        if new.is_inference():  # Nothing could be trained through an inference tensor.
             with torch.inference_mode(False):
                 new = new.clone()
         if isinstance(self.amax, nn.Parameter):
-            self.amax.data = (
-                new  # the parameter object stays, so an optimizer that holds it keeps training it
-            )
+            # The parameter object stays, so an optimizer that holds it keeps training it.
+            self.amax.data = new
         else:
             self.amax = new
 
@@ -356,7 +375,7 @@ class TensorQuantizer(SignChoice, nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
-        if key in missing:  # a float checkpoint leaves the range as it is
+        if key in missing:  # A float checkpoint leaves the range as it is.
             missing[:] = [name for name in missing if name not in (key, prefix + "unsigned")]
         if prefix + "unsigned" in state_dict:
             self._adopt_loaded_sign(prefix, args[4])
@@ -371,11 +390,9 @@ class TensorQuantizer(SignChoice, nn.Module):
             known = f"amax=meta{tuple(self.amax.shape)}"
         else:
             low, high = torch.aminmax(self.amax.detach())
-            known = (
-                f"amax={low:.4g}"
-                if self.amax.numel() == 1
-                else f"amax={low:.4g}..{high:.4g} ({self.amax.numel()})"
-            )
+            known = f"amax={low:.4g}"
+            if self.amax.numel() > 1:
+                known += f"..{high:.4g} ({self.amax.numel()})"
         return f"{self.descriptor}, {known}, {self.mode}"
 
 
