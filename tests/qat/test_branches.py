@@ -27,7 +27,7 @@ from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError, QuantizationError
 from torchq.functional import fake_quantize, quantize
-from torchq.fusion import find_blocks, fuse_
+from torchq.fusion import find_blocks, fuse_, fusion_record
 from torchq.nn import QuantBranches, QuantConv2d, QuantLinear, TensorQuantizer
 from torchq.qat import freeze_bn_, quantize_branches_
 from torchq.swap import quantize_, restore_
@@ -306,3 +306,33 @@ def test_models_without_blocks_and_blocks_that_cannot_be_followed() -> None:
         match=r"0 is a ghostnetv3 block; expected one whose branches are one module. Merge it with",
     ):
         quantize_branches_(nn.Sequential(GhostV3(4, 4)))
+
+
+class Interrupts:
+    """Stands in for a function, and is interrupted once it has done its work."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.function(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_call_that_does_not_end_changes_nothing(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = repvgg()
+    modules = [(path, module, type(module)) for path, module in model.named_modules()]
+    want = outputs(model, batch())
+    if interrupted:
+        monkeypatch.setattr("torchq.qat.reparam.quantize_", Interrupts(quantize_))
+        with pytest.raises(KeyboardInterrupt):
+            quantize_branches_(model)
+    else:
+        with pytest.raises(ConfigError, match="no_such_layer"):
+            quantize_branches_(model, exclude="no_such_layer")
+    assert [(path, module, type(module)) for path, module in model.named_modules()] == modules
+    assert fusion_record(model) == []
+    assert torch.equal(outputs(model, batch()), want)

@@ -18,9 +18,10 @@ from torchq.fusion.modules import block_obstacle
 from torchq.fusion.record import recording
 from torchq.fusion.reparam.branches import BranchesEdit, branches_of, has_one_linear_part
 from torchq.nn import QuantBranches, TensorQuantizer, convert_
+from torchq.nn.transaction import unchanged_on_error
 from torchq.swap import SwapReport, quantize_
 from torchq.swap.decisions import by_rules, decide, patterns, resolve_positions
-from torchq.utils import Pattern, copy_module, undone_on_error
+from torchq.utils import Pattern, copy_module
 
 __all__ = ["BranchReport", "quantize_branches_"]
 
@@ -88,7 +89,7 @@ def quantize_branches_(
             f"quantize_branches_: {type(model).__name__} has no block with branches; expected"
             " RepVGG or the like. Use quantize_"
         )
-    with undone_on_error(model):
+    with unchanged_on_error(model):
         with recording(model, [edit.record() for edit in edits]):
             for edit in edits:
                 edit.apply(model)
