@@ -38,11 +38,12 @@ class Refuses(nn.Module):
         raise TypeError("one of a kind")
 
 
-def test_models_that_cannot_be_copied_are_an_error() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses()).eval()
+def test_models_that_cannot_be_copied_are_an_error_that_names_the_module() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses())
+    model = nn.Sequential(nn.ReLU(), body).eval()
     with pytest.raises(
         FuseError,
-        match=r"got a Sequential that cannot be copied \(one of a kind\); expected one whose",
+        match=r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that",
     ):
         fuse_(model)
 

@@ -106,11 +106,23 @@ def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy_module(model)
     except Exception as error:  # classes copy themselves in any way they like
+        path, culprit = _innermost_uncopyable(model)
         reason = str(error).partition("\n")[0]
         raise FuseError(
-            f"fuse_: got a {type(model).__name__} that cannot be copied ({reason}); expected one"
-            " whose modules copy.deepcopy can copy. Remove what cannot be copied while fusing"
+            f"fuse_: {path or '(root)'}: got a {type(culprit).__name__} that cannot be copied"
+            f" ({reason}); expected one that copy.deepcopy can copy. Replace it while fusing"
         ) from error
+
+
+def _innermost_uncopyable(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return path and object of the deepest module of ``model`` that cannot be copied."""
+    for name, child in model.named_children():
+        try:
+            copy_module(child)
+        except Exception:  # see _copy
+            path, culprit = _innermost_uncopyable(child)
+            return f"{name}.{path}".rstrip("."), culprit
+    return "", model
 
 
 def _check_model(model: Any) -> None:
