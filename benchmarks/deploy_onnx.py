@@ -1,11 +1,15 @@
-"""INT8 files in ONNX Runtime and OpenVINO against the float model in the same runtime, and their agreement with the simulation.
+"""INT8 files in ONNX Runtime and OpenVINO against float in the same runtime and the simulation.
 
-Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images. Every model is fused, quantized with
-``target=`` and an example, calibrated and exported; the float file is the fused model. Baseline of each ratio: the same runtime in float32.
-Peer: the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images, timed in the same rounds.
+Speed: files of batch 1, random weights, and statistics of BatchNorm from random images. Every
+    model is fused, quantized with ``target=`` and an example, calibrated and exported; the float
+    file is the fused model. The baseline of each ratio is the same runtime in float32. The peer is
+    the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file
+    and images, timed in the same rounds.
 
-Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both
-calibrated on training images and run on test images: simulation against the file, unoptimised and optimised, and every quantizer's codes.
+Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see
+    benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both calibrated on training images and run
+    on test images. The simulation is compared with the file, unoptimised and optimised, and with
+    every quantizer's codes.
 """
 
 from __future__ import annotations
@@ -190,7 +194,10 @@ def cifar_case(folder: Path, count: int) -> tuple[nn.Module, list[Tensor], list[
 
 
 def rounding_alone(model: nn.Module, batches: list[Tensor]) -> dict[str, float]:
-    """How well the simulation in float32 agrees with itself in float64: what rounding alone changes, whatever the runtime."""
+    """Return how well the simulation in float32 agrees with itself in float64.
+
+    This is what rounding alone changes, whatever the runtime.
+    """
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad():
         pairs = [(model.eval()(x).double(), exact(x.double())) for x in batches]

@@ -15,9 +15,9 @@ PROMISED: dict[str, str] = {
     "torchq": """
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
         TensorQuantizer __version__ calib calibrate deploy disabled errors export_onnx
-        formats freeze_ from_onnx frontends functional fuse_ fusion inspect_onnx is_quantized load load_model nn
-        onnx patch plan ptq qat quantize_ recipes register restore_ save summary targets
-        verify_onnx workflow
+        formats freeze_ from_onnx frontends functional fuse_ fusion inspect_onnx
+        is_quantized load load_model nn onnx patch plan ptq qat quantize_ recipes register
+        restore_ save summary targets verify_onnx workflow
     """,
     "torchq.errors": """
         TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError
@@ -40,9 +40,9 @@ PROMISED: dict[str, str] = {
         make_calibrator methods sync
     """,
     "torchq.fusion": """
-        FAMILIES BlockRule Branches ConstantPad FuseReport Fusion LayerRange RangeReport Refusal
-        RescalesOutput apply_fusion_record_ diagnose_ranges find_blocks fuse_ fusion_record
-        norm_affine register_block
+        FAMILIES BlockRule Branches ConstantPad FuseReport Fusion LayerRange RangeReport
+        Refusal RescalesOutput apply_fusion_record_ diagnose_ranges find_blocks fuse_
+        fusion_record norm_affine register_block
     """,
     "torchq.nn": """
         QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d

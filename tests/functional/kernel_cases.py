@@ -1,4 +1,4 @@
-"""Tensors and ranges that every kernel must agree with the definition on, and the comparison, bit for bit."""
+"""The cases in which every kernel must equal the definition, and the comparison, bit for bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ CASES = [
 def make(
     case: Case, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Data with special values mixed in, and ranges: about a third of the data clips, one range is dead, one is infinite."""
+    """Return data with special values among it, and ranges.
+
+    About a third of the data clips, one range is dead, one is infinite.
+    """
     x = torch.randn(case.shape) * 2
     flat = x.view(-1)
     n = min(len(SPECIAL), flat.numel())
@@ -111,7 +114,10 @@ def bits(x: Tensor) -> Tensor:
 def assert_equals_definition(
     backend: str, x: Tensor, amax: Tensor, format_name: str, scales: str | None = None
 ) -> None:
-    """Forward, mask and backward of ``backend``: values, dtype, shape and strides of the definition."""
+    """Check forward, mask and backward of ``backend``.
+
+    They have the values, dtype, shape and strides of the definition.
+    """
     format, scale_format = CATALOG[format_name], None if scales is None else CATALOG[scales]
     expected, expected_mask = kernels("reference").fake_quantize(
         x, amax, format, scale_format, True

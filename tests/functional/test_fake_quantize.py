@@ -1,4 +1,7 @@
-"""fake_quantize, quantize and dequantize against the scalar oracle: formats, granularities, dtypes, layouts, odd ranges."""
+"""fake_quantize, quantize and dequantize against the scalar oracle.
+
+The cases are formats, granularities, dtypes, layouts and odd ranges.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def test_formats_and_granularities(
 def test_dtypes(
     name: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Computed in fp32 (fp64 for fp64) and rounded once to the dtype of x, whatever the dtype of amax."""
+    """The result is computed in float32 and rounded once to the dtype of x.
+
+    The dtype of amax does not matter; float64 is computed in float64.
+    """
     x = sample(generator, dtype)
     amax = clipped(x, granularity)
     assert amax.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
@@ -94,7 +100,10 @@ def test_dtypes(
 def test_layouts(
     layout: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """The strides are those that an elementwise function of torch would give. (A ragged block is padded: channels_last is kept.)"""
+    """The strides are those that an elementwise function of torch would give.
+
+    A ragged block is padded, and channels_last is kept.
+    """
     x = layouts(sample(generator, dtype))[layout]
     amax = clipped(x, granularity)
     y = fake_quantize(x, amax, INT8, granularity)
@@ -119,7 +128,10 @@ def test_small_and_empty_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantize_and_dequantize(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Codes are grid values in the compute dtype; dequantizing them is the fake-quantized tensor before its last rounding."""
+    """Codes are grid values in the compute dtype.
+
+    Dequantizing them is the fake-quantized tensor before its last rounding.
+    """
     x, format, granularity = sample(generator, dtype), CATALOG[name], PerAxis((1,))
     amax = clipped(x, granularity)
     codes = quantize(x, amax, format, granularity)
@@ -220,7 +232,10 @@ def test_one_dead_channel_leaves_the_others_alone(generator: torch.Generator) ->
 
 
 def test_float16_channel_of_one_millionth() -> None:
-    """A scale of 8e-9 is no float16 number, and its inverse is infinite there; the arithmetic is float32."""
+    """A scale of 8e-9 is no float16 number, and its inverse is infinite there.
+
+    The arithmetic is float32.
+    """
     x = torch.tensor([[1e-6, -5e-7, 0.0], [1.0, 0.5, -1.0]], dtype=torch.float16)
     amax = reduce_amax(x, PerAxis((0,)))
     y = fake_quantize(x, amax, INT8, PerAxis((0,)))

@@ -1,4 +1,7 @@
-"""Gradients: the straight-through mask, and learned ranges against the LSQ formula and against finite differences of its surrogate."""
+"""The straight-through mask, and the gradients of learned ranges.
+
+The latter are compared with the LSQ formula and with finite differences of its surrogate.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +108,11 @@ def test_learned_range_is_lsq(
 def test_learned_range_is_the_slope_of_its_surrogate(
     name: str, granularity: Granularity, generator: torch.Generator
 ) -> None:
-    """The surrogate keeps the rounding error in scales constant: ``clamp(x / s) * s + constant * s``. It is piecewise linear in s and
-    in x, so central differences are exact up to float64 cancellation wherever no element crosses a bound."""
+    """Compare with finite differences of the surrogate ``clamp(x / s) * s + constant * s``.
+
+    It keeps the rounding error over the scale constant, and is piecewise linear in s and in x. So
+    central differences are exact up to float64 cancellation where no element crosses a bound.
+    """
     format, offset = CATALOG[name], 1e-6
     x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     amax = reduce_amax(x, granularity) * 0.8
@@ -140,7 +146,10 @@ def test_learned_range_is_the_slope_of_its_surrogate(
 
 
 def test_learned_range_of_low_precision_data(low_dtype: torch.dtype) -> None:
-    """amax keeps float32 and so does its gradient, summed in float32; x's gradient has x's dtype."""
+    """amax keeps float32 and so does its gradient, summed in float32.
+
+    The gradient of x has the dtype of x.
+    """
     x = torch.linspace(-1.5, 1.5, 4096, dtype=torch.float32).to(low_dtype).requires_grad_()
     amax = torch.tensor(1.0, requires_grad=True)
     learned_fake_quantize(x, amax, CATALOG["int4"]).float().sum().backward()

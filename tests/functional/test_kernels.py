@@ -63,7 +63,10 @@ def test_tiles_cover_each_element_once(case: Case) -> None:
 
 
 def test_a_range_that_the_low_dtype_cannot_hold(low_dtype: torch.dtype) -> None:
-    """|x| <= amax is decided in float32: 1.0 does not pass a range just below it, though that range rounds to 1.0."""
+    """|x| <= amax is decided in float32.
+
+    1.0 does not pass a range just below it, though that range rounds to 1.0.
+    """
     for backend in ("reference", "tiled"):
         x = torch.ones(2, dtype=low_dtype, requires_grad=True)
         with use_backend(backend):
@@ -135,7 +138,8 @@ def test_learned_gradients_of_tiles_equal_the_definition(case: Case, dtype: torc
         x, amax = x.nan_to_num(1.0, 2.0, -2.0).clamp(-9, 9), amax.nan_to_num(posinf=3.0)
         _, expected = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
         _, got = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
-        # At most 252 terms below 300 (the largest grid value that clips times a gradient, over qmax) in another order.
+        # At most 252 terms below 300 (the largest grid value that clips times a gradient, over
+        # qmax) in another order.
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -284,7 +288,8 @@ def test_the_gradient_is_exactly_zero_outside_the_range() -> None:
 
 
 def test_importing_torchq_imports_no_triton() -> None:
-    code = "import sys, torchq, torch; torchq.functional.fake_quantize(torch.ones(3), 1.0); print('triton' in sys.modules)"
+    code = "import sys, torchq, torch; torchq.functional.fake_quantize(torch.ones(3), 1.0); "
+    code += "print('triton' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True
     )

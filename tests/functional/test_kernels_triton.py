@@ -1,4 +1,7 @@
-"""Runs triton_kernels.py in a process of its own: whether Triton interprets or compiles is fixed when it is imported."""
+"""Runs triton_kernels.py in a process of its own.
+
+Whether Triton interprets or compiles is fixed when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 
 def run(interpret: str) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
-    # NumPy, which the interpreter computes with, warns of the overflows and NaN that the cases contain on purpose.
+    # NumPy, which the interpreter computes with, warns of the overflows and NaN that the cases
+    # contain on purpose.
     command = [
         sys.executable,
         "-m",

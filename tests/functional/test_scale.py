@@ -46,7 +46,10 @@ def test_every_step_is_positive() -> None:
     [("e4m3", 8), ("e5m2", 15), ("e2m1", 2), ("e3m2", 4), ("e2m3", 2), ("int8", 6)],
 )
 def test_e8m0_steps(name: str, exponent: int) -> None:
-    """``2 ** (floor(log2(amax)) - emax)``: the exponents of the largest element of each format are in table 1 of the MX specification."""
+    """The scale is ``2 ** (floor(log2(amax)) - emax)``.
+
+    The exponents of the largest element of each format are in table 1 of the MX specification.
+    """
     amax = torch.tensor([1.0, 1.99, 2.0, 448.0, 6.0, 0.001])
     expected = [
         2.0 ** (math.floor(math.log2(a)) - exponent) for a in (1.0, 1.99, 2.0, 448.0, 6.0, 0.001)

@@ -1,4 +1,7 @@
-"""Under torch.compile, torch.vmap, torch.func, torch.fx and on the device: no graph break, no wait for the host, the same numbers."""
+"""Fake quantization under torch.compile, torch.vmap, torch.func and torch.fx, and on the device.
+
+There is no graph break and no wait for the device, and the numbers are the same.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ VMAP_OF_FLOATS = pytest.mark.skipif(
 )
 
 
-# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"
 )
@@ -37,7 +40,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """Each test compiles for itself; dynamo counts recompilations of one function over all of them."""
+    """Each test compiles for itself.
+
+    Dynamo counts recompilations of one function over all of them.
+    """
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -64,7 +70,7 @@ def test_no_host_sync(
 def test_compiled_whole_and_equal(
     function: Callable[..., Tensor], name: str, granularity: Granularity, scales: str | None
 ) -> None:
-    """Forward and backward in float64 with the eager arithmetic, so that an ulp cannot hide behind a rounding."""
+    """Compare forward and backward in float64, where no rounding hides a unit in the last place."""
     format, scale_format = CATALOG[name], None if scales is None else CATALOG[scales]
     learned = function is learned_fake_quantize
 
@@ -90,7 +96,10 @@ def test_compiled_whole_and_equal(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_compiled_by_inductor(dtype: torch.dtype) -> None:
-    """The default backend, which fuses: int8 per channel, forward and backward; one byte is saved, and not a boolean, which is slow."""
+    """The default backend, which fuses: int8 per channel, forward and backward.
+
+    One byte is saved, and not a boolean, which is slow.
+    """
 
     def run(x: Tensor, amax: Tensor) -> Tensor:
         return fake_quantize(x, amax, INT8, PerAxis((0,)))

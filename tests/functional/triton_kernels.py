@@ -1,4 +1,7 @@
-"""The Triton kernels against the definition. test_kernels_triton.py runs this file: interpreted on the CPU, compiled on a GPU."""
+"""The Triton kernels against the definition.
+
+tests/functional/test_kernels_triton.py runs this file: interpreted on the CPU, compiled on a GPU.
+"""
 
 from __future__ import annotations
 

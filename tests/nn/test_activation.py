@@ -27,7 +27,8 @@ def test_the_gate_is_off_until_asked_for() -> None:
     assert torch.equal(module(X), torch.nn.functional.silu(x))
     module.quantize_gate()
     codes = torch.clamp(torch.round(torch.sigmoid(x) * 255), 0, 255)
-    # Both sides round code / 255 to float32, in another order: a few units in the last place of numbers up to 4.
+    # Both sides round code / 255 to float32, in another order: a few units in the last place of
+    # numbers up to 4.
     torch.testing.assert_close(module(X), x * codes / 255, atol=2e-6, rtol=0)
     assert not torch.equal(module(X), torch.nn.functional.silu(x))
     module.quantize_gate(False)
@@ -74,6 +75,7 @@ def test_calibration_leaves_the_gate_at_its_range() -> None:
 def test_other_formats(num_bits: int | tuple[int, int]) -> None:
     module = convert_(nn.SiLU(), input=torchq.QuantDescriptor(num_bits, amax=4.0))
     module.quantize_gate()  # type: ignore[operator]
-    # Half a step of 4 / 7 at the largest slope, 1.1, and half a step of 1 / 15 of the gate times 4; E4M3 is finer.
+    # Half a step of 4 / 7 at the largest slope, 1.1, and half a step of 1 / 15 of the gate times
+    # 4; E4M3 is finer.
     assert (module(X) - torch.nn.functional.silu(X)).abs().max() < 0.315 + 0.134
     assert type(revert_(module)) is nn.SiLU

@@ -1,4 +1,7 @@
-"""Attention: torch's numbers with the quantizers off, the formula by hand with them on, in torch's own transformer too."""
+"""Attention, in torch's own transformer too.
+
+It has torch's numbers with the quantizers off, and those of the formula with them on.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +172,10 @@ def test_training_reaches_every_parameter() -> None:
 
 
 def test_rows_without_a_key_stay_finite() -> None:
-    """torch gives NaN for the weights of such a row; NaN in a calibration batch would be an error."""
+    """torch gives NaN for the weights of such a row.
+
+    NaN in a calibration batch would be an error.
+    """
     module = attention(batch_first=True)
     inputs, hidden = tokens(module), torch.tensor([[True] * 5, [False] * 5])
     for dtype in (torch.float32, torch.float16):

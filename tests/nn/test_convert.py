@@ -1,4 +1,7 @@
-"""convert_, revert_ and the registry: refusals, all or nothing, weight_norm, fused transformer layers, legacy checkpoints."""
+"""convert_, revert_ and the registry.
+
+The cases are refusals, weight_norm, fused transformer layers and legacy checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def with_attribute() -> nn.Module:
     [
         (
             nn.ReLU,
-            r"torch.nn.modules.activation.ReLU: has no quantized twin; expected one of the registered classes. See torchq.register",
+            r"torch.nn.modules.activation.ReLU: has no quantized twin; expected "
+            r"one of the registered classes. See torchq.register",
         ),
         (lambda: OwnLinear(2, 2), "OwnLinear: has no quantized twin"),
         (lambda: QuantLinear(2, 2), "QuantLinear: has no quantized twin"),
@@ -108,7 +112,10 @@ def test_quantizers_are_where_the_weight_is() -> None:
 
 
 def test_legacy_checkpoint_of_a_module() -> None:
-    """pytorch-quantization writes ``_input_quantizer._amax``; every legacy shape of a per-channel amax is taken."""
+    """pytorch-quantization writes ``_input_quantizer._amax``.
+
+    Every legacy shape of a per-channel amax is taken.
+    """
     for shape in ((), (1,), (8,), (8, 1, 1, 1)):
         module = convert_(nn.Conv2d(3, 8, 3), input=INT8, weight=ROWS)
         state = {k: v for k, v in module.state_dict().items() if "quantizer" not in k}
@@ -130,7 +137,10 @@ def test_legacy_checkpoint_of_a_module() -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
-    """The hook computes the weight from its parts at each call; that effective weight is quantized, also with freshly loaded parts."""
+    """The hook computes the weight from its parts at each call.
+
+    That effective weight is quantized, also with freshly loaded parts.
+    """
     x = torch.randn(2, 3, 6, 6, generator=generator)
     plain, other = norm(nn.Conv2d(3, 4, 3)).eval(), norm(nn.Conv2d(3, 4, 3)).eval()
     other.load_state_dict(plain.state_dict())
@@ -164,7 +174,7 @@ def layer(**options: Any) -> nn.TransformerEncoderLayer:
 def test_transformer_layer_does_not_bypass_its_children(
     options: dict[str, Any], generator: torch.Generator
 ) -> None:
-    """In eval mode without gradients torch would read the weights of the linears past their quantizers."""
+    """torch's fast path, in eval mode without gradients, would read weights past quantizers."""
     x, model = torch.randn(2, 5, 8, generator=generator), layer(**options)
     with torch.no_grad():
         torchq.quantize_(model)
@@ -190,7 +200,8 @@ def test_register_checks_its_class() -> None:
         register(OwnLinear)(nn.Linear)  # type: ignore[type-var]
     with pytest.raises(
         ConfigError,
-        match=r"quantized twin of torch.nn.modules.linear.Linear is registered already, as .*QuantLinear",
+        match=r"quantized twin of torch.nn.modules.linear.Linear is registered already, "
+        r"as .*QuantLinear",
     ):
         register(nn.Linear)(QuantLinear)
     assert OwnLinear not in QUANTIZED
@@ -239,7 +250,7 @@ def test_direct_construction_takes_descriptors() -> None:
     )
     assert module(torch.randn(1, 3, 4, 4)).shape == (1, 4, 4, 4)
     assert (
-        "QuantConv2d(\n  3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)\n  (input_quantizer): TensorQuantizer(int4"
-        in repr(module)
+        "QuantConv2d(\n  3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)\n"
+        "  (input_quantizer): TensorQuantizer(int4" in repr(module)
     )
     assert math.isfinite(module(torch.zeros(1, 3, 4, 4)).sum().item())

@@ -1,4 +1,4 @@
-"""The module contract over every row of the table, which covers every quantized twin of a torch layer."""
+"""The module contract over its table, which covers every quantized twin of a torch layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-# One row for each class, and those whose code differs: what does not depend on the options runs over these.
+# One row for each class, and those whose code differs: what does not depend on the options runs
+# over these.
 FEW = [*{type(case.make()): case for case in reversed(CASES)}.values()]
 FEW += [
     case
@@ -233,7 +234,8 @@ def test_symbolic_trace(case: Case) -> None:
         or "output_size" in case.kwargs
     ):
         pytest.skip(
-            "torch's own code branches on the shape of its input here; torch.fx goes round that in classes of torch.nn alone"
+            "torch's own code branches on the shape of its input here; torch.fx "
+            "goes round that in classes of torch.nn alone"
         )
     traced = torch.fx.symbolic_trace(holder_of(case, module))
     assert equal(traced(*x), module(*x, **case.kwargs))

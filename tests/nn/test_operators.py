@@ -1,4 +1,7 @@
-"""Operators as modules: torch's numbers when off, the definition when on; and forwards wired to them."""
+"""Operators as modules, and forwards that call them.
+
+They have torch's numbers when off, and follow the definition when on.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ def test_a_whole_model_loads_in_another_process(x: torch.Tensor, tmp_path: Path)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
     torch.save({"model": model, "x": x, "y": model(x).detach()}, tmp_path / "model.pt")
-    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); assert torch.equal(d['model'](d['x']), d['y']); print('same')"
+    code = "import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
+    code += "assert torch.equal(d['model'](d['x']), d['y']); print('same')"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "model.pt")],
         capture_output=True,
@@ -156,7 +157,7 @@ def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torc
     "d", [QuantDescriptor(), QuantDescriptor(axis=0, learn_amax=True)], ids=str
 )
 def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
-    """Built on the meta device, given memory, loaded: the range lands where the module is, from both kinds of start."""
+    """A model built on the meta device, given memory and loaded has its range where it is."""
     q = calibrated(d, x)
     with torch.device("meta"):
         built = TensorQuantizer(d)
@@ -187,7 +188,7 @@ def test_the_range_follows_its_module(device: torch.device, x: torch.Tensor) -> 
 
 
 def test_exponential_average(x: torch.Tensor) -> None:
-    """Over every floating key of the state dict, as trainers do it: equal ranges stay equal to the bit."""
+    """An average over every floating key of the state dict keeps equal ranges equal to the bit."""
     model = nn.Sequential(nn.Linear(6, 3))
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)

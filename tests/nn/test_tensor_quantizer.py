@@ -50,7 +50,8 @@ def test_modes(mode: str, x: torch.Tensor) -> None:
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"TensorQuantizer: got mode 'on'; expected one of off, observe, quantize, observe\+quantize",
+        match=r"TensorQuantizer: got mode 'on'; expected one of off, observe, quantize, "
+        r"observe\+quantize",
     ):
         TensorQuantizer(mode="on")
     q = TensorQuantizer()
@@ -76,7 +77,7 @@ DESCRIPTORS = [
 @pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
 def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
-    """Without a range: that of the call. Calibrated: the observed one, which other data does not move."""
+    """An uncalibrated quantizer uses the range of the call, a calibrated one the observed range."""
     q = TensorQuantizer(d)
     assert not q.calibrated and q.amax.shape == (0,)
 
@@ -185,7 +186,8 @@ def test_unknown_calibration_method_is_an_error_at_once() -> None:
 def test_a_histogram_of_blocks_is_an_error_at_once(method: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^TensorQuantizer: histogram: got PerBlock.* Use method 'max', for weights also 'mse'",
+        match=r"^TensorQuantizer: histogram: got PerBlock.* Use method 'max', for "
+        r"weights also 'mse'",
     ):
         TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method=method))
 
@@ -213,7 +215,10 @@ def test_calibrate_on_keeps_what_was_being_observed(x: torch.Tensor) -> None:
 
 
 def test_learned_range_is_a_parameter_that_stays_itself(x: torch.Tensor) -> None:
-    """An optimizer built before calibration goes on training it; a learned range follows its gradient."""
+    """An optimizer built before calibration goes on training it.
+
+    A learned range follows its gradient.
+    """
     q = TensorQuantizer(QuantDescriptor(4, learn_amax=True))
     parameter = q.amax
     assert isinstance(parameter, nn.Parameter)
@@ -239,7 +244,7 @@ def test_a_fixed_range_is_no_parameter() -> None:
 
 
 def test_inference_mode_makes_ordinary_tensors(x: torch.Tensor) -> None:
-    """Calibrated, observed, set and forgotten inside inference mode, then trained through outside of it."""
+    """Ranges that were set inside inference mode can be trained outside of it."""
     for d in (
         QuantDescriptor(),
         QuantDescriptor(learn_amax=True),

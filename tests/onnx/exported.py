@@ -1,4 +1,4 @@
-"""Small models that together have every layer that exports, calibrated on the spot, and a way to run a file."""
+"""Small models that together have every layer that exports, and a way to run a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layers(nn.Module):
 
 
 class Residual(nn.Module):
-    """A stem with max pooling, a block with an identity branch, one with a downsampling branch, a concatenation, and a head."""
+    """A small residual network with max pooling, two kinds of blocks and a concatenation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What is written: types, sizes, shapes, names; and what is refused. ONNX Runtime and onnx.checker are the oracles."""
+"""The files that an export writes, and the models that it refuses.
+
+ONNX Runtime and onnx.checker are the oracles.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def weights_of(path: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(("dynamo", "opset"), EXPORTERS)
 def test_layers_agree_and_are_standard(tmp_path: Path, dynamo: bool, opset: int) -> None:
-    """S32: checker, standard operators, integer weights, dynamic batch, equal numbers, and the model as it was."""
+    """S32: standard operators, integer weights, dynamic batch, equal numbers, the same model."""
     model = calibrated(Layers(), torch.randn(8, 3, 9, 9)).train()
     report = torchq.export_onnx(
         model, torch.randn(1, 3, 9, 9), tmp_path / "m.onnx", dynamo=dynamo, opset=opset
@@ -65,7 +68,8 @@ def test_layers_agree_and_are_standard(tmp_path: Path, dynamo: bool, opset: int)
     for batch in (1, 5):
         x = torch.randn(batch, 3, 9, 9)
         for found, expected in zip(run_file(tmp_path / "m.onnx", x), model(x), strict=True):
-            # A tie may fall on the other side, as sums are added in another order: at most one scale of the last layer's input, seldom.
+            # A tie may fall on the other side, as sums are added in another order: at most one
+            # scale of the last layer's input, seldom.
             assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
             assert ((found - expected).abs() > 1e-5).float().mean() < 0.02
 
@@ -181,7 +185,8 @@ def test_the_torchscript_exporter_says_what_it_cannot_write(tmp_path: Path, name
     )
     with pytest.raises(
         ExportError,
-        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends at opset 20; expected opset 21",
+        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends at opset 20; "
+        r"expected opset 21",
     ):
         torchq.export_onnx(model, torch.randn(3, 48), tmp_path / "m.onnx", dynamo=False)
 
@@ -264,7 +269,8 @@ def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool
     assert shapes == {"x": ["batch", "length", 6], "table": [6, 3]}
     with pytest.raises(
         ExportError,
-        match=r"dynamic_shapes names \['z'\]; expected some of the tensor arguments \['table', 'x'\]",
+        match=r"dynamic_shapes names \['z'\]; expected some of the tensor arguments "
+        r"\['table', 'x'\]",
     ):
         torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes={"z": {0: "n"}})
 
@@ -355,7 +361,7 @@ def test_float_models_export_with_a_warning(tmp_path: Path) -> None:
     assert report.weights == ()
 
 
-# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns about that
+# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_torch_export_gives_the_same_numbers() -> None:
     model = calibrated(Residual(), torch.randn(4, 3, 16, 16))

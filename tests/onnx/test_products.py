@@ -1,4 +1,7 @@
-"""Products with quantized weights stay integer products in the graph that ONNX Runtime builds, and shapes that are known are constants."""
+"""Products with quantized weights stay integer products in ONNX Runtime.
+
+Shapes that are known are constants.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ SHAPES = [(2, 16), (2, 5, 16)]
 
 
 class Perceptron(nn.Module):
-    """Two linear layers, an activation between them, and a layer that reads the same tensor with the same bias."""
+    """Two linear layers around an activation, and one that reads the same tensor and bias."""
 
     def __init__(self, activation: Any, bias: bool) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Static shapes, bias first or second: inspection names the float products, retargeting makes integers of them."""
+    """With static shapes, inspection names float products; retargeting makes integers of them."""
     helper, numbers = onnx.helper, onnx.numpy_helper
     weight, bias = torch.randint(-127, 128, (16, 4), dtype=torch.int8), torch.randn(4)
     scales = {
@@ -239,7 +242,10 @@ def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, tmp_pat
 
 
 def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> None:
-    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16; a batch that is noted of a result is the example's."""
+    """With ``allowzero`` a 0 is a length of zero.
+
+    NumPy has no bfloat16, and the batch that is noted for a result is that of the example.
+    """
     helper, numbers = onnx.helper, onnx.numpy_helper
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),

@@ -1,4 +1,4 @@
-"""What a runtime wants: whole integer regions in ONNX Runtime, TensorRT's rules, one calibrated model for all of them."""
+"""Files for a runtime: integer regions in ONNX Runtime, TensorRT's rules, one model for all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def settings(path: Path) -> dict[str, tuple[float, int, int]]:
 
 
 def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path) -> None:
-    """Every convolution, sum and concatenation runs on integers; the file computes what the model does on its finer grids."""
+    """Every convolution, sum and concatenation runs on integers.
+
+    The file computes what the model does on its finer grids.
+    """
     report = write(model, tmp_path / "m.onnx", "onnxruntime")
     assert report.warnings == ()
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
@@ -230,7 +233,8 @@ RULES = [
     (
         Joined(),
         None,
-        r"a\.input_quantizer: the inputs of .* have different scales; use QuantCat, or torchq\.qat\.share_range_",
+        r"a\.input_quantizer: the inputs of .* have different scales; use "
+        r"QuantCat, or torchq\.qat\.share_range_",
     ),
     (
         nn.Sequential(nn.Conv2d(16, 16, 7)),
@@ -274,7 +278,8 @@ def test_onnxruntime_names_convolutions_without_a_quantized_output(tmp_path: Pat
     )
     with pytest.warns(
         UserWarning,
-        match=r"^[^;]*: 2: its output is not quantized, so it runs in float; use quantize_ with target",
+        match=r"^[^;]*: 2: its output is not quantized, so it runs in float; use "
+        r"quantize_ with target",
     ):
         torchq.export_onnx(
             model, torch.randn(1, 3, 8, 8), tmp_path / "m.onnx", target="onnxruntime", dynamo=False
@@ -315,7 +320,7 @@ def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) 
 
 
 def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
-    """S37: Q/DQ on both inputs of the sum and of the concatenation, the same scale in the latter; copies keep it."""
+    """S37: both inputs of an addition and of a concatenation have Q/DQ, in the latter one scale."""
 
     class Written(nn.Module):
         def __init__(self) -> None:
