@@ -1,4 +1,7 @@
-"""Measure the memory of a network that has run: FP32, deployed, and deployed from a mapped file.
+"""Measure the memory of a network that has run: FP32 and deployed, in three ways.
+
+A deployed network keeps its plain weights in memory, drops them after the first run
+(``release_weights_``), or reads them from a mapped file.
 
 Each candidate is loaded and run in a process of its own, on one image size and then on more. The
 report says by how much the process has grown once freed memory is given back. ``anonymous`` memory
@@ -25,10 +28,16 @@ from torch import nn
 import torchq
 from benchmarks.deploy_native import build, quantized
 from benchmarks.harness import Reporter, parse, parser
+from torchq.lowering import release_weights_
 
 MODELS = ("resnet50", "vit_b_16", "encoder")
-#: Candidate -> which file, and whether it is mapped.
-CANDIDATES = {"fp32": ("fp32", False), "int8": ("int8", False), "int8, mapped": ("int8", True)}
+#: Candidate -> which file, and how it is used.
+CANDIDATES = {
+    "fp32": ("fp32", "read"),
+    "int8": ("int8", "read"),
+    "int8, released": ("int8", "released"),
+    "int8, mapped": ("int8", "mapped"),
+}
 _MIB = 2**20
 
 
@@ -44,12 +53,12 @@ def resident() -> dict[str, int]:
     }
 
 
-def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
+def measure(path: str, use: str, warm: str) -> dict[str, float]:
     """Return the growth in MiB after loading, after the first input, and after all inputs.
 
     Args:
         path: the file of a candidate and its inputs.
-        mapped: map the file instead of reading it.
+        use: ``"read"`` the file, ``"mapped"``, or read and ``"released"`` after the first input.
         warm: the file of small networks that load the libraries before the first measurement.
     """
     with suppress(ImportError):  # a float network's classes are there
@@ -57,11 +66,13 @@ def measure(path: str, mapped: bool, warm: str) -> dict[str, float]:
     for small, x in torch.load(warm, weights_only=False):
         small(x)
     before = resident()
-    model, inputs = torch.load(path, weights_only=False, mmap=mapped)
+    model, inputs = torch.load(path, weights_only=False, mmap=use == "mapped")
     found = {}
     for state, xs in (("loaded", []), ("one_size", inputs[:1] * 2), ("all_sizes", inputs)):
         for x in xs:
             model(x)
+        if use == "released":
+            release_weights_(model)
         now = resident()
         found |= {
             f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now
@@ -93,21 +104,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument(
         "--measure",
         nargs=3,
-        metavar=("FILE", "MAPPED", "WARM"),
+        metavar=("FILE", "USE", "WARM"),
         help="what the processes are started with",
     )
     options = parse(arguments, argv)
     with torch.no_grad():
         if options.measure:
-            path, mapped, warm = options.measure
-            print(json.dumps(measure(path, mapped == "True", warm)))
+            print(json.dumps(measure(*options.measure)))
             return
         with Reporter("deploy_memory", options.out) as report:
             for name in options.models:
                 with tempfile.TemporaryDirectory() as folder:
                     save(name, Path(folder))
-                    for candidate, (file, mapped) in CANDIDATES.items():
-                        paths = [f"{folder}/{file}", str(mapped), f"{folder}/warm"]
+                    for candidate, (file, use) in CANDIDATES.items():
+                        paths = [f"{folder}/{file}", use, f"{folder}/warm"]
                         command = [
                             sys.executable,
                             "-m",

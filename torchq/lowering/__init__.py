@@ -12,6 +12,7 @@ from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
+from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
 from torchq.lowering.qparams import QParams
@@ -31,4 +32,6 @@ __all__ = [
     "LOWERINGS",
     "WeightOnlyLinear",
     "deploy",
+    "release_weights_",
+    "restore_weights_",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.lowering.modules.input_checks import smallest_value
+from torchq.lowering.modules.release_weights import ReleasableWeightMixin
 from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import kernel
@@ -187,7 +188,7 @@ class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
 
-class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
+class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, IntegerModule):
     """Base of layers with int8 weights and uint8 activations.
 
     The input is a floating-point tensor, which the layer quantizes, or uint8 codes where
@@ -269,6 +270,16 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
         twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
         return twin
 
+    def release_weight(self) -> int:
+        """See :meth:`ReleasableWeightMixin.release_weight`; the twin shares the weight."""
+        for twin in self._kernels.values():
+            if isinstance(twin, Int8Layer):
+                twin.release_weight()
+        return super().release_weight()
+
+    def _size(self) -> int:
+        return super()._size() + self.released_bytes()
+
     def codes(self, x: Tensor) -> Tensor:
         """Return a floating-point ``x`` as codes of :attr:`input_qparams`.
 
@@ -332,7 +343,7 @@ class Int8Layer(DeployedLayer, QParamsStateMixin, IntegerModule):
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
         twin = copy.copy(self)
-        twin._buffers = dict(self._buffers)
+        twin._buffers = dict(twin._buffers)
         return twin
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -75,6 +75,11 @@ class KernelCache:
         dropped = set(alike[: max(0, len(alike) + 1 - self._most)])
         return {other: entry for other, entry in entries.items() if other not in dropped}
 
+    def kept(self, weight: Tensor, kind: str) -> list[Any]:
+        """Return the kernels of one kind that are kept for ``weight``."""
+        entries = self._entries.get(weight, {})
+        return [kernel for key, (_, kernel) in entries.items() if key[0] == kind]
+
     def __len__(self) -> int:
         """Return the number of weights that have kernels."""
         return len(self._entries)

@@ -20,7 +20,17 @@ from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 from torchq.lowering.ops.reference import finish
 
-__all__ = ["Run", "available", "bind_conv", "bind_linear", "conv", "linear", "saturates"]
+__all__ = [
+    "Run",
+    "available",
+    "bind_conv",
+    "bind_linear",
+    "conv",
+    "linear",
+    "packed_weight",
+    "saturates",
+    "unpack_weight",
+]
 
 #: A bound kernel: codes, and a residual where it adds one, to the result.
 Run = Callable[..., Tensor]
@@ -32,6 +42,8 @@ _OPERATORS = (
     "qlinear_prepack",
     "qlinear_pointwise",
 )
+#: What the cache calls packed weights of convolutions and of linear layers.
+_PACKED_KINDS = ("packed conv", "packed linear")
 #: The activations that torch's 3-d convolution applies.
 _ACTIVATIONS_3D = ("none",)
 #: The activations that the convolution applies behind a residual.
@@ -163,7 +175,7 @@ def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams)
         )
         return _pack(weights, packed)
 
-    key = ("packed conv", (x_scale, x_zero_point, params, *shape[2:]))
+    key = (_PACKED_KINDS[0], (x_scale, x_zero_point, params, *shape[2:]))
     found: _Packed = KERNELS.get(codes, key, (scale, bias), build)
     return found
 
@@ -199,6 +211,20 @@ def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: 
     return run
 
 
+def packed_weight(weight: Tensor) -> Tensor | None:
+    """Return a packed copy of ``weight`` (int8) that a kernel holds, or None."""
+    kept = [packed for kind in _PACKED_KINDS for packed in KERNELS.kept(weight, kind)]
+    return kept[0].weight if kept else None
+
+
+def unpack_weight(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the plain int8 weight of ``shape`` that was packed, as a new tensor."""
+    dense = packed.to_dense()
+    if packed.dim() == 2:  # of a linear layer: (in, out)
+        dense = dense.t()
+    return dense.reshape(list(shape)).contiguous()
+
+
 def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``."""
     codes, scale, bias, x_scale, x_zero_point = weights
@@ -218,7 +244,7 @@ def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
     def build() -> _Packed:
         return _pack(weights, torch.ops.onednn.qlinear_prepack(codes, None))
 
-    key = ("packed linear", tuple(input_qparams))
+    key = (_PACKED_KINDS[1], tuple(input_qparams))
     packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
     operator: Any = torch.ops.onednn.qlinear_pointwise.default
     arguments = (*packed, *_post_op(epilogue))
