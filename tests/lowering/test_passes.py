@@ -155,6 +155,28 @@ CASES = [
         None,
         {"a": conv()},
     ),
+    Case(
+        "use_float_pointwise_conv",
+        lambda m, x, y: m.b(F.relu(m.a(x.mean((2, 3), keepdim=True)))),
+        "Int8Conv(relu(Int8Conv(mean(x, (2, 3), keepdim=True)), inplace=False))",
+        "FloatPointwiseConv(relu(FloatPointwiseConv(mean(x, (2, 3), keepdim=True)), "
+        "inplace=False))",
+        {"a": conv(), "b": conv()},
+    ),
+    Case(
+        "use_float_pointwise_conv",
+        lambda m, x, y: m.a(x.mean((1, 2), keepdim=True)),
+        "Int8Conv(mean(x, (1, 2), keepdim=True))",
+        None,
+        {"a": conv()},
+    ),
+    Case(
+        "use_float_pointwise_conv",
+        lambda m, x, y: m.a(F.adaptive_avg_pool2d(m.b(x), 1)),
+        "Int8Conv(adaptive_avg_pool2d(Dequantize(x), 1))",
+        None,
+        {"a": conv(), "b": dequantize()},
+    ),
     # --- cancel_qdq
     Case(
         "cancel_qdq",
