@@ -158,15 +158,15 @@ CASES = [
     Case(
         "use_float_pointwise_conv",
         lambda m, x, y: m.b(F.relu(m.a(x.mean((2, 3), keepdim=True)))),
-        "Int8Conv(relu(Int8Conv(mean(x, (2, 3), keepdim=True)), inplace=False))",
-        "FloatPointwiseConv(relu(FloatPointwiseConv(mean(x, (2, 3), keepdim=True)), "
+        "Int8Conv(relu(Int8Conv(mean(x, [2, 3], keepdim=True)), inplace=False))",
+        "FloatPointwiseConv(relu(FloatPointwiseConv(mean(x, [2, 3], keepdim=True)), "
         "inplace=False))",
         {"a": conv(), "b": conv()},
     ),
     Case(
         "use_float_pointwise_conv",
         lambda m, x, y: m.a(x.mean((1, 2), keepdim=True)),
-        "Int8Conv(mean(x, (1, 2), keepdim=True))",
+        "Int8Conv(mean(x, [1, 2], keepdim=True))",
         None,
         {"a": conv()},
     ),
