@@ -23,6 +23,7 @@ from tests.lowering.pass_graphs import (
     linear,
     norm,
     only,
+    picture,
     quantize,
 )
 from torchq.lowering import Int8Conv, QParams
@@ -90,6 +91,45 @@ def test_codes_of_values_that_are_never_negative_start_at_zero(
     editor = edit(modules, lambda m, x, y: m.a(source(m, x, y)))
     assert apply(editor, "use_unsigned_codes") == (expected is not None)
     assert only(editor, Quantize).qparams == (expected or Q)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "modules"),
+    [
+        # The sum with the residual would be scaled too.
+        ("fold_batchnorm", lambda m, x, y: m.b(m.a(x, y)), {"a": conv(), "b": norm()}),
+        # It computes statistics of each batch.
+        (
+            "fold_batchnorm",
+            lambda m, x, y: m.b(m.a(x)),
+            {"a": conv(), "b": nn.BatchNorm2d(2, track_running_stats=False)},
+        ),
+        # No kernel of a convolution computes it.
+        ("fuse_activation", lambda m, x, y: m.b(m.a(x)), {"a": conv(), "b": nn.GELU()}),
+        # A kernel adds one residual.
+        ("fuse_add", lambda m, x, y: x + m.a(x, y), {"a": conv()}),
+        # The result is codes already.
+        (
+            "fuse_requantize",
+            lambda m, x, y: m.b(m.a(x)),
+            {"a": conv(output_qparams=Q), "b": quantize()},
+        ),
+    ],
+)
+def test_a_pass_leaves_alone_what_it_would_break(
+    name: str, forward: Callable[..., Any], modules: dict[str, nn.Module]
+) -> None:
+    editor = edit(modules, forward)
+    before = picture(editor.root)
+    assert not apply(editor, name)
+    assert picture(editor.root) == before
+
+
+def test_an_activation_that_is_no_clamp_is_computed_by_the_kernel_before_quantization() -> None:
+    modules = {"a": conv(), "b": nn.SiLU(), "c": quantize()}
+    editor = after(modules, lambda m, x, y: m.c(m.b(m.a(x))), "fuse_activation")
+    assert picture(editor.root) == "Quantize(Int8Conv(x))"
+    assert only(editor, Int8Conv).activation == "silu"
 
 
 def test_batchnorm_is_folded_into_scales_and_bias() -> None:
