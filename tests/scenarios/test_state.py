@@ -186,3 +186,14 @@ def test_s22_gpu(device: torch.device) -> None:
         q.amax.device.type == device.type for q in quantizers(twin).values()
     )
     assert isinstance(nn.Sequential(twin).to(device)(x), Tensor)
+
+
+def test_no_class_has_the_name_of_a_quantizer_of_modelopt() -> None:
+    """Ultralytics' trainer asks every module whose class is called TensorQuantizer for its state."""
+    model = calibrated()
+    assert not [m for m in model.modules() if type(m).__name__ == "TensorQuantizer"]
+    assert "TensorQuantizer(int8" in repr(model)
+    assert (
+        type(quantizers(pickle.loads(pickle.dumps(model))).popitem()[1]) is torchq.TensorQuantizer
+    )
+    assert torchq.workflow.select_quantizers(model, "type:TensorQuantizer")

@@ -380,6 +380,9 @@ class TensorQuantizer(SignChoice, nn.Module):
         if prefix + "unsigned" in state_dict:
             self._adopt_loaded_sign(prefix, args[4])
 
+    def _get_name(self) -> str:
+        return "TensorQuantizer"
+
     def extra_repr(self) -> str:
         """Return the descriptor, the range and the mode."""
         if self.descriptor.dynamic:
@@ -394,6 +397,11 @@ class TensorQuantizer(SignChoice, nn.Module):
             if self.amax.numel() > 1:
                 known += f"..{high:.4g} ({self.amax.numel()})"
         return f"{self.descriptor}, {known}, {self.mode}"
+
+
+# Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask
+# them for ModelOpt's state (Ultralytics 8.4). The qualified name, which pickle uses, stays.
+TensorQuantizer.__name__ = "TorchqQuantizer"
 
 
 _CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"

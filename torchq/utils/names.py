@@ -87,7 +87,8 @@ def matches(
     if pattern.startswith("type:"):
         wanted = pattern[5:]
         return any(
-            fnmatch.fnmatchcase(text, wanted) for text in (qualified_name(cls), cls.__name__)
+            fnmatch.fnmatchcase(text, wanted)
+            for text in (qualified_name(cls), cls.__qualname__, cls.__name__)
         )
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
