@@ -39,6 +39,7 @@ _MODES = {
     "quantize": (False, True),
     "observe+quantize": (True, True),
 }
+_CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 
 
@@ -110,11 +111,9 @@ class TensorQuantizer(SignChoice, nn.Module):
         if not self.quantizing:
             return x
         d = self.descriptor
-        function: Callable[..., Tensor]
+        function: Callable[..., Tensor] = learned_fake_quantize if d.learn_amax else fake_quantize
         if not d.fake_quant:
             function = quantize
-        else:
-            function = learned_fake_quantize if d.learn_amax else fake_quantize
         return function(x, self.range_for(x), d.format, d.granularity, d.block_scale_format)
 
     def range_for(self, x: Tensor) -> Tensor:
@@ -124,11 +123,8 @@ class TensorQuantizer(SignChoice, nn.Module):
         """
         d = self.descriptor
         if self.calibrated and not d.dynamic:
-            scaled = (
-                d.scale_range_grad
-                and torch.is_grad_enabled()
-                and not torch.onnx.is_in_onnx_export()
-            )
+            is_training = torch.is_grad_enabled() and not torch.onnx.is_in_onnx_export()
+            scaled = d.scale_range_grad and is_training
             amax = scale_gradient(self.amax, self._range_gradient_scale(x)) if scaled else self.amax
         elif torch.onnx.is_in_onnx_export():
             raise ExportError(
@@ -393,15 +389,11 @@ class TensorQuantizer(SignChoice, nn.Module):
             known = f"amax=meta{tuple(self.amax.shape)}"
         else:
             low, high = torch.aminmax(self.amax.detach())
-            known = f"amax={low:.4g}"
-            if self.amax.numel() > 1:
-                known += f"..{high:.4g} ({self.amax.numel()})"
+            several = f"..{high:.4g} ({self.amax.numel()})" if self.amax.numel() > 1 else ""
+            known = f"amax={low:.4g}{several}"
         return f"{self.descriptor}, {known}, {self.mode}"
 
 
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask
 # them for ModelOpt's state (Ultralytics 8.4). The qualified name, which pickle uses, stays.
 TensorQuantizer.__name__ = "TorchqQuantizer"
-
-
-_CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
