@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,7 +71,12 @@ def test_every_kind_of_layer_keeps_its_function(generator: torch.Generator) -> N
     assert report.error < 1e-5
     # The weights are float32 and changed by factors: a few units in the last place a layer.
     assert (model(x) - expected).norm() < 1e-5 * expected.norm()
-    assert all(p.spread_after < p.spread_before for p in report.pairs[:-1])
+    # A pair may become worse for the sake of its neighbours, but all of them together do not.
+    before, after = (
+        sum(math.log(getattr(pair, f"spread_{when}")) for pair in report.pairs)
+        for when in ("before", "after")
+    )
+    assert after < 0.8 * before
     assert "5 pairs, output changed by" in str(report)
 
 
