@@ -1,15 +1,14 @@
-"""INT8 files in ONNX Runtime and OpenVINO against float in the same runtime and the simulation.
+"""INT8 files in ONNX Runtime and OpenVINO: speed, and agreement with the simulation.
 
-Speed: files of batch 1, random weights, and statistics of BatchNorm from random images. Every
-    model is fused, quantized with ``target=`` and an example, calibrated and exported; the float
-    file is the fused model. The baseline of each ratio is the same runtime in float32. The peer is
-    the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file
-    and images, timed in the same rounds.
+Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images.
+Every model is fused, quantized with ``target=`` and an example, calibrated and exported; the float
+file is the fused model. The baseline of each ratio is the same runtime in float32. The peer is the
+quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images,
+timed in the same rounds.
 
 Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see
-    benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both calibrated on training images and run
-    on test images. The simulation is compared with the file, unoptimised and optimised, and with
-    every quantizer's codes.
+benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both calibrated on training images and run on
+test images: the simulation against the file, unoptimised and optimised, and all codes.
 """
 
 from __future__ import annotations
@@ -213,7 +212,7 @@ def agreement(
     target: str | None,
     data: tuple[nn.Module, list[Tensor], list[Tensor]],
 ) -> None:
-    """The simulation of a trained network against its file, on test images."""
+    """Compare the simulation of a trained network with its file, on test images."""
     model, seen, test = copy.deepcopy(data[0]), data[1], data[2]
     torchq.fuse_(model)
     torchq.quantize_(model, target=target, example=seen[0][:1])

@@ -1,4 +1,4 @@
-"""Small models that together have every layer that exports, and a way to run a file."""
+"""Small calibrated models that together have every layer that exports; a way to run a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layers(nn.Module):
 
 
 class Residual(nn.Module):
-    """A small residual network with max pooling, two kinds of blocks and a concatenation."""
+    """A stem with max pooling, two kinds of residual blocks, a concatenation, and a head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""The files that an export writes, and the models that it refuses.
-
-ONNX Runtime and onnx.checker are the oracles.
-"""
+"""The contents of files: types, sizes, shapes, names. ONNX Runtime and onnx.checker are oracles."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def weights_of(path: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(("dynamo", "opset"), EXPORTERS)
 def test_layers_agree_and_are_standard(tmp_path: Path, dynamo: bool, opset: int) -> None:
-    """S32: standard operators, integer weights, dynamic batch, equal numbers, the same model."""
+    """The file has standard operators, integer weights and an open batch; the model stays."""
     model = calibrated(Layers(), torch.randn(8, 3, 9, 9)).train()
     report = torchq.export_onnx(
         model, torch.randn(1, 3, 9, 9), tmp_path / "m.onnx", dynamo=dynamo, opset=opset
@@ -68,14 +65,14 @@ def test_layers_agree_and_are_standard(tmp_path: Path, dynamo: bool, opset: int)
     for batch in (1, 5):
         x = torch.randn(batch, 3, 9, 9)
         for found, expected in zip(run_file(tmp_path / "m.onnx", x), model(x), strict=True):
-            # A tie may fall on the other side, as sums are added in another order: at most one
-            # scale of the last layer's input, seldom.
+            # A tie may fall on the other side, as sums are added in another order: seldom, and
+            # by one code of the last layer's input at most.
             assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
             assert ((found - expected).abs() > 1e-5).float().mean() < 0.02
 
 
 def test_scales_do_not_depend_on_the_example(tmp_path: Path) -> None:
-    """S32, for the exporter that traces values; the other one takes buffers as they are."""
+    """The TorchScript exporter traces values; the other one takes buffers as they are."""
     model = calibrated(Layers(), torch.randn(8, 3, 9, 9))
     files = []
     for scale in (1.0, 100.0):
@@ -185,8 +182,7 @@ def test_the_torchscript_exporter_says_what_it_cannot_write(tmp_path: Path, name
     )
     with pytest.raises(
         ExportError,
-        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends at opset 20; "
-        r"expected opset 21",
+        match=r"layers\.0\.weight_quantizer: the TorchScript exporter ends .* expected opset 21",
     ):
         torchq.export_onnx(model, torch.randn(3, 48), tmp_path / "m.onnx", dynamo=False)
 
@@ -269,8 +265,7 @@ def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool
     assert shapes == {"x": ["batch", "length", 6], "table": [6, 3]}
     with pytest.raises(
         ExportError,
-        match=r"dynamic_shapes names \['z'\]; expected some of the tensor arguments "
-        r"\['table', 'x'\]",
+        match=r"dynamic_shapes names \['z'\]; expected some of .* \['table', 'x'\]",
     ):
         torchq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes={"z": {0: "n"}})
 
@@ -320,7 +315,7 @@ def test_fixed_batch(tmp_path: Path) -> None:
 
 
 def test_wrapped_models_are_unwrapped(tmp_path: Path) -> None:
-    """S35: DataParallel; a compiled one is refused by name."""
+    """DataParallel is unwrapped; a compiled model is refused by name."""
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
     torchq.export_onnx(nn.DataParallel(model), torch.randn(3, 6), tmp_path / "m.onnx", dynamo=False)
     assert set(ends(tmp_path / "m.onnx", "QuantizeLinear")) == {"0.input_quantizer"}
@@ -361,7 +356,7 @@ def test_float_models_export_with_a_warning(tmp_path: Path) -> None:
     assert report.weights == ()
 
 
-# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
+# torch 2.6: dynamo makes an object of every autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_torch_export_gives_the_same_numbers() -> None:
     model = calibrated(Residual(), torch.randn(4, 3, 16, 16))
@@ -371,7 +366,7 @@ def test_torch_export_gives_the_same_numbers() -> None:
 
 
 def test_jit_trace_needs_no_flag(tmp_path: Path) -> None:
-    """S35: no TracerWarning (warnings are errors here), and the saved program computes the same."""
+    """There is no TracerWarning, and the saved program computes the same."""
     model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")

@@ -1,7 +1,4 @@
-"""Parts of networks that ONNX Runtime runs on integers from one end to the other.
-
-They are gates, and pyramids of several scales.
-"""
+"""Parts of networks that ONNX Runtime runs on integers as a whole: gates and pyramids."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def test_modules_that_were_traced_for_a_target_export(tmp_path: Path) -> None:
 
 
 class Pyramid(nn.Module):
-    """A convolution and an enlarged one of a smaller scale, in one concatenation."""
+    """A concatenation of a convolution and of one on a smaller image that is resized."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -88,16 +85,15 @@ class Pyramid(nn.Module):
 def test_resizing_keeps_tensors_from_being_negative(
     mode: str, convolutions: int, tmp_path: Path
 ) -> None:
-    """Cubic interpolation can be negative, so the concatenation has signed codes.
+    """Cubic interpolation does not, so the tensors that it is concatenated with get signed codes.
 
-    The ReLU and the convolution beside it stay float.
+    Their ReLU and convolution then stay in float.
     """
     x = torch.randn(2, 3, 8, 8)
     net = calibrated(Pyramid(mode), x, target="onnxruntime", example=x)
     with pytest.warns(
         UserWarning,
-        match=r"far: its output is not quantized.* put torchq\.nn\.QuantIdentity\(\) "
-        r"behind it, or exclude it",
+        match=r"far: its output is not quantized.* put torchq\.nn\.QuantIdentity\(\) behind it",
     ):
         torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
     kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]

@@ -1,4 +1,4 @@
-"""Files for a runtime: integer regions in ONNX Runtime, TensorRT's rules, one model for all."""
+"""Integer regions in ONNX Runtime, the rules of TensorRT, and one calibrated model for both."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ def settings(path: Path) -> dict[str, tuple[float, int, int]]:
 
 
 def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path) -> None:
-    """Every convolution, sum and concatenation runs on integers.
-
-    The file computes what the model does on its finer grids.
-    """
+    """Every convolution, addition and concatenation runs on integers, and the file agrees."""
     report = write(model, tmp_path / "m.onnx", "onnxruntime")
     assert report.warnings == ()
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
@@ -233,8 +230,7 @@ RULES = [
     (
         Joined(),
         None,
-        r"a\.input_quantizer: the inputs of .* have different scales; use "
-        r"QuantCat, or torchq\.qat\.share_range_",
+        r"a\.input_quantizer: the inputs of .* have different scales; use QuantCat, .*share_range_",
     ),
     (
         nn.Sequential(nn.Conv2d(16, 16, 7)),
@@ -278,8 +274,7 @@ def test_onnxruntime_names_convolutions_without_a_quantized_output(tmp_path: Pat
     )
     with pytest.warns(
         UserWarning,
-        match=r"^[^;]*: 2: its output is not quantized, so it runs in float; use "
-        r"quantize_ with target",
+        match=r"^[^;]*: 2: its output is not quantized, so it runs in float; use quantize_",
     ):
         torchq.export_onnx(
             model, torch.randn(1, 3, 8, 8), tmp_path / "m.onnx", target="onnxruntime", dynamo=False
@@ -298,7 +293,7 @@ def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(tmp_path: Path
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) -> None:
-    """S36: quantizers off equals torch bit for bit; on, the file equals the simulation."""
+    """Without quantizers the model is torch's bit for bit; with them the file equals it."""
 
     class Sized(nn.Module):
         def __init__(self) -> None:
@@ -320,7 +315,7 @@ def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) 
 
 
 def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
-    """S37: both inputs of an addition and of a concatenation have Q/DQ, in the latter one scale."""
+    """Additions and concatenations have Q/DQ on all operands; concatenations have one scale."""
 
     class Written(nn.Module):
         def __init__(self) -> None:

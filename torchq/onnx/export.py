@@ -94,7 +94,8 @@ def export_onnx(
     """
     import_optional("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
-    chosen = None if target is None else onnx_target(target)
+    if target is not None:
+        onnx_target(target)  # An unknown name is an error before any work is done.
     opset = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, opset)
     active = check_quantizers(model, opset, modern)
@@ -105,27 +106,28 @@ def export_onnx(
             stacklevel=2,
         )
     names = (dynamic_shapes, input_names, output_names)
-    call = ExampleCall(model, example, dynamic_batch, *names)
+    batches = (True, False) if dynamic_batch else (False,)
+    calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
     started = time.perf_counter()
-    try:
-        graph = _traced(call, opset, modern, active)
-    except TorchExportError as error:
-        if not dynamic_batch:
-            raise
-        call = ExampleCall(model, example, False, *names)
-        graph = _traced_with_fixed_batch(call, opset, modern, active, error)
+    graph = _first_that_traces(calls, opset, modern, active)
     _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
     run_passes(graph, EXPORT_PASSES)
-    found: tuple[str, ...] = ()
-    if chosen is not None:
-        chosen.rewrite(graph)
-        found = chosen.findings(graph)
+    found = _shape_for(target, graph)
     if found:
         warnings.warn(f"export_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
     write_record(graph, target=target)
     size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
     return report_on(graph, path, target, exporter, size, found)
+
+
+def _shape_for(target: str | None, graph: Model) -> tuple[str, ...]:
+    """Rewrite a graph for a target, and return which rules of the target it breaks."""
+    if target is None:
+        return ()
+    chosen = onnx_target(target)
+    chosen.rewrite(graph)
+    return chosen.findings(graph)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -166,24 +168,26 @@ def _traced(
         return run_dynamo(call, opset) if modern else run_torchscript(call, opset)
 
 
-def _traced_with_fixed_batch(
-    call: ExampleCall,
-    opset: int,
-    modern: bool,
-    active: Mapping[str, TensorQuantizer],
-    error: TorchExportError,
+def _first_that_traces(
+    calls: Sequence[ExampleCall], opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
 ) -> Model:
-    """Trace once more with the batch size of the example, and warn; raise ``error`` if that fails.
+    """Trace the first call; if torch cannot, trace the second one, with a fixed batch, and warn.
 
     A model that has stored the batch size of an earlier call cannot be traced for any other.
     """
     try:
-        graph = _traced(call, opset, modern, active)
+        return _traced(calls[0], opset, modern, active)
+    except TorchExportError as error:
+        if len(calls) == 1:
+            raise
+        first = error
+    try:
+        graph = _traced(calls[1], opset, modern, active)
     except TorchExportError:
-        raise error from None
-    first = str(error).partition(". dynamo=")[0].removeprefix("export_onnx: ")
+        raise first from None
+    reason = str(first).partition(". dynamo=")[0].removeprefix("export_onnx: ")
     warnings.warn(
-        f"export_onnx: {first} with an open batch size, so the file has the fixed batch size of "
+        f"export_onnx: {reason} with an open batch size, so the file has the fixed batch size of "
         "the example. Pass dynamic_batch=False to say so",
         stacklevel=3,
     )

@@ -1,7 +1,4 @@
-"""Products with quantized weights stay integer products in ONNX Runtime.
-
-Shapes that are known are constants.
-"""
+"""Matrix multiplications stay on integers in ONNX Runtime; known shapes are constants."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ SHAPES = [(2, 16), (2, 5, 16)]
 
 
 class Perceptron(nn.Module):
-    """Two linear layers around an activation, and one that reads the same tensor and bias."""
+    """Two linear layers with an activation between, and one with the same input and bias."""
 
     def __init__(self, activation: Any, bias: bool) -> None:
         super().__init__()
@@ -128,7 +125,7 @@ def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """With static shapes, inspection names float products; retargeting makes integers of them."""
+    """Inspection names the float multiplications of static shapes; retargeting cures them."""
     helper, numbers = onnx.helper, onnx.numpy_helper
     weight, bias = torch.randint(-127, 128, (16, 4), dtype=torch.int8), torch.randn(4)
     scales = {
@@ -165,9 +162,8 @@ def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> No
     assert (found["MatMulIntegerToFloat"], found["Gemm"]) == (2, 0)
     assert torchq.inspect_onnx(tmp_path / "r.onnx").fallbacks == ()
     x = 5 * torch.randn(shape)
-    for before, after in zip(
-        run_file(tmp_path / "m.onnx", x), run_file(tmp_path / "r.onnx", x), strict=True
-    ):
+    results = (run_file(tmp_path / name, x) for name in ("m.onnx", "r.onnx"))
+    for before, after in zip(*results, strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
@@ -242,9 +238,9 @@ def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, tmp_pat
 
 
 def test_shapes_without_copied_lengths_and_casts_to_bfloat16(tmp_path: Path) -> None:
-    """With ``allowzero`` a 0 is a length of zero.
+    """With ``allowzero`` a 0 is a length of zero; numpy has no bfloat16.
 
-    NumPy has no bfloat16, and the batch that is noted for a result is that of the example.
+    The batch size that is noted for a result is the example's, and not used.
     """
     helper, numbers = onnx.helper, onnx.numpy_helper
     nodes = [
