@@ -108,6 +108,16 @@ def test_codes_of_values_that_are_never_negative_start_at_zero(
         ("fuse_activation", lambda m, x, y: m.b(m.a(x)), {"a": conv(), "b": nn.GELU()}),
         # A kernel adds one residual.
         ("fuse_add", lambda m, x, y: x + m.a(x, y), {"a": conv()}),
+        # Another node reads the values.
+        ("hoist_quantize", lambda m, x, y: (m.a(z := x.flatten(1)), z), {"a": quantize()}),
+        # One of the tensors is no codes.
+        ("sink_dequantize", lambda m, x, y: torch.cat([m.a(x), y]), {"a": dequantize()}),
+        # Another node reads the function.
+        (
+            "use_lookup_table",
+            lambda m, x, y: (m.b(z := torch.tanh(m.a(x))), z),
+            {"a": dequantize(), "b": quantize(OTHER)},
+        ),
         # The result is codes already.
         (
             "fuse_requantize",
