@@ -265,3 +265,24 @@ def test_parameters_outside_of_products_are_no_candidates() -> None:
     assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == ["0.linear"]
     (skipped,) = torchq.plan(model).skipped
     assert "pass example= to find function calls with them" in skipped.reason
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias, and a checkpoint elsewhere in its class: no call has a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return F.scaled_dot_product_attention(y, y, y, self.bias)
+
+    def slow(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+
+
+def test_learned_biases_are_no_candidates() -> None:
+    model = nn.Sequential(Biased())
+    report = torchq.plan(model, example=torch.ones(2, 3, 4))
+    assert [d.name for d in report.decisions] == ["0.linear"]

@@ -23,6 +23,7 @@ from torchq.nn import (
     site_descriptors,
     weights_read,
 )
+from torchq.nn.calls.find import WHOLE_ATTENTION
 from torchq.swap.decision import Decision
 from torchq.utils import modules_with_names
 
@@ -61,13 +62,16 @@ def decide_calls(
     for names, module in modules_with_names(model):
         if id(module) in inside or not _is_candidate(module):
             continue
-        calls = _calls_without_example(module, quantized) if found is None else None
-        calls = found.get(id(module)) if found is not None else calls
-        if calls is None or not calls.sites:
-            if calls is not None and found is not None and not calls.obstacle:
-                # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
-                result = [d for d in result if d.module is not module or not d.is_without_twin]
+        if found is None:
+            calls = _calls_without_example(module, quantized)
+        else:
+            calls = found.get(id(module))
+        if calls is None:
             continue
+        has_weights = any(site.kind != "attention" for site in calls.sites)
+        if found is not None and not has_weights and calls.obstacle != WHOLE_ATTENTION:
+            # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
+            result = [d for d in result if d.module is not module or not d.is_without_twin]
         new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
         place = next((i for i, d in enumerate(result) if d.module is module), None)
         if place is None:

@@ -27,6 +27,9 @@ from torchq.utils import evaluating, twin_of
 
 __all__ = ["FoundCalls", "find_calls", "find_calls_alone", "weights_read"]
 
+#: Why a layer of attention that calls torch's function cannot be quantized.
+WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
+
 _CHECKPOINTS = frozenset(["checkpoint", "checkpoint_seq", "checkpoint_sequential"])
 
 
@@ -121,7 +124,7 @@ class _Recorder(TorchFunctionMode):
         owner, function = self._stack[-1], FUNCTIONS.get(func)
         found = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
-            found.obstacle = "its forward calls F.multi_head_attention_forward as a whole"
+            found.obstacle = WHOLE_ATTENTION
         if function is None:
             return
         for module in self._stack[:-1]:
