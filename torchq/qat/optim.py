@@ -31,10 +31,10 @@ def param_groups(
         ``torch.optim`` optimizer. Parameters without gradient are left out.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
         >>> _ = torchq.quantize_(model, torchq.recipes.w4a4())
         >>> [(g["name"], len(g["params"])) for g in param_groups(model, lr=0.1)]
-        [('weights', 1), ('biases_and_norms', 1), ('ranges', 2)]
+        [('weights', 3), ('biases_and_norms', 3), ('ranges', 2)]
     """
     learned = {id(q.amax) for q in quantizers(model).values()}
     groups: dict[str, dict[str, Any]] = {
