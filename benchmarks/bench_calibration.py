@@ -22,6 +22,7 @@ On one thread the clock is CPU time, which other processes on the machine distur
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -182,6 +183,7 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         theirs.collect(x)
     for method in ("percentile", "mse", "entropy"):
         found = ours.compute_amax(method).item()
+        figures: dict[str, object] = {"what": "range", "method": method, "torchq": found}
         candidates: dict[str, Callable[[], object]] = {
             "torchq": lambda method=method: ours.compute_amax(method)
         }
@@ -192,26 +194,14 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
                 raise RuntimeError(
                     f"{method}: got {found}; expected {loop(counts) * width} within one bin"
                 )
-            report.value(
-                what="range",
-                method=method,
-                torchq=found,
-                loop=loop(counts) * width,
-                bin_width=width,
-            )
-        if theirs is not None and not (
-            method == "mse" and not torch.cuda.is_available()
-        ):  # ModelOpt's mse needs CUDA
+            report.value(**figures, loop=loop(counts) * width, bin_width=width)
+        # ModelOpt's mse needs CUDA.
+        if theirs is not None and (method != "mse" or torch.cuda.is_available()):
             options = {"percentile": 99.99} if method == "percentile" else {}
             candidates["ModelOpt"] = lambda method=method, options=options: theirs.compute_amax(
                 method, **options
             )
-            report.value(
-                what="range",
-                method=method,
-                torchq=found,
-                modelopt=float(theirs.compute_amax(method, **options)),
-            )
+            report.value(**figures, modelopt=float(theirs.compute_amax(method, **options)))
         for row in compare(candidates, baseline="torchq", **times):
             report.timing(row, what="estimate", method=method, bins=BINS)
 
@@ -227,7 +217,8 @@ def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) 
         report.timing(row, what="estimate", channels=channels, bins=BINS)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark."""
     options = parser(__doc__)
     options.add_argument(
         "--elements", type=int, default=6_400_000, help="size of the tensor (default: %(default)s)"
@@ -247,7 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=64,
         help="channels of the per-channel case (default: %(default)s)",
     )
-    given = parse(options, argv)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = parse(arguments(), argv)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(
         given.elements // given.channels // 100, given.channels, 100, generator=generator

@@ -45,7 +45,8 @@ def test_fake_quantize(
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     expected, got = run(x), torch.compile(run, fullgraph=True)(y)
     assert got.stride() == expected.stride()
-    # Older Inductor multiplies by the rounded inverse of a constant: one more rounding of the scale.
+    # Older Inductor multiplies by the rounded inverse of a constant: one more rounding of the
+    # scale.
     torch.testing.assert_close(got, expected, rtol=0.0 if EXACT else 1e-6, atol=0.0)
     weights = torch.randn(shape)
     (expected * weights).sum().backward()

@@ -131,13 +131,7 @@ def _decide_module(
         own = [(site, ndim) for site, ndim in own if site.kind != "attention"]
     is_leaf = next(module.children(), None) is None
     if is_leaf and len(own) == 1 and own[0][0].kind != "attention":
-        site, ndim = own[0]
-        decision = by_rules(names, module, equivalent_class(site.kind))
-        if not decision.reason and calls.obstacle:
-            return [Decision(names, module, cls, reason=calls.obstacle)]
-        input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
-        chosen = () if decision.reason else (site,)
-        return [replace(decision, input=input, weight=weight, calls=chosen)]
+        return [_decide_leaf(names, module, calls, *own[0], by_rules)]
     decisions: list[Decision] = []
     sites = list(held)
     for number, (site, ndim) in enumerate(own):
@@ -162,6 +156,23 @@ def _decide_module(
         rule = "(contains quantized calls)"
         decisions.insert(0, Decision(names, module, cls, rule=rule, calls=tuple(sites)))
     return decisions
+
+
+def _decide_leaf(
+    names: tuple[str, ...],
+    module: nn.Module,
+    calls: FoundCalls,
+    site: CallSite,
+    ndim: int,
+    by_rules: ByRules,
+) -> Decision:
+    """Return the decision about a module without children whose forward makes one call."""
+    decision = by_rules(names, module, equivalent_class(site.kind))
+    if not decision.reason and calls.obstacle:
+        return Decision(names, module, type(module), reason=calls.obstacle)
+    input, weight = site_descriptors(site, ndim, decision.input, decision.weight)
+    chosen = () if decision.reason else (site,)
+    return replace(decision, input=input, weight=weight, calls=chosen)
 
 
 def _by_holder(

@@ -121,6 +121,15 @@ def _scales(amax_ptr, scale_ptr, group, known, QMAX: tl.constexpr, HAS_SCALE: tl
 
 
 @triton.jit
+def _positions(rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return row and column of each element of this program's block, and whether it exists."""
+    col_blocks = tl.cdiv(cols, BLOCK_C)
+    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    return row, col, (row < rows) & (col < cols)
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     x_ptr,
     amax_ptr,
@@ -143,10 +152,7 @@ def _forward(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    col_blocks = tl.cdiv(cols, BLOCK_C)
-    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    there = (row < rows) & (col < cols)
+    row, col, there = _positions(rows, cols, BLOCK_R, BLOCK_C)
     group = (row // repeat) % groups * row_stride
     known = row < rows
     if COL_STRIDE:
@@ -155,16 +161,8 @@ def _forward(  # type: ignore[no-untyped-def]
     amax, scale, divisor = _scales(amax_ptr, scale_ptr, group, known, QMAX, HAS_SCALE)
 
     x = tl.load(x_ptr + row * cols + col, mask=there, other=0.0).to(tl.float32)
-    y = (
-        _snapped(
-            tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C))),
-            QUANT_MIN,
-            QUANT_MAX,
-            MANTISSA,
-            SMALLEST,
-        )
-        * scale
-    )
+    v = tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C)))
+    y = _snapped(v, QUANT_MIN, QUANT_MAX, MANTISSA, SMALLEST) * scale
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=there)
     if WITH_MASK:
         tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=there)

@@ -134,15 +134,7 @@ class ProjectedAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the result and the attention weights, as torch's layer does."""
-        name = type(self).__name__
-        if query.is_nested:
-            raise QuantizationError(
-                f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
-            )
-        if is_causal and attn_mask is None:
-            raise QuantizationError(
-                f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
-            )
+        self._check(query, attn_mask, is_causal)
         batched = query.dim() == 3
         first = self._batch_first(query, batched)
         # One tensor that is passed twice stays one tensor.
@@ -150,10 +142,8 @@ class ProjectedAttention(nn.Module):
         third = second if value is key else self._batch_first(value, batched)
         q, k, v = self._heads(self._project(first, second, third))
         mask = self._mask(attn_mask, key_padding_mask, q)
-        products, dropout_p = (
-            self._quantizers(self.products),
-            self.dropout if self.training else 0.0,
-        )
+        products = self._quantizers(self.products)
+        dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights or not all(map(is_passive, products)):
             y, weights = attend(products, q, k, v, mask, dropout_p, 1 / math.sqrt(self.head_dim))
@@ -168,6 +158,18 @@ class ProjectedAttention(nn.Module):
             return y, None
         weights = weights.mean(1) if average_attn_weights else weights
         return y, weights if batched else weights.squeeze(0)
+
+    def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        """Refuse the arguments that torch's fast path alone accepts."""
+        name = type(self).__name__
+        if query.is_nested:
+            raise QuantizationError(
+                f"{name}: got a nested tensor; expected a padded one. Pass a key_padding_mask"
+            )
+        if is_causal and attn_mask is None:
+            raise QuantizationError(
+                f"{name}: got is_causal without attn_mask; expected both, the hint and the mask"
+            )
 
     def _quantizers(self, slots: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return tuple(getattr(self, f"{slot}_quantizer") for slot in slots)

@@ -108,17 +108,8 @@ def _conv_transpose(node: NodeContext) -> Value:
     fits = all(e < max(s, d) for e, s, d in zip(extra, stride, dilation, strict=True))
     known = isinstance(weight, Constant) and (bias is None or isinstance(bias, Constant))
     if not (symmetric and fits and known):
-        return node.call(
-            convolution.conv_transpose,
-            node.inputs[0],
-            weight,
-            bias,
-            stride,
-            dilation,
-            groups,
-            pads,
-            extra,
-        )
+        options = (stride, dilation, groups, pads, extra)
+        return node.call(convolution.conv_transpose, node.inputs[0], weight, bias, *options)
     assert isinstance(weight, Constant)
     inputs, per_group = weight.tensor.shape[:2]
     module = _TRANSPOSE[spatial](
