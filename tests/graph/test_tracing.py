@@ -52,6 +52,26 @@ def test_fewer_chunks_than_asked_for_are_an_error_and_no_other_result() -> None:
         trace(model)(X)
 
 
+def test_tracing_gives_buffers_and_containers_back() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, list[Tensor]] = {"inputs": []}
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("mask", torch.full((1,), float("nan")).expand(4))
+            self.register_buffer("table", torch.eye(2).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen["inputs"].append(x)
+            return x * 2
+
+    model = Counting()
+    trace(model, is_leaf=lambda module: False)
+    assert model.calls == 0
+    assert model.seen == {"inputs": []}
+
+
 class Options(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, **rest: Tensor

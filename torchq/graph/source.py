@@ -72,7 +72,10 @@ def rewrite_forward(
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, types.FunctionType) or issubclass(cls, _CONTAINERS):
         return None
-    return _Rewriting(cls, ()).rewrite(function, start)
+    try:
+        return _Rewriting(cls, ()).rewrite(function, start)
+    except (SyntaxError, RecursionError):  # code that cannot stand outside of its class
+        return None
 
 
 class _Rewriting:

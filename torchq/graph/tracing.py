@@ -93,7 +93,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     for _, values in attributes:
         for value in values.values():
             _note_containers(value, containers)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    dense = [b for b in model.buffers() if b.layout is torch.strided and not b.is_quantized]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in dense if not buffer.is_meta]
     try:
         yield
     finally:
@@ -105,7 +106,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             (value.extend if isinstance(value, list) else value.update)(content)
         with torch.no_grad():
             for buffer, content in buffers:
-                if not buffer.is_meta and not torch.equal(buffer, content):
+                if not torch.equal(buffer.nan_to_num(), content.nan_to_num()):
                     buffer.copy_(content)
 
 
