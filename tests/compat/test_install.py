@@ -100,7 +100,7 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "pytorch_quantization", other)
     with pytest.raises(
         torchq.errors.QuantizationError,
-        match=r"imported already, from elsewhere\.py; expected to come first",
+        match=r"imported already, from elsewhere\.py\. Call install",
     ):
         torchq.compat.install()
     torchq.compat.uninstall()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from torchq.compat.errors import LegacyTypeError
-from torchq.errors import ConfigError, MissingExtraError
+from torchq.errors import ConfigError
+from torchq.utils.optional import import_optional
 
 __all__ = ["ScaledQuantDescriptor", "check_num_bits"]
 
@@ -190,10 +191,5 @@ class ScaledQuantDescriptor:
 
 
 def _yaml() -> Any:
-    try:
-        import yaml  # noqa: PLC0415
-    except ImportError:
-        raise MissingExtraError(
-            "QuantDescriptor YAML: PyYAML is not installed; expected it. Run pip install PyYAML"
-        ) from None
-    return yaml
+    """Return the yaml module."""
+    return import_optional("yaml", "QuantDescriptor YAML", extra="yaml")
