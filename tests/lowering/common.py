@@ -31,7 +31,7 @@ def sqnr(got: Tensor, expected: Tensor) -> float:
 
 
 def stored_state(model: nn.Module) -> dict[str, Any]:
-    """The state of ``model`` through a file."""
+    """Return the state of ``model`` through a file."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)

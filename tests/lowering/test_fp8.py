@@ -35,7 +35,7 @@ RANGES = [
 
 
 def has_cpu_product() -> bool:
-    """Whether this torch has the product on CPUs too; 2.6 does not."""
+    """Return True if this torch has the product on CPUs too; 2.6 does not."""
     x, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     try:
         torch.ops.aten._scaled_mm(x, x.t(), one, one, out_dtype=torch.float32)

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 def placed(use: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    """The deployed network, and the same without anything in place."""
+    """Return the deployed network, and the same without anything in place."""
     torch.manual_seed(0)
     model, x = Block(use).eval(), torch.randn(2, 3, 12, 12)
     torchq.quantize_(model, target="tensorrt")

@@ -47,7 +47,7 @@ def test_every_code_is_that_of_the_simulation(
 
 
 def i_gelu(codes: Tensor, before: QParams, after: QParams) -> Tensor:
-    """The codes of I-BERT's integer GELU: Kim et al., 2021, equations 6 to 8."""
+    """Return the codes of I-BERT's integer GELU: Kim et al., 2021, equations 6 to 8."""
     a, b = -0.2888, -1.769
     x = codes.double() - before.zero_point
     scale = before.scale / math.sqrt(2)

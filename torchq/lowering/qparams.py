@@ -29,7 +29,7 @@ _CACHED = 2**17
 
 @dataclass(frozen=True)
 class QParams:
-    """How real values map to uint8 codes: real value = (code - zero_point) * scale.
+    """The mapping of real values to uint8 codes: real value = (code - zero_point) * scale.
 
     Attributes:
         scale: the distance of neighbouring values, > 0.

@@ -49,7 +49,7 @@ _LIBRARY.define(
 
 
 class Fp8Input(NamedTuple):
-    """How the input of a layer is rounded to FP8 numbers.
+    """The rounding of a layer's input to FP8 numbers.
 
     Attributes:
         divisor: float32, () or (..., 1): the input is divided by it before it is rounded.

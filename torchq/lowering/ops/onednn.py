@@ -59,7 +59,7 @@ def available() -> bool:
 
 
 class _Packed(NamedTuple):
-    """What the operators take between the codes and their post-ops, from the input's scale on."""
+    """The arguments of an operator between the codes and its post-ops."""
 
     x_scale: float
     x_zero_point: int

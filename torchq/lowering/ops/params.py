@@ -65,7 +65,7 @@ class ConvParams(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a kernel does with its sums: add a residual, apply an activation, round to codes.
+    """The last steps of a kernel: add a residual, apply an activation, round to codes.
 
     Attributes:
         scale: of the resulting codes; 1.0 for floating-point results.
