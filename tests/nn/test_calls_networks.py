@@ -286,3 +286,28 @@ def test_learned_biases_are_no_candidates() -> None:
     model = nn.Sequential(Biased())
     report = torchq.plan(model, example=torch.ones(2, 3, 4))
     assert [d.name for d in report.decisions] == ["0.linear"]
+
+
+class Mixer(nn.Module):
+    """As Hugging Face's Mamba: a view of the weight of a child that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.unused = nn.Conv1d(4, 4, 3, groups=4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.conv.weight.view(4, 3)
+        return F.conv1d(x, weight.unsqueeze(1), self.conv.bias, groups=4)
+
+
+def test_a_layer_whose_weight_is_used_after_a_computation() -> None:
+    """The call is quantized and the layer is not; a layer that did not run may run elsewhere."""
+    model, x = nn.Sequential(Mixer()), torch.randn(2, 4, 9)
+    report = torchq.quantize_(model, example=x)
+    assert {d.name for d in report.replaced} == {"0", "0.conv1d_call_0", "0.unused"}
+    assert "it is never called" in {d.name: d.reason for d in report.skipped}["0.conv"]
+    torchq.calibrate(model, [x], progress=False, on_unseen="disable")
+    call: Any = model[0].conv1d_call_0
+    weight = call.weight_quantizer(model[0].conv.weight)
+    expected = F.conv1d(call.input_quantizer(x), weight, model[0].conv.bias, groups=4)
+    assert torch.equal(model(x), expected)

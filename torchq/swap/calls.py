@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,32 @@ def decide_calls(
             result[place : place + 1] = new
         else:
             result[place + 1 : place + 1] = new
+    return result if found is None else _without_unused(result, found)
+
+
+def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) -> list[Decision]:
+    """Leave layers float that are never called, but whose weight a call computes its own from."""
+    sources = {key for calls in found.values() for key in calls.sources}
+    holders = {
+        id(d.module.get_submodule(site.holder))
+        for d in decisions
+        for site in d.calls
+        if site.holder and site.weight and not site.holder.endswith("_call")
+    }
+    result = []
+    for d in decisions:
+        own = {id(parameter) for parameter in d.module.parameters(recurse=False)}
+        is_called = id(d.module) in found or id(d.module) in holders
+        if not d.reason and not d.calls and not is_called and own & sources:
+            d = replace(d, input=None, weight=None, reason=_UNUSED)
+        result.append(d)
     return result
+
+
+_UNUSED = (
+    "it is never called: a function call of another module computes its weight from this one, and "
+    "is quantized or reported there"
+)
 
 
 def _is_candidate(module: nn.Module) -> bool:

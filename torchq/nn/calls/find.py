@@ -41,6 +41,7 @@ class FoundCalls:
         sites: Calls with a weight, and attention, in the order of their first call.
         ndims: For each site the number of dimensions of its weight; 0 for attention.
         others: For each kind, how many calls had no parameter as weight.
+        sources: Ids of the parameters that computed weights of calls depend on.
         below: The kinds that descendants of the module called.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
@@ -48,6 +49,7 @@ class FoundCalls:
     sites: list[CallSite] = field(default_factory=list)
     ndims: list[int] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
+    sources: set[int] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
     obstacle: str = ""
 
@@ -70,7 +72,7 @@ class _Recorder(TorchFunctionMode):
         self._stack: list[nn.Module] = []
         self._parameters = {id(p) for p in root.parameters()}
         self._data: set[int] = set()
-        self._weights: set[int] = set()
+        self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
 
     @contextmanager
@@ -88,7 +90,8 @@ class _Recorder(TorchFunctionMode):
         """Note that the forward of ``module`` begins, and that ``inputs`` are data."""
         if not self._stack:
             for tensor in tensors_in(inputs):
-                self._keep(tensor, self._data)
+                self._alive.append(tensor)
+                self._data.add(id(tensor))
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
@@ -99,9 +102,9 @@ class _Recorder(TorchFunctionMode):
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
 
-    def _keep(self, tensor: Tensor, where: set[int]) -> None:
-        self._alive.append(tensor)
-        where.add(id(tensor))
+    def _origins(self, key: int) -> frozenset[int]:
+        """Return the ids of the parameters that a tensor depends on, given its id."""
+        return frozenset([key]) if key in self._parameters else self._weights.get(key, frozenset())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -111,13 +114,15 @@ class _Recorder(TorchFunctionMode):
             self._record(func, args, kwargs)
         result = func(*args, **kwargs)
         ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        if ids & self._data:
-            where: set[int] | None = self._data
-        else:
-            where = self._weights if ids & (self._parameters | self._weights) else None
-        for tensor in tensors_in(result) if where is not None else ():
+        is_data = bool(ids & self._data)
+        origins = frozenset[int]().union(*map(self._origins, ids))
+        for tensor in tensors_in(result) if is_data or origins else ():
             if id(tensor) not in self._parameters:
-                self._keep(tensor, where)  # type: ignore[arg-type]
+                self._alive.append(tensor)
+                if is_data:
+                    self._data.add(id(tensor))
+                else:
+                    self._weights[id(tensor)] = origins
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,7 +157,8 @@ class _Recorder(TorchFunctionMode):
                 path = next((n for n, p in owner.named_parameters() if p is weight), "")
                 if path:
                     return CallSite(function.kind, path, weight_is_left=left), weight.dim()
-            if id(weight) in self._parameters | self._weights:
+            if origins := self._origins(id(weight)):
+                self.found[id(owner)].sources |= origins
                 return CallSite(function.kind, weight_is_left=left), weight.dim()
         return None, 0
 
