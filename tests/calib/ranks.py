@@ -42,10 +42,13 @@ def make_all() -> list[Calibrator]:
         for g in (PerTensor(), PerAxis((1,)))
     ]
     wide = [HistogramCalibrator(axis=1, method="percentile") for _ in range(3)]
+    kinds[0].track_negative()
+    sparse = MaxCalibrator(axis=1)
+    sparse.track_negative()
     return [
         *kinds,
         *wide,
-        MaxCalibrator(axis=1),
+        sparse,
         HistogramCalibrator(num_bins=64),
         MaxCalibrator(momentum=0.5),
         HistogramCalibrator(),
@@ -128,6 +131,7 @@ def traffic_by_size(rank: int) -> dict[str, Any]:
         found[name] = amaxes(calibrators)
         found[f"{name} traffic"] = list(traffic)
         found[f"{name} batches"] = [c.batches for c in calibrators]
+        found[f"{name} negative"] = [c.negative_batches for c in calibrators]
     dist.all_reduce = all_reduce
     return found
 

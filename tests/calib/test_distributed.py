@@ -62,6 +62,15 @@ def test_batches_of_all_ranks_are_counted(results: Results) -> None:
         assert found["small batches"] == [total] * (len(found["small"]) - 4) + [2, 2, 2, 0]
 
 
+def test_negative_values_of_all_ranks_are_counted(results: Results) -> None:
+    """The first calibrator counts them on all ranks; of the other, only rank 1 has data."""
+    total = sum(3 - rank % 2 for rank in range(len(results)))
+    for found in results:
+        negative = found["small negative"]
+        assert (negative[0], negative[-4]) == (total, 2)
+        assert not any(negative[1:-4]) and not any(negative[-3:])
+
+
 def test_collectives_are_the_same_on_every_rank(results: Results) -> None:
     for found in results:
         assert found["small traffic"] == results[0]["small traffic"]
