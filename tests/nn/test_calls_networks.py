@@ -268,7 +268,10 @@ def test_parameters_outside_of_products_are_no_candidates() -> None:
 
 
 class Biased(nn.Module):
-    """Attention with a learned bias, and a checkpoint elsewhere in its class: no call has a weight."""
+    """Attention with a learned bias, and a checkpoint elsewhere in its class.
+
+    No call has a weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()

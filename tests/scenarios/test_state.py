@@ -189,7 +189,7 @@ def test_s22_gpu(device: torch.device) -> None:
 
 
 def test_no_class_has_the_name_of_a_quantizer_of_modelopt() -> None:
-    """Ultralytics' trainer asks every module whose class is called TensorQuantizer for its state."""
+    """Ultralytics' trainer asks every class called TensorQuantizer for its state."""
     model = calibrated()
     assert not [m for m in model.modules() if type(m).__name__ == "TensorQuantizer"]
     assert "TensorQuantizer(int8" in repr(model)

@@ -243,6 +243,11 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
         ConfigError,
         r"amax has shape \(7,\); expected one value",
     ),
+    "amax repeated to a terabyte": (
+        set_entry(STATE, AMAX, value=torch.ones(1).expand(2**40)),
+        QuantizationError,
+        rf"{AMAX} repeats its numbers to the shape",
+    ),
     "weight amax misshapen": (
         set_entry(STATE, WEIGHT_AMAX, value=torch.ones(3, 1, 1, 1)),
         ConfigError,
