@@ -109,14 +109,14 @@ CASES = [
     Case(
         "replace_quantizer",
         lambda m, x, y: m.a(x),
-        "TensorQuantizer(x)",
+        f"{torchq.TensorQuantizer.__name__}(x)",
         "Dequantize(Quantize(x))",
         {"a": quantizer()},
     ),
     Case(
         "replace_quantizer",
         lambda m, x, y: m.a(x),
-        "TensorQuantizer(x)",
+        f"{torchq.TensorQuantizer.__name__}(x)",
         None,
         {"a": torchq.TensorQuantizer(torchq.QuantDescriptor(dynamic=True))},
     ),
