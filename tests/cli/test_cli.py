@@ -195,7 +195,7 @@ def test_recipe_from_a_json_file(user_code: Path, capsys: pytest.CaptureFixture[
     assert (
         main(["quantize", "--model", "mynet:instance", "--recipe", "mine.json", "--dry-run"]) == 0
     )
-    assert "recipe w4a4" in capsys.readouterr().out
+    assert "weight int4 axis=0 max" in capsys.readouterr().out
 
 
 ERRORS = [

@@ -23,11 +23,9 @@ X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 def helper(a: Tensor, b: Tensor) -> Tensor:
-    helper.calls += 1  # torchvision's functions log calls of themselves
+    if helper is None:  # it names itself, as torchvision's functions do
+        return a
     return a + b
-
-
-helper.calls = 0  # type: ignore[attr-defined]
 
 
 class Base(nn.Module):
