@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
     is_constant,
     is_output,
     names,
+    nodes_of,
     onnx_ir,
     remove_unused,
     replace_value,
@@ -107,7 +108,7 @@ def fold_shapes(model: Model) -> None:
         has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
     """
     _fold_once(model, {})  # Shape inference follows no arithmetic on indexes.
-    while _fold_once(model, known_shapes(model)):
+    while nodes_of(model, "Shape", "Reshape") and _fold_once(model, known_shapes(model)):
         pass
 
 

@@ -140,8 +140,9 @@ def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[
     Yields:
         The Add, the index of its other operand, and the number of dimensions of that operand.
     """
-    shapes = known_shapes(model)
-    for matmul in nodes_of(model, "MatMul"):
+    matmuls = nodes_of(model, "MatMul")
+    shapes = known_shapes(model) if matmuls else {}
+    for matmul in matmuls:
         weight, product = matmul.inputs[1].producer(), matmul.outputs[0]
         while weight is not None and weight.op_type == "Transpose":
             weight = weight.inputs[0].producer()

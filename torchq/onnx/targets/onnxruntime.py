@@ -54,8 +54,9 @@ def pool_means(model: Model) -> None:
 
         DequantizeLinear -> GlobalAveragePool, with a Squeeze where the mean drops dimensions.
     """
-    shapes = known_shapes(model)
-    for node in nodes_of(model, "ReduceMean"):
+    means = nodes_of(model, "ReduceMean")
+    shapes = known_shapes(model) if means else {}
+    for node in means:
         axes = attribute(node, "axes")
         if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
             axes = value_of(node.inputs[1]).tolist()
