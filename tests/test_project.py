@@ -20,7 +20,13 @@ DOCUMENTS = [
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
 NAMED_FILE = re.compile(r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+
+
+def hide(found: re.Match[str]) -> str:
+    """Return blank lines, so that the lines behind them keep their numbers."""
+    return "\n" * found[0].count("\n")
 
 
 def read(path: str) -> str:
@@ -51,6 +57,17 @@ def test_named_files_exist(document: str) -> None:
     base = (ROOT / document).parent
     missing = [name for name in named if not (ROOT / name).exists() and not (base / name).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_of_documents_are_short(document: str) -> None:
+    """Everything but tables, links and code has at most 100 characters a line."""
+    long = [
+        f"{document}:{number}"
+        for number, line in enumerate(CODE.sub(hide, read(document)).splitlines(), 1)
+        if len(line) > 100 and not line.startswith("|") and "](" not in line
+    ]
+    assert long == []
 
 
 def test_changelog_describes_this_version() -> None:
