@@ -36,7 +36,8 @@ class LegacyLayer(QuantModule):
         input_only = not self.weight_slots
         descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
         super(QuantModule, self).__init__(*args, **own)
-        self.init_quantizer(*((descriptors,) if input_only else descriptors))  # type: ignore[operator]
+        arguments = (descriptors,) if input_only else descriptors
+        self.init_quantizer(*arguments)  # type: ignore[operator]
 
     def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantized input and weight; scripts with own convolutions call it."""
