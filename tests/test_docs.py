@@ -121,6 +121,8 @@ def test_the_code_runs(
 ) -> None:
     if any("onnx" in block for block in blocks(page)):
         pytest.importorskip("onnxscript")
+    if any("dynamo=True" in block for block in blocks(page)) and not hasattr(torch.onnx, "ops"):
+        pytest.skip("this torch's exporter does not work with the installed onnxscript")
     monkeypatch.chdir(tmp_path)
     stand_ins = STAND_INS.get(page, common)
     names = stand_ins()
