@@ -21,7 +21,7 @@ PROMISED: dict[str, str] = {
     """,
     "torchq.errors": """
         TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError
-        FrontendError MissingExtraError
+        FrontendError GraphError MissingExtraError
     """,
     "torchq.formats": """
         CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format

@@ -14,6 +14,7 @@ __all__ = [
     "FuseError",
     "ExportError",
     "FrontendError",
+    "GraphError",
     "MissingExtraError",
 ]
 
@@ -44,6 +45,10 @@ class ExportError(TorchqError, RuntimeError):
 
 class FrontendError(TorchqError, ValueError):
     """A model file of another framework cannot be read, or holds what cannot be converted."""
+
+
+class GraphError(TorchqError, RuntimeError):
+    """A model cannot be traced, or a node of a traced model fails when it runs."""
 
 
 class MissingExtraError(TorchqError, ImportError):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchq.graph import flow_of_graph, record, tensors_in, trace
+from torchq.graph import flow_of_graph, record, tensors_in, trace_modules
 
 
 class Net(nn.Module):
@@ -27,7 +27,7 @@ X = torch.randn(2, 3, 5, 5)
 
 def flows():
     model = Net().eval()
-    return model, [flow_of_graph(trace(model), model), record(model, X)]
+    return model, [flow_of_graph(trace_modules(model), model), record(model, X)]
 
 
 def test_consumers_and_outputs():
@@ -66,7 +66,7 @@ def test_functions_on_a_modules_weight_are_calls_of_the_module():
             return F.conv2d(x, self.conv.weight, bias=self.conv.bias)
 
     model = Functional()
-    for flow in (flow_of_graph(trace(model), model), record(model, X)):
+    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
         assert len(flow.calls_of(model.conv)) == 1
 
 
@@ -78,7 +78,7 @@ def test_in_place_operations_read_and_replace():
             return self.act(y)
 
     model = InPlace()
-    for flow in (flow_of_graph(trace(model), model), record(model, X)):
+    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
         (conv,), (act,) = flow.calls_of(model.conv), flow.calls_of(model.act)
         assert act.inputs != (conv.index,)
 
@@ -93,7 +93,7 @@ def test_tracing_is_done_in_eval_mode_and_gives_the_mode_back():
             return self.a(x) if self.training else self.b(x)
 
     model = Modes().train()
-    flow = flow_of_graph(trace(model), model)
+    flow = flow_of_graph(trace_modules(model), model)
     assert not flow.calls_of(model.a)
     assert len(flow.calls_of(model.b)) == 1
     assert model.training
@@ -106,7 +106,7 @@ def test_reading_the_same_result_twice_counts_twice():
             return y * y
 
     model = Twice()
-    for flow in (flow_of_graph(trace(model), model), record(model, X)):
+    for flow in (flow_of_graph(trace_modules(model), model), record(model, X)):
         assert len(flow.consumers(flow.calls_of(model.conv)[0])) == 2
 
 

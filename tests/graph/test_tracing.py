@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.graph import ForwardTracer, trace
+from torchq.graph import ForwardTracer, trace_modules
 
 X = torch.arange(24.0).reshape(2, 4, 3)
 
@@ -36,7 +36,7 @@ class Parts(nn.Module):
 )
 def test_parts_of_a_known_number(cut) -> None:
     model = Parts(cut)
-    assert torch.equal(trace(model)(X), model(X))
+    assert torch.equal(trace_modules(model)(X), model(X))
 
 
 @pytest.mark.parametrize("cut", [lambda x: x.split(2, 1), lambda x: x.unbind(1), lambda x: x])
@@ -49,7 +49,7 @@ def test_fewer_chunks_than_asked_for_are_an_error_and_no_other_result() -> None:
     model = Parts(lambda x: x.chunk(3, 1))
     assert len(X.chunk(3, 1)) == 2
     with pytest.raises(IndexError):
-        trace(model)(X)
+        trace_modules(model)(X)
 
 
 def test_tracing_gives_buffers_and_containers_back() -> None:
@@ -80,7 +80,7 @@ class Options(nn.Module):
 
 
 def test_arguments_are_given_by_name_as_before() -> None:
-    traced = trace(Options())
+    traced = trace_modules(Options())
     assert torch.equal(traced(x=X, mask=None, scale=2.0), 2 * X)
     assert torch.equal(traced(X), 2 * X)
     with pytest.raises(AssertionError, match="mask"):

@@ -6,6 +6,7 @@ The package knows nothing of quantization.
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
 from torchq.graph.flow import Call, Flow, flow_of_graph
 from torchq.graph.kinds import ALL_KINDS, operator_kind
+from torchq.graph.model_trace import Trace, trace
 from torchq.graph.operators import (
     MAX_POOLING,
     METADATA,
@@ -17,14 +18,15 @@ from torchq.graph.operators import (
 )
 from torchq.graph.passes import PassInfo, describe_pass, run_to_fixpoint
 from torchq.graph.recorder import record
+from torchq.graph.runner import GraphRunner, NodeMeta
 from torchq.graph.source import Router, rewrite_forward
 from torchq.graph.tracing import (
     ForwardTracer,
     forward_hook_kind,
     is_torch_leaf,
     state_kept,
-    trace,
     trace_call,
+    trace_modules,
 )
 
 __all__ = [
@@ -36,11 +38,14 @@ __all__ = [
     "Flow",
     "Forward",
     "ForwardTracer",
+    "GraphRunner",
     "MAX_POOLING",
     "METADATA",
+    "NodeMeta",
     "PassInfo",
     "REARRANGING",
     "SHAPE",
+    "Trace",
     "call_arguments",
     "call_model",
     "describe_pass",
@@ -57,4 +62,5 @@ __all__ = [
     "tensors_in",
     "trace",
     "trace_call",
+    "trace_modules",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ __all__ = [
     "forward_hook_kind",
     "is_torch_leaf",
     "state_kept",
-    "trace",
     "trace_call",
+    "trace_modules",
 ]
 
 
@@ -123,7 +123,9 @@ def _note_containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
             _note_containers(item, found)
 
 
-def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
+def trace_call(
+    tracer: fx.Tracer, module: nn.Module, given: Mapping[str, Any] | None = None
+) -> fx.Graph:
     """Return the graph that ``tracer`` makes of the forward of ``module``.
 
     Calls of the graph give arguments by position or by name, as calls of the module do. Arguments
@@ -134,16 +136,19 @@ def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
     Args:
         tracer: decides which calls stay whole.
         module: left unchanged.
+        given: arguments by name whose values differ from their defaults. A number, a flag or None
+            is kept in place of the default; anything else becomes an argument of the graph.
 
     Raises:
         Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
+    values = {p.name: p.default for p in parameters} | dict(given or {})
     constants = {
-        p.name: p.default
-        for p in parameters
-        if p.default is None or isinstance(p.default, (bool, int, float))
+        name: value
+        for name, value in values.items()
+        if value is None or isinstance(value, (bool, int, float))
     }
     with state_kept(module):
         graph = tracer.trace(module, constants or None)
@@ -154,12 +159,22 @@ def trace_call(tracer: fx.Tracer, module: nn.Module) -> fx.Graph:
     return graph
 
 
-def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf) -> fx.GraphModule:
+def trace_modules(
+    model: nn.Module,
+    is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
+    given: Mapping[str, Any] | None = None,
+    *,
+    record_lines: bool = False,
+) -> fx.GraphModule:
     """Trace ``model`` with torch.fx in eval mode, keeping calls of leaf modules whole.
+
+    :func:`trace` is for models that this function cannot follow too.
 
     Args:
         model: left unchanged, with its training modes.
         is_leaf: which modules stay one ``call_module`` node.
+        given: arguments whose values are not their defaults; see :func:`trace_call`.
+        record_lines: note at each node which line of the code made it.
 
     Returns:
         The traced model; see :func:`trace_call` for its arguments.
@@ -168,9 +183,13 @@ def trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_torch_leaf
         Exception: Whatever the model raises when its control flow looks at a tensor.
     """
     tracer = _Tracer(is_leaf)
-    with evaluating(model):
-        graph = trace_call(tracer, model)
-    return fx.GraphModule(tracer.root, graph)
+    tracer.record_stack_traces = record_lines
+    with evaluating(model), state_kept(model):
+        graph = trace_call(tracer, model, given)
+        for tensor, name in tracer.tensor_attrs.items():
+            # fx.GraphModule copies the tensors that the code creates from attributes of the model.
+            setattr(model, name, tensor)
+        return fx.GraphModule(tracer.root, graph)
 
 
 def forward_hook_kind(module: nn.Module) -> str | None:

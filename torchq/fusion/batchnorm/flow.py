@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from torchq.fusion.modules import is_fuse_leaf
-from torchq.graph import Call, Flow, flow_of_graph, record, trace
+from torchq.graph import Call, Flow, flow_of_graph, record, trace_modules
 
 __all__ = ["find_flow"]
 
@@ -28,7 +28,7 @@ def find_flow(model: nn.Module, example: Any) -> tuple[Flow, tuple[str, ...]]:
     """
     recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
     try:
-        flow = flow_of_graph(trace(model, is_fuse_leaf), model)
+        flow = flow_of_graph(trace_modules(model, is_fuse_leaf), model)
     except Exception as error:  # a model may fail to trace in any way it likes
         first_line = str(error).partition("\n")[0]
         failure = f"not traceable with torch.fx ({type(error).__name__}: {first_line})"
@@ -74,7 +74,7 @@ def _traceable_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Flow
         if is_fuse_leaf(child):
             continue
         try:
-            flow = flow_of_graph(trace(child, is_fuse_leaf), child)
+            flow = flow_of_graph(trace_modules(child, is_fuse_leaf), child)
         except Exception:  # look inside instead
             yield from _traceable_parts(child, path)
         else:

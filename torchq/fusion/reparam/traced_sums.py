@@ -22,7 +22,7 @@ from torchq.fusion.modules import block_obstacle, is_fuse_leaf, is_layer, is_nor
 from torchq.fusion.reparam.merged_layer import MergedLayer, geometry_of
 from torchq.fusion.reparam.region import Region, find_region
 from torchq.fusion.report import Fusion, Refusal
-from torchq.graph import forward_hook_kind, trace
+from torchq.graph import forward_hook_kind, trace_modules
 from torchq.utils import copy_module, set_submodule
 
 __all__ = ["AdditionEdit", "addition_from_record", "plan_unknown_blocks"]
@@ -108,7 +108,7 @@ def _misplaced(path: str, got: str) -> FuseError:
 
 def _traced_region(block: nn.Module) -> Region | None:
     try:
-        return find_region(trace(block, is_fuse_leaf))
+        return find_region(trace_modules(block, is_fuse_leaf))
     except Exception:  # a module may fail to trace in any way it likes
         return None
 
@@ -118,7 +118,7 @@ def _rewritten(block: nn.Module, layer: nn.Module) -> nn.Module:
 
     Before: ``after(wide(x) - gate * slim(x))``. After: ``after(merged(x))``.
     """
-    traced = trace(block, is_fuse_leaf)
+    traced = trace_modules(block, is_fuse_leaf)
     region = find_region(traced)
     assert region is not None
     name = _MERGED
@@ -235,7 +235,7 @@ class _Look:
 
 def _look(path: str, block: nn.Module) -> _Look | None:
     try:
-        traced = trace(block, is_fuse_leaf)
+        traced = trace_modules(block, is_fuse_leaf)
     except fx.proxy.TraceError:
         return None  # its control flow depends on data
     except Exception:  # something that fx cannot follow, such as an assignment to a slice

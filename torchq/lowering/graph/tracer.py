@@ -76,7 +76,7 @@ class _Tracer(ForwardTracer):
 def trace(
     model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, assume_no_varargs: bool = False
 ) -> fx.GraphModule | nn.Module:
-    """Trace ``model`` in eval mode; see :func:`torchq.graph.trace`.
+    """Trace ``model`` in eval mode; see :func:`torchq.graph.trace_modules`.
 
     Args:
         model: left unchanged.

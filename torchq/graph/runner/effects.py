@@ -1,0 +1,108 @@
+"""What nodes do besides returning a value: they overwrite tensors, or return parts of their inputs.
+
+An in-place ReLU changes the result of the node before it. These rules tell where this may happen,
+so that a result can be copied before.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx, nn
+
+from torchq.graph.operators import REARRANGING, operator_name
+
+__all__ = ["has_effect", "may_alias", "may_write", "writes"]
+
+_IN_PLACE = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
+        *("ipow", "ilshift", "irshift", "iand", "ior", "ixor"),
+    )
+)
+
+#: Functions and methods whose result may share memory with their input.
+_VIEWS = REARRANGING | frozenset(
+    [
+        *("getitem", "__getitem__", "getattr", "select", "narrow", "slice", "unbind", "chunk"),
+        *("split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"),
+        *("expand", "expand_as", "broadcast_to", "view_as", "reshape_as", "unflatten", "ravel"),
+        *("t", "swapdims", "moveaxis", "diagonal", "unfold", "as_strided", "alias", "detach"),
+        *("to", "type", "type_as", "float", "half", "double", "bfloat16", "cpu", "cuda"),
+        *("real", "imag", "view_as_real", "view_as_complex", "dropout", "dropout1d"),
+        *("dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "positive", "conj"),
+        *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "native_dropout"),
+        *("tuple", "list", "dict", "T", "mT", "lift_fresh_copy", "_to_copy", "nan_to_num"),
+    ]
+)
+_VIEW_MODULES = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_KNOWN = frozenset(["torch", "torchq", "_operator", "operator", "builtins", "math"])
+
+
+def writes(node: fx.Node, module: nn.Module | None) -> bool:
+    """Return True if ``node`` overwrites one of its inputs, by its name or its options.
+
+    Args:
+        node: any node.
+        module: the module that a ``call_module`` node calls.
+    """
+    if node.op == "call_module":
+        parts = () if module is None else module.modules()
+        return any(getattr(part, "inplace", False) is True for part in parts)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = operator_name(node.target).split(".")[0]
+    ends = name.endswith("_") and not name.endswith("__")
+    special = node.target in _IN_PLACE or name == "__setitem__" or name.startswith("__i")
+    return ends or special or node.kwargs.get("inplace") is True or "out" in node.kwargs
+
+
+def may_write(node: fx.Node, module: nn.Module | None) -> bool:
+    """Return True if ``node`` overwrites an input, or runs code that is not known and might."""
+    return writes(node, module) or _is_foreign(node, module) or _has_positional_flag(node)
+
+
+def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
+    """Return True if the result of ``node`` may share memory with one of its inputs."""
+    if may_write(node, module):
+        return True
+    if node.op == "call_module":
+        return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
+    return operator_name(node.target).split(".")[0] in _VIEWS and node.op.startswith("call")
+
+
+def has_effect(node: fx.Node, module: nn.Module | None) -> bool:
+    """Return True if a run of the whole model needs ``node`` even where nothing reads its result.
+
+    These are the nodes that write, and checks of arguments.
+    """
+    name = operator_name(node.target)
+    return writes(node, module) or (node.op == "call_function" and "_assert" in name)
+
+
+def _is_foreign(node: fx.Node, module: nn.Module | None) -> bool:
+    if node.op == "call_module":
+        return type(module).__module__.partition(".")[0] not in _KNOWN
+    if node.op == "call_function":
+        home: Any = getattr(node.target, "__module__", None) or "torch"
+        return home.partition(".")[0] not in _KNOWN
+    return False
+
+
+def _has_positional_flag(node: fx.Node) -> bool:
+    """Return True for ``F.relu(x, True)``, where the flag may be the one called inplace."""
+    home = getattr(node.target, "__module__", None)
+    flags = any(value is True for value in node.args)
+    return node.op == "call_function" and home == "torch.nn.functional" and flags
