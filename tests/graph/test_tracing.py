@@ -67,7 +67,7 @@ def test_tracing_gives_buffers_and_containers_back() -> None:
             return x * 2
 
     model = Counting()
-    trace(model, is_leaf=lambda module: False)
+    trace_modules(model, is_leaf=lambda module: False)
     assert model.calls == 0
     assert model.seen == {"inputs": []}
 
