@@ -62,8 +62,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return live.peak
 
 
-def candidates(model: nn.Module, x: Tensor) -> tuple[int, dict[str, Callable[[], Any]]]:
-    traced = trace(model, x).graph_module
+def candidates(traced: fx.GraphModule, model: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
     runner, interpreter = GraphRunner(traced), fx.Interpreter(traced)
     found = {
         "eager": lambda: model(x),
@@ -72,11 +71,7 @@ def candidates(model: nn.Module, x: Tensor) -> tuple[int, dict[str, Callable[[],
     }
     expected = found["eager"]()
     assert all(torch.equal(call(), expected) for call in found.values())
-    return len(traced.graph.nodes), found
-
-
-def run_and_keep(model: nn.Module, x: Tensor) -> None:
-    fx.Interpreter(trace(model, x).graph_module, garbage_collect_values=False).run(x)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,11 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         models[name] = (network, torch.randn(1, 3, 64, 64))
     with Reporter("graph_runner", options.out) as report, torch.no_grad():
         for name, (model, x) in models.items():
-            nodes, calls = candidates(model.eval(), x)
+            traced = trace(model.eval(), x).graph_module
+            nodes, calls = len(traced.graph.nodes), candidates(traced, model, x)
             rows = compare(calls, baseline="fx.Interpreter", **timing(options))
             for row in rows:
                 report.timing(row, model=name, nodes=nodes)
             eager, _, ours = (row.median_s for row in rows)
+            keeping = fx.Interpreter(traced, garbage_collect_values=False)
             peaks = {f"{key}_peak_bytes": peak_bytes(call) for key, call in calls.items()}
             overhead = (ours - eager) / nodes if name == "chain" else None
             report.value(
@@ -101,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 overhead_s_per_node=overhead,
                 ratio_limit=OVERHEAD_LIMIT,
                 **peaks,
-                kept_peak_bytes=peak_bytes(lambda model=model, x=x: run_and_keep(model, x)),
+                kept_peak_bytes=peak_bytes(lambda keeping=keeping, x=x: keeping.run(x)),
             )
 
 

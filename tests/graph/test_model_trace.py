@@ -94,3 +94,14 @@ def test_a_trace_leaves_what_a_forward_stores() -> None:
     assert model.last is None and set(vars(model)) == names
     assert isinstance(found.graph_module, fx.GraphModule)
     assert torch.equal(GraphRunner(found.graph_module).run(X), model.eval()(X))
+
+
+def test_random_numbers_do_not_make_a_trace_differ() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand_like(x)
+
+    torch.rand(3)
+    before = torch.random.get_rng_state()
+    assert trace(Noisy(), X).level == "module"
+    assert torch.equal(torch.random.get_rng_state(), before)

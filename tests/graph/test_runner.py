@@ -128,6 +128,14 @@ def test_a_value_is_that_of_its_node_whatever_else_is_asked_for(
     assert value.lt(0).any()
 
 
+def test_values_behind_a_quantizer_that_is_off_are_not_overwritten() -> None:
+    off = torchq.TensorQuantizer(torchq.QuantDescriptor())
+    off.mode = "off"
+    model = nn.Sequential(nn.Linear(12, 4), off, nn.Flatten(), nn.ReLU(inplace=True)).eval()
+    runner = GraphRunner(trace(model, X).graph_module)
+    assert torch.equal(runner.run(X, outputs=["0", "3"])[0], model[0](X))
+
+
 def test_given_values_replace_nodes_and_are_not_overwritten(net: Net, runner: GraphRunner) -> None:
     value = torch.linspace(-1, 1, 24).reshape(2, 12)
     before = value.clone()

@@ -40,7 +40,8 @@ def trace(model: nn.Module, example: Any) -> Trace:
     """Trace ``model`` in eval mode, with torch.fx if possible and with torch.export otherwise.
 
     A trace of torch.fx counts only if it gives the results of the model on ``example``, bit for
-    bit: code that asks for the type of an argument takes another branch while it is traced.
+    bit: code that asks for the type of an argument takes another branch while it is traced. So the
+    model and the trace run once each, from the same state of the random number generators.
 
     Args:
         model: left unchanged, with its training modes and its buffers.
@@ -81,10 +82,8 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     given = _by_name(model, args, kwargs)
     found = trace_modules(model, given=given, record_lines=True)
     with torch.no_grad(), evaluating(model), state_kept(model), torch.random.fork_rng():
-        seed = torch.initial_seed()
         expected = model(*_copied(args), **_copied(kwargs))
     with torch.no_grad(), evaluating(model), state_kept(model), torch.random.fork_rng():
-        torch.manual_seed(seed)
         got = found(*_copied(args), **_copied(kwargs))
     if not _equal(got, expected):
         raise GraphError("the trace computes something else than the model")

@@ -34,7 +34,8 @@ _VIEWS = REARRANGING | frozenset(
         *("real", "imag", "view_as_real", "view_as_complex", "dropout", "dropout1d"),
         *("dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "positive", "conj"),
         *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "native_dropout"),
-        *("tuple", "list", "dict", "T", "mT", "lift_fresh_copy", "_to_copy", "nan_to_num"),
+        *("tuple", "list", "dict", "T", "mT", "lift_fresh_copy", "_to_copy", "as_tensor"),
+        *("hsplit", "vsplit", "dsplit", "adjoint", "mH", "H", "resolve_conj", "resolve_neg"),
     ]
 )
 _VIEW_MODULES = (
@@ -76,11 +77,13 @@ def may_write(node: fx.Node, module: nn.Module | None) -> bool:
 
 def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     """Return True if the result of ``node`` may share memory with one of its inputs."""
-    if may_write(node, module):
-        return True
+    if not node.op.startswith("call"):
+        return False
+    if may_write(node, module) or _home(node, module) == "torchq":
+        return True  # A quantizer that is switched off returns its input.
     if node.op == "call_module":
         return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
-    return operator_name(node.target).split(".")[0] in _VIEWS and node.op.startswith("call")
+    return operator_name(node.target).split(".")[0] in _VIEWS
 
 
 def has_effect(node: fx.Node, module: nn.Module | None) -> bool:
@@ -93,12 +96,17 @@ def has_effect(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _is_foreign(node: fx.Node, module: nn.Module | None) -> bool:
+    return _home(node, module) not in _KNOWN
+
+
+def _home(node: fx.Node, module: nn.Module | None) -> str:
+    """Return the name of the package that the called module or function comes from."""
+    home: Any = "torch"
     if node.op == "call_module":
-        return type(module).__module__.partition(".")[0] not in _KNOWN
-    if node.op == "call_function":
-        home: Any = getattr(node.target, "__module__", None) or "torch"
-        return home.partition(".")[0] not in _KNOWN
-    return False
+        home = type(module).__module__
+    elif node.op == "call_function":
+        home = getattr(node.target, "__module__", None) or home
+    return home.partition(".")[0]
 
 
 def _has_positional_flag(node: fx.Node) -> bool:
