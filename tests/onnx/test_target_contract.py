@@ -156,7 +156,7 @@ def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) 
     )
     model = calibrated(case.offender(), x, config=config)
     (text,) = export(model, x, tmp_path / "m.onnx", target)
-    assert text.startswith(f"export_onnx(target={target!r}): ")
+    assert text.startswith(f"export_onnx(target={target!r}):\n- ")
     assert f"0: {case.warning}" in text or f"0: has {case.warning}" in text or case.warning in text
 
 

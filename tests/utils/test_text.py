@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchq.utils import markdown_table, table, terminal_width, wrap
+from torchq.utils import bullets, markdown_table, table, terminal_width, wrap
 
 ROWS = [("name", "reason", "n"), ("a", "one two three four five six seven", "10")]
 
@@ -47,3 +47,12 @@ def test_wrapped_text_keeps_line_breaks_and_indents() -> None:
 
 def test_markdown() -> None:
     assert markdown_table([("a", "b"), ("cc", "")]).splitlines()[1] == "| -- | - |"
+
+
+def test_findings_are_grouped_and_wrapped() -> None:
+    many = [f"layer{i}: is float: exclude it" for i in range(9)]
+    text = bullets([*many, "all"], width=40)
+    assert text.splitlines()[0].startswith("- layer0, layer1")
+    assert "layer5 and 3 more: is float: exclude it" in " ".join(text.split())
+    assert text.splitlines()[-1] == "- all"
+    assert max(map(len, text.splitlines())) <= 40

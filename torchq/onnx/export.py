@@ -32,7 +32,7 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import evaluating
+from torchq.utils import bullets, evaluating
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
@@ -114,7 +114,7 @@ def export_onnx(
     run_passes(graph, EXPORT_PASSES)
     found = _shape_for(target, graph)
     if found:
-        warnings.warn(f"export_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
+        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
     write_record(graph, target=target)
     size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"

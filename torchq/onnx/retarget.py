@@ -12,6 +12,7 @@ from torchq.onnx.passes.matmul_layout import keep_integer_matmuls
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
+from torchq.utils import bullets
 
 __all__ = ["retarget_onnx"]
 
@@ -45,6 +46,6 @@ def retarget_onnx(
         write_record(model, target=target)
         check_model(model)
     if found:
-        warnings.warn(f"retarget_onnx(target={target!r}): " + "; ".join(found), stacklevel=2)
+        warnings.warn(f"retarget_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
     size = save_model(model, path, check=False)
     return report_on(model, Path(path), target, "file", size, found)

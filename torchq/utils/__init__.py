@@ -14,10 +14,11 @@ from torchq.utils.names import (
 )
 from torchq.utils.progress import progress_bar
 from torchq.utils.registry import Registry
-from torchq.utils.text import markdown_table, table, terminal_width, wrap
+from torchq.utils.text import bullets, markdown_table, table, terminal_width, wrap
 from torchq.utils.tracing import constant_while_tracing
 
 __all__ = [
+    "bullets",
     "Pattern",
     "Registry",
     "check_fields",

@@ -6,10 +6,12 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["markdown_table", "table", "terminal_width", "wrap"]
+__all__ = ["bullets", "markdown_table", "table", "terminal_width", "wrap"]
 
 _GAP = "  "
 _NARROWEST = 8
+#: How many places with the same finding are named.
+_NAMED = 6
 
 
 def terminal_width() -> int:
@@ -92,3 +94,27 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
         textwrap.fill(line, limit, subsequent_indent=indent, break_on_hyphens=False)
         for line in text.splitlines()
     )
+
+
+def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
+    """Return findings as a list, one line or paragraph each, the places of one finding together.
+
+    Args:
+        findings: texts of the form ``place: finding``.
+        width: columns at most; default those of the terminal.
+
+    Example:
+        >>> print(bullets(["conv1: has 3 channels", "fc: is float", "conv2: has 3 channels"]))
+        - conv1, conv2: has 3 channels
+        - fc: is float
+    """
+    places: dict[str, list[str]] = {}
+    for finding in findings:
+        place, _, text = finding.partition(": ")
+        places.setdefault(text, []).append(place)
+    lines = []
+    for text, names in places.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        where = ", ".join(names[:_NAMED]) + more
+        lines.append(wrap(f"- {where}: {text}" if text else f"- {where}", indent="  ", width=width))
+    return "\n".join(lines)
