@@ -277,6 +277,20 @@ def test_values_are_freed_after_an_error() -> None:
     assert [ref() for ref in alive] == [None] * 6
 
 
+def test_values_that_wait_for_a_reader_are_freed_after_an_error() -> None:
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            early = x.sin()
+            return early.cos().reshape(3, 8) + early.reshape(3, 8)
+
+    runner = GraphRunner(trace(Waiting(), X).graph_module)
+    alive: list[weakref.ref] = []
+    note = {"sin": lambda value: alive.append(weakref.ref(value))}
+    with pytest.raises(GraphError, match="node reshape") as caught:
+        runner.run(X[:, :5], hooks=note)
+    assert caught.value.__cause__ is not None and alive[0]() is None
+
+
 # --- ranges and figures -------------------------------------------------------------------------
 
 

@@ -63,8 +63,6 @@ class Execution(fx.Interpreter):
             for node, value in fed.items():
                 value = _copied(value) if node in plan.copied else value
                 self._keep(node, _after(value, hooks.get(node)), plan, requested, kept)
-            for node in plan.unread:
-                del self.env[node]
             for node in plan.nodes:
                 self._keep(node, self._value(node, hooks.get(node)), plan, requested, kept)
                 for dead in plan.released.get(node, ()):

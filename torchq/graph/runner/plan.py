@@ -19,13 +19,11 @@ class RunPlan:
     Attributes:
         nodes: those that run, in order; without those that are fed.
         released: node -> the values that nothing reads after it.
-        unread: fed nodes whose values nothing reads.
         copied: nodes that are fed or asked for, and that a later node may overwrite.
     """
 
     nodes: tuple[fx.Node, ...]
     released: dict[fx.Node, tuple[fx.Node, ...]]
-    unread: frozenset[fx.Node]
     copied: frozenset[fx.Node]
 
 
@@ -68,9 +66,8 @@ def plan_run(
             needed.update(node.all_input_nodes)
             read.update(_written(node, roots))
     running.reverse()
-    released, unread = _last_uses(running, fed)
     copied = _overwritten(running, called, roots, {*fed, *requested})
-    return RunPlan(tuple(running), released, unread, frozenset(copied))
+    return RunPlan(tuple(running), _last_uses(running), frozenset(copied))
 
 
 def _roots(
@@ -91,9 +88,8 @@ def _written(node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
     return set().union(*(roots[value] for value in node.all_input_nodes))
 
 
-def _last_uses(
-    running: Sequence[fx.Node], fed: Collection[fx.Node]
-) -> tuple[dict[fx.Node, tuple[fx.Node, ...]], frozenset[fx.Node]]:
+def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Return the values that nothing reads after each node."""
     last: dict[fx.Node, fx.Node] = {}
     for node in running:
         last[node] = node
@@ -101,8 +97,7 @@ def _last_uses(
     released: dict[fx.Node, list[fx.Node]] = {}
     for value, reader in last.items():
         released.setdefault(reader, []).append(value)
-    frozen = {reader: tuple(values) for reader, values in released.items()}
-    return frozen, frozenset(value for value in fed if value not in last)
+    return {reader: tuple(values) for reader, values in released.items()}
 
 
 def _overwritten(
