@@ -41,6 +41,12 @@ def nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print reports as wide as they are, whatever window the tests run in."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace: dict[str, Any]) -> None:
     """Let examples use ``torch`` and ``torchq`` without importing them."""
     doctest_namespace.update(torch=torch, torchq=torchq)

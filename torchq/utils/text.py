@@ -22,9 +22,11 @@ def terminal_width() -> int:
 def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return ``rows`` as aligned columns; cells of the widest columns are wrapped where needed.
 
+    Words stay whole, so that a reader can copy the name of a layer.
+
     Args:
         rows: rows of equally many cells; the first one holds the headings.
-        width: columns of the result at most; default those of the terminal.
+        width: columns of the result, exceeded only by words; default those of the terminal.
 
     Example:
         >>> print(table([("layer", "note"), ("conv1", "kept in float by a rule")], width=22))
@@ -33,7 +35,11 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
                by a rule
     """
     limit = terminal_width() if width is None else width
-    widths = _fit([max(map(len, column)) for column in zip(*rows, strict=True)], limit)
+    columns = list(zip(*rows, strict=True))
+    longest = [
+        max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns
+    ]
+    widths = _fit([max(map(len, cells)) for cells in columns], longest, limit)
     lines = []
     for row in rows:
         cells = [_cell(cell, size) for cell, size in zip(row, widths, strict=True)]
@@ -44,22 +50,22 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _fit(widths: list[int], limit: int) -> list[int]:
-    """Narrow the widest columns, one character at a time, until the row fits."""
+def _fit(widths: list[int], longest: list[int], limit: int) -> list[int]:
+    """Narrow the widest columns, one character at a time, until the row fits or words are left."""
     widths = list(widths)
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - limit
     for _ in range(excess):
-        widest = max(range(len(widths)), key=widths.__getitem__)
-        if widths[widest] <= _NARROWEST:
+        wide = [i for i, size in enumerate(widths) if size > max(longest[i], _NARROWEST)]
+        if not wide:
             break
-        widths[widest] -= 1
+        widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
 
 
 def _cell(text: str, width: int) -> list[str]:
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
