@@ -28,7 +28,7 @@ from torchq.onnx.ir import (
 
 __all__ = [
     "FLOAT_WEIGHT",
-    "QParams",
+    "NodeQParams",
     "activation_qparams",
     "axis_of",
     "data_type_of",
@@ -51,7 +51,7 @@ _FLOAT8 = {"FLOAT8E4M3FN": "e4m3", "FLOAT8E5M2": "e5m2"}
 
 
 @dataclass(frozen=True)
-class QParams:
+class NodeQParams:
     """Quantization parameters of a QuantizeLinear or DequantizeLinear node.
 
     Attributes:
@@ -137,7 +137,7 @@ def element_type(quantize: Node) -> DataType:
     return onnx_ir.DataType(chosen) if chosen else onnx_ir.DataType.UINT8
 
 
-def qparams_of(node: Node) -> QParams:
+def qparams_of(node: Node) -> NodeQParams:
     """Return the parameters of a node whose scale and zero point are stored.
 
     Args:
@@ -150,10 +150,10 @@ def qparams_of(node: Node) -> QParams:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         zero_point = value_of(node.inputs[2]).to(torch.float32)
     block_size = int(attribute(node, "block_size", 0))
-    return QParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
+    return NodeQParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
 
 
-def set_qparams(quantize: Node, qparams: QParams) -> None:
+def set_qparams(quantize: Node, qparams: NodeQParams) -> None:
     """Give a QuantizeLinear, and each DequantizeLinear of its codes, new per-tensor parameters."""
     graph, name = quantize.graph, pair_name(quantize)
     stored = torch.uint8 if not qparams.quant_min else torch.int8
@@ -192,7 +192,7 @@ def quantizer_nodes(model: Model) -> dict[str, Node]:
     }
 
 
-def activation_qparams(model: Model) -> dict[str, QParams]:
+def activation_qparams(model: Model) -> dict[str, NodeQParams]:
     """Return the parameters of each quantizer of an activation, by name and in order."""
     return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}
 

@@ -8,7 +8,7 @@ import torch
 
 from torchq.formats import IntFormat, by_name
 from torchq.onnx.ir import Model, Node, Value, attribute, is_constant, names, nodes_of, value_of
-from torchq.onnx.qdq import QParams, qparams_of, set_qparams, shared_name
+from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
 
 __all__ = ["ActivationTypes", "derived_qparams", "nonnegative_values", "retype_activations"]
 
@@ -102,7 +102,7 @@ def retype_activations(model: Model, types: ActivationTypes) -> None:
             set_qparams(node, new)
 
 
-def _retyped(old: QParams, types: ActivationTypes, positive: bool) -> QParams | None:
+def _retyped(old: NodeQParams, types: ActivationTypes, positive: bool) -> NodeQParams | None:
     """Return the parameters with the wanted sign; None where they stay as they are."""
     if not isinstance(old.format, IntFormat) or old.format.width not in types.widths:
         return None
@@ -117,7 +117,7 @@ def _retyped(old: QParams, types: ActivationTypes, positive: bool) -> QParams | 
     return None
 
 
-def derived_qparams(own: QParams) -> tuple[QParams, ...]:
+def derived_qparams(own: NodeQParams) -> tuple[NodeQParams, ...]:
     """Return the per-tensor parameters that some target writes for those of a model."""
     if not isinstance(own.format, IntFormat):
         return (own,)
@@ -137,17 +137,17 @@ def _share(format: IntFormat) -> float:
     return (half - 1) / (2 * half - 1)  # 127/255 for 8 bits.
 
 
-def _unsigned(old: QParams, finer: bool) -> QParams:
+def _unsigned(old: NodeQParams, finer: bool) -> NodeQParams:
     """Return unsigned codes: with the zero point 0 on a finer grid, or in the middle."""
     assert isinstance(old.format, IntFormat)
     format, scale = by_name(f"uint{old.format.width}"), old.scale
     zero_point = torch.full_like(scale, 0 if finer else _half(old.format))
-    return QParams(scale * _share(old.format) if finer else scale, zero_point, format)
+    return NodeQParams(scale * _share(old.format) if finer else scale, zero_point, format)
 
 
-def _signed(old: QParams, coarser: bool) -> QParams:
+def _signed(old: NodeQParams, coarser: bool) -> NodeQParams:
     """Return signed codes with the zero point 0, on a coarser grid for codes that began at 0."""
     assert isinstance(old.format, IntFormat)
     format = by_name(f"int{old.format.width}")
     scale = old.scale / _share(old.format) if coarser else old.scale
-    return QParams(scale, torch.zeros_like(scale), format)
+    return NodeQParams(scale, torch.zeros_like(scale), format)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
-from torchq.onnx.qdq import QParams
+from torchq.onnx.qdq import NodeQParams
 from torchq.onnx.targets.activations import derived_qparams
 
 __all__ = ["Seen", "Simulation", "parameter_difference"]
@@ -59,7 +59,7 @@ class Simulation:
     def __init__(
         self,
         quantizers: Mapping[str, TensorQuantizer],
-        qparams: Mapping[str, QParams],
+        qparams: Mapping[str, NodeQParams],
         merged: Mapping[str, str],
     ) -> None:
         self._quantizers, self._qparams, self._merged = quantizers, qparams, merged
@@ -126,7 +126,7 @@ class Simulation:
         return out
 
 
-def _codes_as_in_file(quantizer: TensorQuantizer, found: QParams, scaled: Tensor) -> Tensor:
+def _codes_as_in_file(quantizer: TensorQuantizer, found: NodeQParams, scaled: Tensor) -> Tensor:
     """Return the codes of a derived type; a negative value that it cannot hold keeps its code.
 
     A target takes unsigned codes from 0 for tensors that cannot be negative; a negative value
@@ -137,17 +137,17 @@ def _codes_as_in_file(quantizer: TensorQuantizer, found: QParams, scaled: Tensor
     return found.round(scaled)
 
 
-def _own_layout(quantizer: TensorQuantizer, found: QParams) -> QParams:
+def _own_layout(quantizer: TensorQuantizer, found: NodeQParams) -> NodeQParams:
     """Return the parameters of the model, in the layout that the file has."""
     scale = quantizer.calculate_qparams()[0].detach().float().cpu()
     format = quantizer.descriptor.format
     if scale.numel() != found.scale.numel():
-        return QParams(scale.reshape(-1)[:1].reshape(()), torch.zeros(()), format)
+        return NodeQParams(scale.reshape(-1)[:1].reshape(()), torch.zeros(()), format)
     scale = scale.reshape(found.scale.shape)
-    return QParams(scale, torch.zeros_like(scale), format, found.axis, found.block_size)
+    return NodeQParams(scale, torch.zeros_like(scale), format, found.axis, found.block_size)
 
 
-def _is_own(quantizer: TensorQuantizer, found: QParams) -> bool:
+def _is_own(quantizer: TensorQuantizer, found: NodeQParams) -> bool:
     """Return True if the file has the model's scale; a zero point only shifts the codes."""
     scale = quantizer.calculate_qparams()[0].detach().float().reshape(-1).cpu()
     highest = found.quant_max - float(found.zero_point.reshape(-1)[0])
@@ -158,13 +158,13 @@ def _is_own(quantizer: TensorQuantizer, found: QParams) -> bool:
     )
 
 
-def parameter_difference(quantizer: TensorQuantizer, found: QParams) -> str:
+def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
     """Return how the parameters in a file differ from all that a target may write; "" if not."""
     own = _own_layout(quantizer, found)
     stored = onnx_type(own.format)[0]
     if stored.bits == 4:  # Activations of 4 bits are written as 8 bits, clipped.
         stored = onnx_type(found.format)[0] if found.format.bits == 8 else stored
-    own = QParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
+    own = NodeQParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
     candidates = derived_qparams(own) if own.scale.numel() == 1 else (own,)
     for candidate in candidates:
         if candidate.format.name == found.format.name and _equal(candidate, found):
@@ -173,7 +173,7 @@ def parameter_difference(quantizer: TensorQuantizer, found: QParams) -> str:
     return f"the file has {_text(found)}; expected {wanted}"
 
 
-def _equal(one: QParams, other: QParams) -> bool:
+def _equal(one: NodeQParams, other: NodeQParams) -> bool:
     return (
         one.scale.numel() == other.scale.numel()
         and torch.allclose(one.scale.reshape(-1), other.scale.reshape(-1), rtol=_RTOL, atol=0)
@@ -181,7 +181,7 @@ def _equal(one: QParams, other: QParams) -> bool:
     )
 
 
-def _text(qparams: QParams) -> str:
+def _text(qparams: NodeQParams) -> str:
     scale, zero_point = qparams.scale.reshape(-1), qparams.zero_point.reshape(-1)
     more = ", ..." if scale.numel() > 1 else ""
     return f"{qparams.format.name}, scale {scale[0]:.4g}{more}, zero point {zero_point[0]:g}"
