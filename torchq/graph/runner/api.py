@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchq.errors import ConfigError
 from torchq.graph.runner.execution import Execution, Hook, PostHook, PreHook
@@ -158,6 +157,9 @@ class GraphRunner:
         Returns:
             Node name -> figures, in the order of the graph.
         """
+        # The module imports Triton, which `import torchq` must not do.
+        from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
         with FlopCounterMode(display=False) as counter:
             recorder = MetaRecorder(counter)
             hooks: dict[str, Hook] = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchq.graph.calling import tensors_in
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["MetaRecorder", "NodeMeta"]
 
