@@ -98,7 +98,11 @@ class RewrittenForward(QuantModule):
             _rewritten(self, self.replacements, training) for training in (False, True)
         )
         parameters = inspect.signature(type(self).float_forward).parameters.values()
-        self._constants = tuple((p.name, p.default) for p in parameters if _is_constant(p))
+        self._constants = tuple(
+            (p.name, _position(p, index), p.default)
+            for index, p in enumerate(parameters)
+            if _is_constant(p)
+        )
         self._stale = False
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -114,6 +118,12 @@ class RewrittenForward(QuantModule):
 def _is_constant(parameter: inspect.Parameter) -> bool:
     """Return True for an argument that a trace takes for a constant; see ``trace_call``."""
     return parameter.default is None or isinstance(parameter.default, (bool, int, float))
+
+
+def _position(parameter: inspect.Parameter, index: int) -> int | None:
+    """Return the place among the positional arguments behind ``self``, None for a keyword."""
+    is_keyword = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
+    return None if is_keyword else index - 1
 
 
 @cache
@@ -179,13 +189,14 @@ def _blank(cls: type[nn.Module], is_traced: bool) -> RewrittenForward:
 
 def _has_other_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call gives another value for an argument that the trace fixed."""
-    signature = inspect.signature(type(module).float_forward)
-    given = signature.bind_partial(module, *args, **kwargs).arguments
-    different = [
-        name
-        for name, default in module._constants  # noqa: SLF001
-        if name in given and (given[name] is not default and not _equal(given[name], default))
-    ]
+    different = []
+    for name, position, default in module._constants:  # noqa: SLF001
+        # Not bound by ``inspect.Signature``, which torch.compile of torch 2.6 cannot follow.
+        given = kwargs.get(name, default)
+        if position is not None and position < len(args):
+            given = args[position]
+        if given is not default and not _equal(given, default):
+            different.append(name)
     if different:
         warnings.warn(
             f"{qualified_name(type(module).float_class)}: is called with {', '.join(different)}, "
