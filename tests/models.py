@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ConvBNReLU", "ConvNet", "SamePadConv2d", "StagedNet", "image_batches"]
+__all__ = [
+    "Conv1D",
+    "ConvBNReLU",
+    "ConvNet",
+    "Projection",
+    "SamePadConv2d",
+    "StagedNet",
+    "image_batches",
+]
 
 
 class StagedNet(nn.Module):
@@ -70,3 +78,28 @@ def image_batches(count: int = 2, dtype: torch.dtype = torch.float32) -> list[Te
     """Return images (4, 3, 8, 8), the same in every call."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(count)]
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's Conv1D: a linear layer with the transposed weight (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
+
+
+class Projection(nn.Module):
+    """A product with a parameter of its own, by an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(5, 4) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+from tests.models import Conv1D, Projection
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.functional import fake_quantize, reduce_amax
@@ -66,31 +67,6 @@ class CastingLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(dtype=input.dtype), bias=self.bias)
-
-
-class Conv1D(nn.Module):
-    """As Hugging Face's Conv1D: a linear layer with the transposed weight (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
-
-
-class Projection(nn.Module):
-    """A product with a parameter of its own, by an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(5, 4) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.kernel
 
 
 def weight_of(module: nn.Module) -> Tensor:

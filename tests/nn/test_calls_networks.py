@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+from tests.models import Conv1D, Projection
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
@@ -19,31 +20,6 @@ from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
 )
-
-
-class Conv1D(nn.Module):
-    """As Hugging Face's Conv1D: a linear layer with the transposed weight (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
-
-
-class Projection(nn.Module):
-    """A product with a parameter of its own, by an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(5, 4) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.kernel
 
 
 class WindowAttention(nn.Module):

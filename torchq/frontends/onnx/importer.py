@@ -177,8 +177,9 @@ class Importer:
             return
         for name in names:
             value = self.builder.values.get(name)
-            known = isinstance(value, Constant)
-            dtype = value.tensor.dtype if known else self.builder.dtypes.get(name)  # type: ignore[union-attr]
+            dtype = self.builder.dtypes.get(name)
+            if isinstance(value, Constant):
+                dtype = value.tensor.dtype
             if name in self.builder.dtypes and dtype is None:
                 node.refuse(f"torch has no type for the elements of {name!r}")
             if dtype is not None and dtype not in entry.dtypes:
@@ -206,5 +207,6 @@ class Importer:
         draft.graph.lint()
         module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
         module.input_names = self.input_names  # type: ignore[assignment]
-        module.output_names = [info.name for info in self.model.graph.output]  # type: ignore[assignment]
+        outputs_of_file = [info.name for info in self.model.graph.output]
+        module.output_names = outputs_of_file  # type: ignore[assignment]
         return module.eval()
