@@ -56,6 +56,11 @@ PROMISED: dict[str, str] = {
     "torchq.swap": """
         Decision Patch SwapReport decide patch plan quantize_ restore_ targets
     """,
+    "torchq.qat": """
+        BranchReport Preparation Reestimate bits_at_ change_bits_ freeze_bn_ freeze_bn_from_
+        freeze_ranges_from_ observing param_groups prepare quantize_branches_ quantize_from_
+        reestimate_bn_ share_range_ unfreeze_bn_
+    """,
     "torchq.workflow": """
         CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate
         calibrate_weights disabled freeze_ is_quantized load load_model quantizers save

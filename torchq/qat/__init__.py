@@ -2,14 +2,31 @@
 
 from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
 from torchq.qat.optim import param_groups
+from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.reparam import BranchReport, quantize_branches_
+from torchq.qat.schedule import (
+    bits_at_,
+    change_bits_,
+    freeze_bn_from_,
+    freeze_ranges_from_,
+    observing,
+    quantize_from_,
+)
 from torchq.qat.shared_ranges import share_range_
 
 __all__ = [
     "BranchReport",
+    "Preparation",
     "Reestimate",
+    "bits_at_",
+    "change_bits_",
     "freeze_bn_",
+    "freeze_bn_from_",
+    "freeze_ranges_from_",
+    "observing",
     "param_groups",
+    "prepare",
+    "quantize_from_",
     "quantize_branches_",
     "reestimate_bn_",
     "share_range_",

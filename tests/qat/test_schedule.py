@@ -1,0 +1,176 @@
+"""Schedules: the state of a model follows from the number of the step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, image_batches
+from torchq.errors import ConfigError
+from torchq.formats import INT4, PerAxis
+from torchq.functional import fake_quantize, reduce_amax
+from torchq.qat import (
+    bits_at_,
+    change_bits_,
+    freeze_bn_from_,
+    freeze_ranges_from_,
+    observing,
+    quantize_from_,
+)
+from torchq.workflow import quantizers
+
+
+def calibrated(recipe: str = "w4a4") -> nn.Module:
+    torch.manual_seed(0)
+    model = ConvNet().train()
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.calibrate(model, image_batches(), progress=False)
+    return model
+
+
+def test_quantization_starts_at_its_step() -> None:
+    model = calibrated()
+    plain = copy.deepcopy(model).eval()
+    torchq.restore_(plain)
+    model.eval()
+    x = image_batches()[0]
+    quantize_from_(model, 0, 2)
+    assert torch.equal(model(x), plain(x))
+    assert quantize_from_(model, 1, 2) == ()
+    assert len(quantize_from_(model, 2, 2)) == 8
+    assert not torch.equal(model(x), plain(x))
+
+
+def test_the_weights_can_start_before_the_inputs() -> None:
+    model = calibrated()
+    quantize_from_(model, 0, 1, "*.input_quantizer")
+    modes = {name: q.mode for name, q in quantizers(model).items()}
+    assert {mode for name, mode in modes.items() if "input" in name} == {"off"}
+    assert {mode for name, mode in modes.items() if "weight" in name} == {"quantize"}
+
+
+def train(model: nn.Module, first: int, last: int, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(first, last):
+        quantize_from_(model, step, 1, "*.input_quantizer")
+        freeze_bn_from_(model, step, 3)
+        freeze_ranges_from_(model, step, 4)
+        model.train()
+        loss = model(image_batches()[step % 2]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(torchq.qat.param_groups(model, lr=0.01), momentum=0.9)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_a_resumed_run_equals_the_whole_one_bit_for_bit(stop: int) -> None:
+    """A new model and optimizer continue from state dicts alone, in every phase of the schedule."""
+    whole = calibrated()
+    train(whole, 0, 6, sgd(whole))
+    first = calibrated()
+    optimizer = sgd(first)
+    train(first, 0, stop, optimizer)
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    second = ConvNet()
+    torchq.quantize_(second, torchq.recipes.w4a4())
+    second.load_state_dict(saved[0])
+    resumed = sgd(second)
+    resumed.load_state_dict(saved[1])
+    train(second, stop, 6, resumed)
+    found, expected = second.state_dict(), whole.state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_frozen_ranges_stay_and_can_be_freed() -> None:
+    model = calibrated()
+    learned = {n: q.amax for n, q in quantizers(model).items() if q.descriptor.learn_amax}
+    assert set(freeze_ranges_from_(model, 5, 5)) == set(learned)
+    before = {name: amax.detach().clone() for name, amax in learned.items()}
+    optimizer = sgd(calibrated())
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    model(image_batches()[0]).square().sum().backward()
+    optimizer.step()
+    assert all(torch.equal(amax, before[name]) for name, amax in learned.items())
+    assert freeze_ranges_from_(model, 6, 5) == ()
+    assert set(freeze_ranges_from_(model, 4, 5)) == set(learned)
+    assert all(amax.requires_grad for amax in learned.values())
+
+
+def test_frozen_batchnorm_survives_train() -> None:
+    model = calibrated()
+    assert freeze_bn_from_(model, 2, 2) == ("stem.1", "left.1", "right.1")
+    before = model.stem[1].running_mean.clone()
+    model.train()(image_batches()[0])
+    assert torch.equal(model.stem[1].running_mean, before)
+    assert freeze_bn_from_(model, 1, 2) == ("stem.1", "left.1", "right.1")
+    model(image_batches()[0])
+    assert not torch.equal(model.stem[1].running_mean, before)
+
+
+def test_a_narrower_weight_is_calibrated_for_its_width() -> None:
+    model = nn.Sequential(nn.Linear(16, 4))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.randn(2, 16)], progress=False)
+    kept = model[0].input_quantizer.amax.clone()
+    assert bits_at_(model, 0, {0: 8, 3: 4}) == ()
+    assert set(bits_at_(model, 3, {0: 8, 3: 4})) == {"0.weight_quantizer", "0.input_quantizer"}
+    weight = model[0].weight
+    expected = fake_quantize(weight, reduce_amax(weight, PerAxis((0,))), INT4, PerAxis((0,)))
+    assert torch.equal(model[0].weight_quantizer(weight), expected)
+    assert torch.equal(model[0].input_quantizer.amax, kept)
+
+
+def test_the_sign_that_calibration_chose_survives_a_change_of_width() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    torchq.quantize_(model, torchq.recipes.integer(4, 4))
+    torchq.calibrate(model, [torch.rand(8, 4)], progress=False)
+    change_bits_(model, 3, "*.input_quantizer")
+    quantizer = model[0].input_quantizer
+    assert str(quantizer.descriptor.format) == "uint3"
+    assert quantizer.given_descriptor.unsigned == "auto"
+
+
+def test_errors_of_widths() -> None:
+    model = calibrated()
+    with pytest.raises(ConfigError, match=r"got the schedule \{5: 4\}; expected widths from step"):
+        bits_at_(model, 0, {5: 4})
+    with pytest.raises(ConfigError, match="1 bit"):
+        change_bits_(model, 1, "*.weight_quantizer")
+    assert model.left[0].weight_quantizer.descriptor.num_bits == 4
+    eight = calibrated("fp8")
+    with pytest.raises(ConfigError, match=r"stem\.0\.input_quantizer: got change_bits_ for e4m3"):
+        change_bits_(eight, 4)
+
+
+def test_observing_follows_the_data_while_it_quantizes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    seen: list[Tensor] = []
+    model[0].register_forward_pre_hook(lambda m, args: seen.append(m.input_quantizer(args[0])))
+    with observing(model) as names:
+        model(torch.full((1, 2), 4.0))
+    assert names == ("0.input_quantizer",)
+    assert seen[0].max() == 1.0  # Inside the block the old range holds.
+    assert model[0].input_quantizer.amax == 4.0
+    assert model[0].input_quantizer.mode == "quantize"
+
+
+def test_observing_changes_nothing_on_an_exception_and_where_no_data_came() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    before = [q.amax.clone() for q in quantizers(model).values()]
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), observing(model):
+        model(torch.full((1, 3), 4.0))
+    with observing(model):
+        pass
+    for q, amax in zip(quantizers(model).values(), before, strict=True):
+        assert torch.equal(q.amax, amax) and q.mode == "quantize" and q.calibrator is None

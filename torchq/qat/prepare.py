@@ -1,0 +1,199 @@
+"""Everything that comes before the first training step, in one call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+from torch import nn
+
+from torchq.config import QuantConfig
+from torchq.errors import ConfigError
+from torchq.fusion import FuseReport, fuse_
+from torchq.fusion.modules import is_norm
+from torchq.graph import move_to
+from torchq.nn.transaction import unchanged_on_error
+from torchq.qat.optim import param_groups
+from torchq.qat.reparam import BranchReport, quantize_branches_
+from torchq.swap import SwapReport, quantize_
+from torchq.utils import Pattern, device_of, evaluating
+from torchq.workflow import CalibrationReport, calibrate
+
+__all__ = ["Preparation", "prepare"]
+
+#: Learning rates of SGD with momentum that train networks with BatchNorm, and without.
+_LR, _LR_FUSED = 1e-2, 1e-4
+#: Above this a network without BatchNorm usually diverges, in float too.
+_LR_FUSED_MOST = 1e-3
+
+#: Enough for ranges that training starts from.
+_BATCHES = 32
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare` did; ``str()`` tells it.
+
+    Attributes:
+        model: the model that was given, quantized now.
+        quantized: the report of the swap.
+        calibrated: the report of the calibration.
+        param_groups: for any ``torch.optim`` optimizer, see :func:`torchq.qat.param_groups`.
+        fused: the report of fusing, or None if the BatchNorms stayed.
+        batchnorms: paths of the BatchNorms that train along and are folded afterwards.
+    """
+
+    model: nn.Module = field(repr=False)
+    quantized: SwapReport | BranchReport
+    calibrated: CalibrationReport
+    param_groups: list[dict[str, Any]] = field(repr=False)
+    fused: FuseReport | None = None
+    batchnorms: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return one line for each thing that was done, and one for what follows."""
+        groups = ", ".join(
+            f"{len(g['params'])} {g['name']} (lr {g['lr']:g}, decay {g['weight_decay']:g})"
+            for g in self.param_groups
+        )
+        lines = [
+            f"quantized: {_last_line(self.quantized)}",
+            f"calibrated: {_last_line(self.calibrated)}",
+            f"parameters: {groups}",
+        ]
+        if self.fused is not None:
+            lines.insert(0, f"fused: {str(self.fused).splitlines()[0]}")
+        if self.batchnorms:
+            count = len(self.batchnorms)
+            lines.append(f"BatchNorm: {count} layers train along; fuse_ folds them afterwards")
+        return "\n".join(lines)
+
+
+def _last_line(report: object) -> str:
+    """Return the line of a report that holds its counts."""
+    return str(report).splitlines()[-1]
+
+
+def prepare(
+    model: nn.Module,
+    loader: Iterable[Any],
+    recipe: QuantConfig | None = None,
+    *,
+    batchnorm: Literal["keep", "fuse"] = "keep",
+    branches: bool = False,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    lr: float | None = None,
+    range_lr: float | None = None,
+    weight_decay: float = 1e-4,
+    **calibration: Any,
+) -> Preparation:
+    """Make ``model`` ready for quantization-aware training, in place.
+
+    It swaps the layers, calibrates them, and sorts the parameters into groups for the optimizer.
+    A call that fails leaves the model as it was.
+
+    Args:
+        model: a trained float model; its mode stays.
+        loader: batches as for :func:`torchq.calibrate`; training batches with labels are fine.
+        recipe: the rules; default INT8. Let few bits learn their ranges: ``recipes.w4a4()``, or
+            ``recipes.integer(4, 8, learn_ranges=True)``.
+        batchnorm: ``"keep"`` trains with the BatchNorms, which makes large learning rates safe;
+            :func:`torchq.fuse_` folds them afterwards without changing a code. ``"fuse"`` folds
+            them now: the network then needs a hundredth of the learning rate, in float too.
+        branches: train the branches of RepVGG-like blocks under one quantized kernel, see
+            :func:`torchq.qat.quantize_branches_`.
+        exclude: as for :func:`torchq.quantize_`.
+        target: as for :func:`torchq.quantize_`; the first batch is the example.
+        lr: of weights, biases and norms; default 1e-2, or 1e-4 with ``batchnorm="fuse"``.
+        range_lr: of learned ranges; default ``lr``.
+        weight_decay: of weights; biases, norms and ranges have none.
+        **calibration: for :func:`torchq.calibrate`, such as ``method``, ``forward``, ``group`` and
+            ``progress``. ``num_batches`` is 32 unless given.
+
+    Returns:
+        What was done, with the parameter groups; ``print`` it.
+
+    Raises:
+        ConfigError: an argument is invalid, there is no batch, or see :func:`torchq.quantize_`.
+        CalibrationError: see :func:`torchq.calibrate`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> loader = [(torch.randn(4, 3, 8, 8), torch.zeros(4))]
+        >>> prepared = prepare(model, loader, torchq.recipes.w4a4(first_last=None), progress=False)
+        >>> print(prepared)
+        quantized: 1 quantized, 0 skipped, recipe w4a4
+        calibrated: 2 ranges from 1 batch
+        parameters: 1 weights (lr 0.01, decay 0.0001), 3 biases_and_norms (lr 0.01, decay 0),
+            2 ranges (lr 0.01, decay 0)
+        BatchNorm: 1 layers train along; fuse_ folds them afterwards
+        >>> optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
+    """
+    _check(batchnorm, branches, target)
+    rate = _learning_rate(lr, batchnorm)
+    first, batches = _with_first(loader)
+    # A forward of the user's own knows how to read a batch, and nobody else does.
+    example, device = None, device_of(model)
+    if calibration.get("forward") is None:
+        example = first if device is None else move_to(first, device)
+    with unchanged_on_error(model):
+        fused = None
+        if batchnorm == "fuse":
+            with evaluating(model):
+                fused = fuse_(model, example, progress=calibration.get("progress", True))
+        quantized: SwapReport | BranchReport
+        if branches:
+            quantized = quantize_branches_(model, recipe, exclude=exclude)
+        else:
+            used = None if target is None else example
+            quantized = quantize_(model, recipe, exclude=exclude, target=target, example=used)
+        calibrated = calibrate(model, batches, **{"num_batches": _BATCHES, **calibration})
+    groups = param_groups(model, lr=rate, weight_decay=weight_decay, range_lr=range_lr)
+    norms = tuple(name for name, module in model.named_modules() if is_norm(module))
+    return Preparation(model, quantized, calibrated, groups, fused, norms)
+
+
+def _check(batchnorm: str, branches: bool, target: str | None) -> None:
+    if batchnorm not in ("keep", "fuse"):
+        raise ConfigError(f"prepare: got batchnorm={batchnorm!r}; expected 'keep' or 'fuse'")
+    if branches and batchnorm == "fuse":
+        raise ConfigError(
+            "prepare: got branches=True with batchnorm='fuse'; expected one of them. Fusing merges "
+            "the branches, and there is nothing left to train apart"
+        )
+    if branches and target is not None:
+        raise ConfigError(
+            "prepare: got branches=True with a target; expected one of them. Call quantize_ with "
+            "the target after training and fuse_"
+        )
+
+
+def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Return the first batch, and all batches including it, whatever kind of iterable."""
+    batches = iter(loader)
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise ConfigError(
+            "prepare: got no batch; expected at least one. A generator runs only once: make a new "
+            "one"
+        ) from None
+    return first, chain((first,), batches)
+
+
+def _learning_rate(lr: float | None, batchnorm: str) -> float:
+    """Return the learning rate; one that destroys a network without BatchNorm gives a warning."""
+    if lr is None:
+        return _LR if batchnorm == "keep" else _LR_FUSED
+    if batchnorm == "fuse" and lr > _LR_FUSED_MOST:
+        warnings.warn(
+            f"prepare: got lr={lr:g} for a network whose BatchNorms are folded; such networks "
+            f"usually diverge above {_LR_FUSED_MOST:g}, in float too. Use batchnorm='keep', and "
+            "fuse_ after training",
+            stacklevel=3,
+        )
+    return lr
