@@ -1,0 +1,225 @@
+"""Accuracy after quantization-aware training: networks, widths and methods beside FP32 and PTQ.
+
+Networks: the CIFAR ResNet-20 and the RepVGG whose weights lie in ``--data``, a depthwise network
+and a language model of LSTM layers that the program trains itself and keeps in ``--work``. The
+first and the last layer have 8 bits. Images of the test are never seen before the test; figures
+of images are accuracies (higher is better), those of text are perplexities per byte (lower is
+better).
+
+Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Each
+case runs once for each seed. A case that ``--out`` holds already is left out, so a run that was
+stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
+from benchmarks.harness import Reporter, parse, parser
+from benchmarks.qat_networks import depthwise, kept, train_depthwise
+from benchmarks.qat_training import Training, fit
+from benchmarks.repvgg import repvgg_cifar
+from torchq.qat import Distillation, prepare, reestimate_bn_
+
+__all__ = ["main"]
+
+#: Name -> bits of weights and activations, steps of training, and learning rate.
+_WIDTHS = {
+    "w8a8": (8, 8, 300, 0.003),
+    "w4a8": (4, 8, 600, 0.01),
+    "w4a4": (4, 4, 1000, 0.01),
+    "w3a3": (3, 3, 1500, 0.02),
+    "w2a2": (2, 2, 3000, 0.03),
+}
+_CALIBRATORS = ("max", "percentile", "mse", "entropy", "lp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a network, widths of its weights and activations, and what is done to it."""
+
+    network: str
+    widths: str
+    method: str
+    seed: int = 0
+
+    def key(self) -> dict[str, object]:
+        """Return what tells this row from others in the file of results."""
+        return vars(self)
+
+
+#: The rows in the order of their worth.
+_CASES = [
+    Case("resnet20", "w4a4", "lsq, distilled"),
+    *(Case("resnet20", "w8a8", f"ptq {calibrator}") for calibrator in _CALIBRATORS),
+    *(Case("resnet20", widths, "ptq mse") for widths in _WIDTHS if widths != "w8a8"),
+    Case("repvgg", "w4a8", "ptq mse"),
+    Case("repvgg", "w4a8", "branches, lsq, distilled"),
+    Case("depthwise", "w4a4", "ptq mse"),
+    Case("depthwise", "w4a4", "lsq, distilled"),
+    Case("resnet20", "w2a2", "lsq, distilled"),
+    Case("resnet20", "w3a3", "lsq, distilled"),
+    Case("resnet20", "w4a8", "lsq, distilled"),
+    Case("resnet20", "w8a8", "lsq, distilled"),
+    Case("resnet20", "w4a4", "lsq"),
+]
+
+
+class Bench:
+    """The data, the float networks, and the figures of one run of the program."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self._networks: dict[str, nn.Module] = {}
+
+    @cached_property
+    def test(self) -> Images:
+        """Return the images of the test."""
+        return read_split(self.options.data, "test", self.options.images)
+
+    @cached_property
+    def train(self) -> Images:
+        """Return the images of training and calibration."""
+        return read_split(self.options.data, "train", self.options.train)
+
+    def float_network(self, name: str) -> nn.Module:
+        """Return a trained network, in eval mode."""
+        if name not in self._networks:
+            self._networks[name] = self._make(name)
+        return self._networks[name]
+
+    def _make(self, name: str) -> nn.Module:
+        options = self.options
+        if name == "resnet20":
+            return resnet20(options.data)
+        if name == "repvgg":
+            return repvgg_cifar(options.data)
+        path = options.work / f"{name}.pt"
+        return kept(path, depthwise(), lambda: train_depthwise(self.train, options.float_steps))
+
+    def score(self, model: nn.Module) -> float:
+        """Return the accuracy in percent."""
+        return round(100 * accuracy(logits(model, self.test), self.test), 2)
+
+    def run(self, case: Case) -> dict[str, object]:
+        """Return the figures of one case."""
+        model = copy.deepcopy(self.float_network(case.network))
+        model = model.to(memory_format=torch.channels_last)
+        batches = self.train.batches(64)[: max(1, self.options.calibration // 64)]
+        if case.method.startswith("ptq"):
+            _quantize_after(model, case, batches)
+            return {"accuracy": self.score(model)}
+        steps = self._train(model, case, batches)
+        torchq.fuse_(model.eval(), batches[0], progress=False)
+        return {"accuracy": self.score(model), "steps": steps, "lr": _WIDTHS[case.widths][3]}
+
+    def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> int:
+        """Train as the case says, with fresh statistics of BatchNorm; return the steps."""
+        _, _, steps, lr = _WIDTHS[case.widths]
+        steps = 1 if self.options.quick else round(steps * self.options.scale)
+        data, teacher = self.train, copy.deepcopy(model).eval()
+        prepare(
+            model,
+            batches,
+            _recipe(case, learn=True),
+            branches="branches" in case.method,
+            progress=False,
+        )
+        with Distillation(model, teacher, temperature=4.0) as distillation:
+
+            def loss(generator: torch.Generator) -> Tensor:
+                index = torch.randint(len(data.labels), (64,), generator=generator)
+                images, labels = data.augmented(index, generator)
+                y = model(images)
+                if "distilled" in case.method:
+                    return distillation.loss()
+                return nn.functional.cross_entropy(y, labels)
+
+            fit(model, loss, Training(steps, lr, seed=case.seed), label=str(case))
+        reestimate_bn_(model, batches, progress=False)
+        return steps
+
+
+def _recipe(case: Case, learn: bool) -> torchq.QuantConfig:
+    weight, activation, *_ = _WIDTHS[case.widths]
+    method = "max" if weight > 4 else "mse"
+    return torchq.recipes.integer(
+        weight, activation, first_last=8, weight_method=method, learn_ranges=learn
+    )
+
+
+def _quantize_after(model: nn.Module, case: Case, batches: list[Tensor]) -> None:
+    """Fuse, quantize and calibrate without training."""
+    torchq.fuse_(model, batches[0], progress=False)
+    torchq.quantize_(model, _recipe(case, learn=False))
+    torchq.calibrate(model, batches, method=case.method.split()[1], progress=False)
+
+
+def _done(out: Path | None) -> list[dict[str, object]]:
+    """Return the rows of an earlier run."""
+    if out is None or not out.exists():
+        return []
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def _chosen(options: argparse.Namespace) -> Iterator[Case]:
+    done = _done(options.out)
+    for seed in range(options.seeds):
+        for case in _CASES:
+            known = Case(case.network, case.widths, case.method, seed)
+            if seed and case.method.startswith("ptq"):
+                continue  # Nothing is drawn there.
+            if options.only not in f"{known.network} {known.widths} {known.method}":
+                continue
+            if not any(known.key().items() <= row.items() for row in done):
+                yield known
+
+
+def _arguments() -> argparse.ArgumentParser:
+    options = parser(__doc__)
+    folder = "folder with resnet20.pt, repvgg.pt and the tars of images"
+    options.add_argument("--data", type=Path, required=True, help=folder)
+    options.add_argument(
+        "--work", type=Path, required=True, help="folder for networks that are trained here"
+    )
+    options.add_argument("--images", type=int, default=10000, help="test images")
+    options.add_argument("--train", type=int, default=50000, help="training images")
+    options.add_argument("--calibration", type=int, default=1024, help="images to calibrate on")
+    options.add_argument("--float-steps", type=int, default=6000, help="of the depthwise network")
+    options.add_argument("--scale", type=float, default=1.0, help="multiplies all steps of QAT")
+    options.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ... of the batches")
+    options.add_argument("--only", default="", help="run the cases whose text contains this")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one line for each case that is left to do."""
+    options = parse(_arguments(), argv)
+    if options.quick:
+        options.images, options.train, options.calibration, options.float_steps = 50, 128, 64, 1
+    bench = Bench(options)
+    done = _done(options.out)
+    with Reporter("accuracy_qat", options.out) as report:
+        for case in _chosen(options):
+            if not any(
+                r.get("network") == case.network and r.get("method") == "fp32" for r in done
+            ):
+                figure = bench.score(bench.float_network(case.network))
+                done.append({"network": case.network, "method": "fp32"})
+                report.value(network=case.network, widths="fp32", method="fp32", accuracy=figure)
+            report.value(**case.key(), **bench.run(case))
+
+
+if __name__ == "__main__":
+    main()

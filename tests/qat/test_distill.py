@@ -1,0 +1,132 @@
+"""Distillation from the float twin: its losses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, image_batches
+from torchq.errors import ConfigError
+from torchq.qat import Distillation, feature_loss, float_twin, logit_loss
+
+
+def prepared() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = ConvNet().eval()
+    original = copy.deepcopy(model)
+    torchq.qat.prepare(model, image_batches(), torchq.recipes.w4a4(), progress=False)
+    return model, original
+
+
+def test_the_twin_computes_what_the_float_model_did_and_shares_what_is_frozen() -> None:
+    model, original = prepared()
+    model.stem.requires_grad_(False)
+    twin = float_twin(model.train())
+    x = image_batches()[0]
+    assert torch.equal(twin(x), original(x))
+    assert twin.stem[0].weight is model.stem[0].weight
+    assert twin.head.weight is not model.head.weight
+    assert not any(p.requires_grad for p in twin.parameters()) and model.training
+    assert torchq.is_quantized(model)
+
+
+@pytest.mark.parametrize(("temperature", "dim"), [(1.0, -1), (4.0, 1)])
+def test_the_logit_loss_is_the_softened_divergence(temperature: float, dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(3, 5, 2, generator=generator) for _ in range(2))
+    p = F.softmax(teacher / temperature, dim)
+    q = F.softmax(student / temperature, dim)
+    expected = (p * (p / q).log()).sum(dim).mean() * temperature**2
+    torch.testing.assert_close(logit_loss(student, teacher, temperature, dim), expected)
+    assert logit_loss(teacher, teacher, temperature, dim) == 0
+
+
+def test_the_loss_compares_the_call_with_the_float_original() -> None:
+    model, original = prepared()
+    x = image_batches()[0]
+    with Distillation(model, layers="stem", temperature=2.0) as distillation:
+        y = model(x)
+        loss = distillation.loss()
+        stem = feature_loss(model.stem(x), original.stem(x))
+    torch.testing.assert_close(loss, logit_loss(y, original(x), 2.0) + stem)
+    assert loss > 0
+    loss.backward()
+    assert model.stem[0].weight.grad is not None
+
+
+def test_layers_alone() -> None:
+    model, original = prepared()
+    x = image_batches()[0]
+    with Distillation(model, layers=["stem", "left"], logits=None) as distillation:
+        model(x)
+        found = distillation.loss()
+        stem, twin = model.stem(x), original.stem(x)
+        parts = [feature_loss(stem, twin), feature_loss(model.left(stem), original.left(twin))]
+    torch.testing.assert_close(found, torch.stack(parts).mean())
+
+
+def test_training_on_the_twin_alone_brings_the_model_closer() -> None:
+    model, _ = prepared()
+    x = image_batches()[0]
+    optimizer = torch.optim.SGD(torchq.qat.param_groups(model, lr=0.05), momentum=0.9)
+    losses = []
+    with Distillation(model) as distillation:
+        for _ in range(15):
+            model(x)
+            loss = distillation.loss()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_hooks_go_also_after_an_exception() -> None:
+    model, _ = prepared()
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    distillation = Distillation(model, layers="stem")
+    with pytest.raises(RuntimeError, match="expected input"), distillation:
+        model(torch.zeros(1, 1, 8, 8))
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    with pytest.raises(ConfigError, match="got no call of the model"):
+        distillation.loss()
+
+
+class Wrapped(nn.Module):
+    """Keyword arguments, and an object with logits, as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.linear(inputs)
+        return SimpleNamespace(loss=logits.sum(), logits=logits)
+
+
+def test_keyword_arguments_and_outputs_with_logits() -> None:
+    model = Wrapped()
+    torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
+    plain = float_twin(model)
+    x = torch.randn(2, 4)
+    with Distillation(model) as distillation:
+        output = model(inputs=x, labels=torch.zeros(2))
+        expected = logit_loss(output.logits, plain(x).logits)
+        torch.testing.assert_close(distillation.loss(), expected)
+
+
+def test_errors() -> None:
+    model, _ = prepared()
+    with pytest.raises(ConfigError, match="'nothing' selects no module; expected one of stem"):
+        Distillation(model, layers="nothing")
+    with pytest.raises(ConfigError, match=r"stem\.0\.input_quantizer: got a layer that the teach"):
+        Distillation(model, layers="stem.0.input_quantizer")
+    with pytest.raises(ConfigError, match="logits=None without layers"):
+        Distillation(model, logits=None)
