@@ -57,8 +57,8 @@ PROMISED: dict[str, str] = {
         Decision Patch SwapReport decide patch plan quantize_ restore_ targets
     """,
     "torchq.qat": """
-        BranchReport Preparation Reestimate bits_at_ change_bits_ freeze_bn_ freeze_bn_from_
-        freeze_ranges_from_ observing param_groups prepare quantize_branches_ quantize_from_
+        BranchReport Distillation Preparation Reestimate bits_at_ change_bits_ feature_loss
+        float_twin freeze_bn_ freeze_bn_from_ freeze_ranges_from_ logit_loss observing param_groups prepare quantize_branches_ quantize_from_
         reestimate_bn_ share_range_ unfreeze_bn_
     """,
     "torchq.workflow": """
