@@ -23,11 +23,14 @@ __all__ = [
     "FLOAT32",
     "FLOAT64",
     "FloatSpec",
+    "affine_fake_quantize",
     "fake_quantize",
     "float_fake_quantize",
     "integer_bounds",
     "nearest_value",
+    "power_of_two_above",
     "round_to",
+    "rounded",
     "tensor_quant",
 ]
 
@@ -222,6 +225,66 @@ def float_fake_quantize(
         return 0.0
     ratio = x if math.isinf(x) else round_to(Fraction(x) / Fraction(scale), working)
     return round_to(Fraction(round_to(ratio, spec, saturate=True)) * Fraction(scale), working)
+
+
+def affine_fake_quantize(
+    x: float,
+    amin: float,
+    amax: float,
+    bits: int = 8,
+    unsigned: bool = True,
+    power_of_two: bool = False,
+    rounding: str = "half_even",
+    working: FloatSpec = FLOAT32,
+) -> tuple[int, int, float]:
+    """Return the code, the zero point and the value for the range [amin, amax].
+
+    The code is ``clamp(round(x / scale) + zero_point)`` with ``scale = (amax - amin) / (highest -
+    lowest code)`` and ``zero_point = round(lowest code - amin / scale)``, ties to even. The value
+    is ``(code - zero_point) * scale``. Each operation is rounded to ``working``.
+    """
+    quant_min, quant_max = integer_bounds(bits, unsigned)
+    low, high = min(Fraction(amin), Fraction(0)), max(Fraction(amax), Fraction(0))
+    length = round_to(high - low, working)
+    scale = round_to(Fraction(length) / (quant_max - quant_min), working)
+    if power_of_two and scale >= working.smallest_normal:
+        scale = power_of_two_above(scale)
+    is_dead = scale < working.smallest_normal
+    scale = 1.0 if is_dead else scale
+    ratio = round_to(low / Fraction(scale), working)
+    zero_point = round(Fraction(round_to(quant_min - Fraction(ratio), working)))
+    if is_dead:
+        return zero_point, zero_point, 0.0
+    if math.isinf(x):
+        code = quant_max if x > 0 else quant_min
+    else:
+        ratio = round_to(Fraction(x) / Fraction(scale), working)
+        shifted = rounded(ratio, rounding) + zero_point if math.isfinite(ratio) else ratio
+        code = _clamp(shifted, quant_min, quant_max)
+    return code, zero_point, round_to((code - zero_point) * Fraction(scale), working)
+
+
+def power_of_two_above(value: float) -> float:
+    """Return the smallest power of two that is at least ``value``, which is > 0."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def rounded(value: float, rounding: str) -> int:
+    """Round a finite number to an integer by the definition of each policy."""
+    exact = Fraction(value)
+    low, high = math.floor(exact), math.ceil(exact)
+    if rounding in ("up", "down"):
+        return high if rounding == "up" else low
+    if exact - low != Fraction(1, 2):
+        return low if exact - low < Fraction(1, 2) else high
+    return {
+        "half_even": low if low % 2 == 0 else high,
+        "half_up": high,
+        "half_down": low,
+        "half_toward_zero": low if exact > 0 else high,
+        "half_away": high if exact > 0 else low,
+    }[rounding]
 
 
 def _half_even(value: float) -> float:

@@ -24,13 +24,15 @@ PROMISED: dict[str, str] = {
         FrontendError GraphError MissingExtraError
     """,
     "torchq.formats": """
-        CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 UINT4 UINT8 FloatFormat Format
-        Granularity IntFormat PerAxis PerBlock PerTensor by_bits by_name integer
-        power_of_two_below
+        CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 POWER_OF_TWO ROUNDINGS UINT4
+        UINT8 FloatFormat Format Granularity IntFormat PerAxis PerBlock PerTensor by_bits
+        by_name integer power_of_two_below round_number
     """,
     "torchq.functional": """
-        FakeQuantizeFunction LearnedFakeQuantizeFunction amax_from_scale compute_dtype
-        dequantize fake_quantize learned_fake_quantize quantize reduce_amax scale_from_amax
+        AffineFakeQuantizeFunction FakeQuantizeFunction LearnedFakeQuantizeFunction
+        amax_from_scale compute_dtype dequantize fake_quantize fake_quantize_affine
+        learned_fake_quantize quantize range_from_qparams reduce_amax reduce_range
+        scale_and_zero_point scale_from_amax
     """,
     "torchq.recipes": """
         RECIPES by_name int8 int8_per_tensor integer int4_weight w4a4 fp8 mxfp8 nvfp4

@@ -246,7 +246,7 @@ def test_wrong_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forced_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "supports", lambda x, amax, format: False)
+    monkeypatch.setattr(tiled, "supports", lambda x, amax, format, affine: False)
     with (
         use_backend("tiled"),
         pytest.raises(

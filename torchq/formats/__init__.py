@@ -21,8 +21,16 @@ from torchq.formats.catalog import (
     by_name,
     integer,
 )
-from torchq.formats.format import FloatFormat, Format, IntFormat, power_of_two_below
+from torchq.formats.format import (
+    POWER_OF_TWO,
+    FloatFormat,
+    Format,
+    IntFormat,
+    PowersOfTwo,
+    power_of_two_below,
+)
 from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
+from torchq.formats.rounding import ROUNDINGS, check_rounding, round_, round_number
 
 __all__ = [
     "CATALOG",
@@ -35,6 +43,8 @@ __all__ = [
     "INT4",
     "INT8",
     "INT16",
+    "POWER_OF_TWO",
+    "ROUNDINGS",
     "UINT4",
     "UINT8",
     "FloatFormat",
@@ -44,8 +54,12 @@ __all__ = [
     "PerAxis",
     "PerBlock",
     "PerTensor",
+    "PowersOfTwo",
     "by_bits",
     "by_name",
+    "check_rounding",
     "integer",
     "power_of_two_below",
+    "round_",
+    "round_number",
 ]

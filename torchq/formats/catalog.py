@@ -5,6 +5,8 @@ A new format is one line here, and its definition in the exhaustive tests of tes
 
 from __future__ import annotations
 
+import dataclasses
+
 from torchq.errors import ConfigError
 from torchq.formats.format import FloatFormat, Format, IntFormat
 from torchq.utils import Registry
@@ -30,13 +32,16 @@ __all__ = [
 CATALOG: Registry[str, Format] = Registry("format")
 
 
-def integer(bits: int, *, unsigned: bool = False, narrow: bool = False) -> IntFormat:
+def integer(
+    bits: int, *, unsigned: bool = False, narrow: bool = False, rounding: str = "half_even"
+) -> IntFormat:
     """Return the integer format of a width.
 
     Args:
         bits: 2 to 16, or 1 to 16 if unsigned.
         unsigned: the codes start at 0.
         narrow: leave out the lowest code, so that the grid is symmetric; ignored if unsigned.
+        rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Example:
         >>> integer(4).quant_min, integer(4).quant_max
@@ -46,7 +51,7 @@ def integer(bits: int, *, unsigned: bool = False, narrow: bool = False) -> IntFo
     """
     narrow = narrow and not unsigned
     name = f"{'u' if unsigned else ''}int{bits}{'_narrow' if narrow else ''}"
-    return IntFormat(name, not unsigned, bits, narrow)
+    return IntFormat(name, not unsigned, bits, narrow, rounding)
 
 
 for _bits in range(2, 17):
@@ -78,7 +83,11 @@ def by_name(name: str) -> Format:
 
 
 def by_bits(
-    num_bits: int | tuple[int, int], *, unsigned: bool = False, narrow: bool = False
+    num_bits: int | tuple[int, int],
+    *,
+    unsigned: bool = False,
+    narrow: bool = False,
+    rounding: str = "half_even",
 ) -> Format:
     """Return the format that the ``num_bits`` of a descriptor means.
 
@@ -86,6 +95,7 @@ def by_bits(
         num_bits: the width of an integer, or the ``(exponent, mantissa)`` bits of a signed float.
         unsigned: as for :func:`integer`; no float is unsigned.
         narrow: as for :func:`integer`; no float is narrow.
+        rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Raises:
         ConfigError: a width outside 2 to 16, a float that is not in the catalogue, or an unsigned
@@ -96,10 +106,12 @@ def by_bits(
         ('int8', 'e4m3', 'uint4')
     """
     if isinstance(num_bits, int):
-        return integer(num_bits, unsigned=unsigned, narrow=narrow)
+        return integer(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
     if unsigned or narrow:
         raise ConfigError(
             f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "
             "expected neither for a floating-point format"
         )
-    return by_name("e{}m{}".format(*num_bits))
+    format = by_name("e{}m{}".format(*num_bits))
+    assert isinstance(format, FloatFormat)
+    return dataclasses.replace(format, rounding=rounding)

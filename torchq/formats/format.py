@@ -1,8 +1,9 @@
 """Number formats: a frozen set of facts, and the rounding onto the grid that follows from them.
 
 Every format maps a range to its codes in the same way. The amax becomes :attr:`Format.qmax`, so the
-scale is ``amax / qmax``. A value over the scale is rounded to the nearest grid value, ties to even,
-and saturates at :attr:`Format.quant_min` and :attr:`Format.quant_max`.
+scale is ``amax / qmax``. A value over the scale is rounded to the nearest grid value, ties to even
+unless :attr:`Format.rounding` says otherwise, and saturates at :attr:`Format.quant_min` and
+:attr:`Format.quant_max`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from torch import Tensor
 from torch.nn.functional import hardtanh_  # clamp_ under the name that torch.vmap has a rule for
 
 from torchq.errors import ConfigError
+from torchq.formats.rounding import check_rounding, round_
 
-__all__ = ["Format", "IntFormat", "FloatFormat", "power_of_two_below"]
+__all__ = [
+    "POWER_OF_TWO",
+    "FloatFormat",
+    "Format",
+    "IntFormat",
+    "PowersOfTwo",
+    "power_of_two_below",
+]
 
 _EXPONENT_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -51,6 +60,11 @@ class Format:
     signed: bool
 
     @property
+    def rounding(self) -> str:
+        """The policy for values between two grid values, one of ``ROUNDINGS``."""
+        raise NotImplementedError
+
+    @property
     def bits(self) -> int:
         """Storage bits of one code."""
         raise NotImplementedError
@@ -76,7 +90,7 @@ class Format:
         return False
 
     def snap_(self, x: Tensor) -> Tensor:
-        """Round to the nearest grid value in place, ties to even, and saturate.
+        """Round to the nearest grid value in place, ties as the rounding says, and saturate.
 
         Args:
             x: values over the scale, float32 or float64. NaN stays NaN; infinities saturate.
@@ -106,15 +120,18 @@ class IntFormat(Format):
         width: the number of bits.
         narrow: the code ``-2**(width - 1)`` is left out, so that the grid is symmetric; it means
             nothing for unsigned formats.
+        rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Raises:
-        ConfigError: width outside 2..16 (1..16 unsigned).
+        ConfigError: width outside 2..16 (1..16 unsigned), or an unknown rounding.
     """
 
     width: int
     narrow: bool = False
+    rounding: str = "half_even"
 
     def __post_init__(self) -> None:
+        check_rounding(self.rounding)
         low = 2 if self.signed else 1
         if not low <= self.width <= 16:
             kind = "signed" if self.signed else "unsigned"
@@ -147,7 +164,7 @@ class IntFormat(Format):
 
     def snap_(self, x: Tensor) -> Tensor:
         """Round to the grid in place; see :meth:`Format.snap_`."""
-        return hardtanh_(x.round_(), self.quant_min, self.quant_max)
+        return hardtanh_(round_(x, self.rounding), self.quant_min, self.quant_max)
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -166,6 +183,7 @@ class FloatFormat(Format):
         reserved: the number of codes at the top of each sign that are no finite numbers: 1 in
             E4M3FN (NaN), 4 in E5M2 (infinity and NaNs), 0 in FP4 and FP6.
         has_zero: False for pure exponent formats (E8M0), where code 0 is ``2**-bias``.
+        rounding: one of :data:`torchq.formats.ROUNDINGS`; a tie to even is one to an even mantissa.
 
     References: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats 1.0,
     tables 1, 2 and 7.
@@ -176,6 +194,10 @@ class FloatFormat(Format):
     bias: int
     reserved: int = 0
     has_zero: bool = True
+    rounding: str = "half_even"
+
+    def __post_init__(self) -> None:
+        check_rounding(self.rounding)
 
     @property
     def bits(self) -> int:
@@ -220,7 +242,7 @@ class FloatFormat(Format):
         spacing = (
             power_of_two_below(x).clamp_min_(self.smallest_normal).mul_(2.0**-self.mantissa_bits)
         )
-        return x.div_(spacing).round_().mul_(spacing)
+        return round_(x.div_(spacing), self.rounding).mul_(spacing)
 
     def _decode(self, code: int) -> float:
         """Return the value of a code without its sign bit, by the definition of the format."""
@@ -239,6 +261,34 @@ class FloatFormat(Format):
         ]
         negative = [-v for v in positive if v != 0.0] if self.signed else []
         return tuple(sorted(negative + positive))
+
+
+@dataclass(frozen=True)
+class PowersOfTwo(Format):
+    """All powers of two: a format of scales, so that chips multiply by shifting.
+
+    A scale is rounded *up*, to the smallest power of two that is not below it. The range then
+    holds what it held before, and at most half of the codes stay unused.
+    """
+
+    name: str = "power_of_two"
+    signed: bool = False
+    rounding: str = "up"
+
+    def snap_(self, x: Tensor) -> Tensor:
+        """Round up to powers of two in place.
+
+        Args:
+            x: float32 or float64, >= 0. NaN and infinity stay; subnormal numbers become 0.
+        """
+        below = power_of_two_below(x)
+        largest = 2.0 ** (126 if x.dtype is torch.float32 else 1022)
+        is_power = (below == x) | (below > largest)  # Twice as much would be infinite.
+        return x.copy_(torch.where(x.isfinite(), below.mul(2 - is_power.to(x.dtype)), x))
+
+
+#: The format of power-of-two scales; see :class:`PowersOfTwo`.
+POWER_OF_TWO = PowersOfTwo()
 
 
 def _exponent(value: float) -> int:

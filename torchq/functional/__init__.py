@@ -3,6 +3,7 @@
 Nothing here holds state or waits for the device.
 """
 
+from torchq.functional.affine import AffineFakeQuantizeFunction, fake_quantize_affine
 from torchq.functional.fake_quant import (
     FakeQuantizeFunction,
     LearnedFakeQuantizeFunction,
@@ -11,23 +12,45 @@ from torchq.functional.fake_quant import (
     learned_fake_quantize,
     quantize,
 )
-from torchq.functional.gradient import ScaleGradientFunction, range_gradient_scale, scale_gradient
-from torchq.functional.reduce import reduce_amax
-from torchq.functional.scale import amax_from_scale, compute_dtype, is_dead, scale_from_amax
+from torchq.functional.gradient import (
+    ScaleGradientFunction,
+    StraightThroughFunction,
+    range_gradient_scale,
+    scale_gradient,
+    straight_through,
+)
+from torchq.functional.reduce import reduce_amax, reduce_range
+from torchq.functional.scale import (
+    amax_from_scale,
+    compute_dtype,
+    is_dead,
+    is_dead_range,
+    range_from_qparams,
+    scale_and_zero_point,
+    scale_from_amax,
+)
 
 __all__ = [
+    "AffineFakeQuantizeFunction",
     "FakeQuantizeFunction",
     "LearnedFakeQuantizeFunction",
     "ScaleGradientFunction",
+    "StraightThroughFunction",
     "amax_from_scale",
     "compute_dtype",
     "dequantize",
     "fake_quantize",
+    "fake_quantize_affine",
     "is_dead",
+    "is_dead_range",
     "learned_fake_quantize",
     "quantize",
+    "range_from_qparams",
     "range_gradient_scale",
     "reduce_amax",
-    "scale_gradient",
+    "reduce_range",
+    "scale_and_zero_point",
     "scale_from_amax",
+    "scale_gradient",
+    "straight_through",
 ]

@@ -10,15 +10,22 @@ from torch import Tensor
 from torchq.formats import INT8, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
+from torchq.functional.affine import affine_bounds, fake_quantize_range
 from torchq.functional.kernels import (
     backend_for,
+    clamped_codes,
     gradient_mask,
     kernels,
     learned_gradients,
     mask_gradient,
     snap,
 )
-from torchq.functional.scale import compute_dtype, scale_from_amax
+from torchq.functional.scale import (
+    compute_dtype,
+    is_dead_range,
+    scale_and_zero_point,
+    scale_from_amax,
+)
 from torchq.utils import constant_while_tracing
 
 __all__ = [
@@ -154,6 +161,7 @@ def fake_quantize(
     format: Format = INT8,
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
+    amin: Tensor | float | None = None,
 ) -> Tensor:
     """Round ``x`` onto the grid of ``format`` and back.
 
@@ -169,6 +177,8 @@ def fake_quantize(
         format: see :mod:`torchq.formats`.
         granularity: which elements share one amax.
         scale_format: see :func:`torchq.functional.scale_from_amax`.
+        amin: the lower end of an asymmetric range [amin, amax] that contains 0, <= 0, of the shapes
+            of ``amax``; only for integer formats. None: the range is symmetric.
 
     Returns:
         The shape, dtype and memory format of ``x``. NaN stays NaN; infinities saturate, and give
@@ -183,6 +193,9 @@ def fake_quantize(
         >>> fake_quantize(torch.tensor([-1.0, -0.6, 0.26, 1.2]), 1.0, int4)
         tensor([-1.0000, -0.5714,  0.2857,  1.0000])
     """
+    if amin is not None:
+        low, high = (end.detach() if isinstance(end, Tensor) else end for end in (amin, amax))
+        return fake_quantize_range(x, low, high, format, granularity, scale_format)
     amax = _prepare("fake_quantize", x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
@@ -201,12 +214,16 @@ def learned_fake_quantize(
     format: Format = INT8,
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
+    amin: Tensor | float | None = None,
 ) -> Tensor:
-    """Round ``x`` onto the grid of ``format`` and back, with a gradient to ``amax`` too.
+    """Round ``x`` onto the grid of ``format`` and back, with a gradient to the range too.
 
     The arguments are those of :func:`fake_quantize`, except that ``amax`` is a tensor.
-    :class:`LearnedFakeQuantizeFunction` has the formula.
+    :class:`LearnedFakeQuantizeFunction` has the formula, and for asymmetric ranges
+    :class:`torchq.functional.AffineFakeQuantizeFunction`.
     """
+    if amin is not None:
+        return fake_quantize_range(x, amin, amax, format, granularity, scale_format)
     amax = _prepare("learned_fake_quantize", x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
@@ -225,20 +242,27 @@ def quantize(
     format: Format = INT8,
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
+    amin: Tensor | float | None = None,
 ) -> Tensor:
     """Return the grid values of ``x``, which are the codes for integer formats, without gradient.
 
     The arguments are those of :func:`fake_quantize`, and ``dequantize(quantize(x, ...), ...)``
-    equals ``fake_quantize(x, ...)``. The result is float32, or float64 for float64.
+    equals ``fake_quantize(x, ...)``. With ``amin`` they are codes with their zero point. The result
+    is float32, or float64 for float64.
 
     Example:
         >>> quantize(torch.tensor([0.5, 1.5, 2.5, -1.5, 200.0]), 127.0)
         tensor([  0.,   2.,   2.,  -2., 127.])
     """
     amax = _prepare("quantize", x, amax, granularity)
-    codes = snap(
-        granularity.split(x.detach()), amax, scale_from_amax(amax, format, scale_format), format
-    )
+    parts = granularity.split(x.detach())
+    if amin is None:
+        codes = snap(parts, amax, scale_from_amax(amax, format, scale_format), format)
+        return granularity.join(codes, x.shape)
+    amin = _prepare("quantize", x, amin, granularity)
+    scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
+    bounds = affine_bounds(zero_point, format, is_dead_range(amin, amax, format))
+    codes = clamped_codes(parts, scale, *bounds, format).add_(zero_point)
     return granularity.join(codes, x.shape)
 
 
@@ -248,8 +272,13 @@ def dequantize(
     format: Format = INT8,
     granularity: Granularity = _PER_TENSOR,
     scale_format: Format | None = None,
+    amin: Tensor | float | None = None,
 ) -> Tensor:
-    """Return ``codes * scale``; ``codes`` and the other arguments are those of :func:`quantize`."""
+    """Return ``(codes - zero_point) * scale``; the arguments are those of :func:`quantize`."""
     amax = _prepare("dequantize", codes, amax, granularity)
-    values = granularity.split(codes) * scale_from_amax(amax, format, scale_format)
-    return granularity.join(values, codes.shape)
+    if amin is None:
+        values = granularity.split(codes) * scale_from_amax(amax, format, scale_format)
+        return granularity.join(values, codes.shape)
+    amin = _prepare("dequantize", codes, amin, granularity)
+    scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
+    return granularity.join((granularity.split(codes) - zero_point) * scale, codes.shape)

@@ -1,4 +1,4 @@
-"""Scaling a gradient without touching the value."""
+"""Gradients that differ from those of the value: scaled ones, and those past a rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from torchq.formats import Format
 
-__all__ = ["ScaleGradientFunction", "scale_gradient", "range_gradient_scale"]
+__all__ = [
+    "ScaleGradientFunction",
+    "StraightThroughFunction",
+    "range_gradient_scale",
+    "scale_gradient",
+    "straight_through",
+]
 
 
 class ScaleGradientFunction(torch.autograd.Function):
@@ -57,3 +63,40 @@ def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
         0.5196152422706632
     """
     return format.qmax**1.5 / (elements / ranges) ** 0.5 if elements else 0.0
+
+
+class StraightThroughFunction(torch.autograd.Function):
+    """The second argument; the gradient goes to the first unchanged."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(exact: Tensor, rounded: Tensor) -> Tensor:
+        """Return a view of ``rounded``."""
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as it is."""
+        return grads[0], None
+
+
+def straight_through(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Return ``rounded`` with the gradient of ``exact``, of the same shape and dtype.
+
+    The bits are those of ``rounded``; ``exact + (rounded - exact).detach()`` would round again.
+
+    Reference: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons for
+    Conditional Computation (2013), section 4.
+
+    Args:
+        exact: what the gradient belongs to.
+        rounded: the value, without a gradient of its own.
+    """
+    if not (torch.is_grad_enabled() and exact.requires_grad) or torch.jit.is_tracing():
+        return rounded
+    return StraightThroughFunction.apply(exact, rounded)

@@ -21,7 +21,15 @@ from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
 from torchq.utils.optional import import_optional
 
-__all__ = ["MARK", "OnnxType", "mark", "onnx_type", "opset_needed", "quantize_dequantize"]
+__all__ = [
+    "MARK",
+    "OnnxType",
+    "mark",
+    "onnx_type",
+    "opset_needed",
+    "quantize_dequantize",
+    "quantize_dequantize_affine",
+]
 
 #: Domain and name of the operator that :func:`mark` writes; :func:`torchq.export_onnx` removes it.
 MARK = ("torchq", "Quantizer")
@@ -60,8 +68,13 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     The format of the type is wider than ``format`` for int6, narrow int8, ...
 
     Raises:
-        ExportError: ONNX has none (FP6, E8M0, ...).
+        ExportError: ONNX has none (FP6, E8M0, ...), or rounds otherwise.
     """
+    if format.rounding != "half_even":
+        raise ExportError(
+            f"format {format} with rounding {format.rounding!r}: ONNX QuantizeLinear rounds ties "
+            "to even; expected rounding='half_even'"
+        )
     if format.name in _TYPES:
         return format, _TYPES[format.name]
     if isinstance(format, IntFormat):
@@ -155,25 +168,52 @@ def quantize_dequantize(
         ExportError: ONNX has no type for the format, the granularity has several axes, or the
             exporter is too old for the type.
     """
+    with constant_while_tracing():
+        scale = scale_from_amax(amax, format, scale_format)
+    return _write(x, scale, None, format, granularity)
+
+
+def quantize_dequantize_affine(
+    x: Tensor, scale: Tensor, zero_point: Tensor, format: Format, granularity: Granularity
+) -> Tensor:
+    """Write QuantizeLinear and DequantizeLinear with a zero point; see :func:`quantize_dequantize`.
+
+    Formats of 4 bits and fewer are written as 8 bits, clipped.
+
+    Args:
+        x: A float tensor.
+        scale: The scale, aligned with ``granularity.split(x)``.
+        zero_point: Whole numbers of the shape and dtype of ``scale``.
+        format: The format of the codes.
+        granularity: Which elements share a scale.
+    """
+    return _write(x, scale, zero_point, format, granularity)
+
+
+def _write(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    format: Format,
+    granularity: Granularity,
+) -> Tensor:
+    """Write the pair of operators; a ``zero_point`` of None is 0 everywhere."""
     axis, block = _axis(granularity, x.dim())
     legacy = torch.jit.is_tracing()
-    stored, kind = _stored(format, axis, legacy)
+    stored, kind = _stored(format, axis if zero_point is None else None, legacy)
+    point = torch.zeros_like(scale) if zero_point is None else zero_point
     if legacy:
         with constant_while_tracing():
-            # A new tensor: the trace then holds its values, not the arithmetic behind them.
-            amax = torch.tensor(amax.tolist())
-            scale = torch.tensor(scale_from_amax(amax, format, scale_format).tolist())
-    else:
-        scale = scale_from_amax(amax, format, scale_format)
+            # New tensors: the trace then holds their values, not the arithmetic behind them.
+            scale, point = torch.tensor(scale.tolist()), torch.tensor(point.tolist())
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
     if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
-        values = _clip(
-            values, scale * format.quant_min, scale * format.quant_max, granularity, legacy
-        )
+        bounds = (scale * (format.quant_min - point), scale * (format.quant_max - point))
+        values = _clip(values, *bounds, granularity, legacy)
     if axis is not None:
-        scale = scale.squeeze(axis + 1) if block else scale.reshape(-1)
+        scale, point = (t.squeeze(axis + 1) if block else t.reshape(-1) for t in (scale, point))
     emit = _legacy if legacy else _modern
-    result = emit(values, scale, kind, axis, block)
+    result = emit(values, scale, point, kind, axis, block)
     return result if x.dtype is torch.float32 else result.to(x.dtype)
 
 
@@ -201,7 +241,9 @@ def _axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
     return None, 0
 
 
-def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: int) -> Tensor:
+def _modern(
+    x: Tensor, scale: Tensor, point: Tensor, kind: OnnxType, axis: int | None, block: int
+) -> Tensor:
     """Write standard operators into the ``torch.export`` program by name."""
     if not hasattr(torch.onnx, "ops"):
         raise ExportError(
@@ -218,7 +260,7 @@ def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: i
         data_type = import_optional("onnx_ir", "torch.onnx.export").DataType
         typed = {**attributes, "output_dtype": data_type[kind.name].value}
     else:
-        zero_points = (torch.zeros(scale.shape, dtype=kind.dtype, device=x.device),)
+        zero_points = (point.to(dtype=kind.dtype, device=x.device),)
     codes = torch.onnx.ops.symbolic(
         "QuantizeLinear",
         (x, scale, *zero_points),
@@ -237,9 +279,12 @@ def _modern(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: i
     )
 
 
-def _legacy(x: Tensor, scale: Tensor, kind: OnnxType, axis: int | None, block: int) -> Tensor:
+def _legacy(
+    x: Tensor, scale: Tensor, point: Tensor, kind: OnnxType, axis: int | None, block: int
+) -> Tensor:
     with constant_while_tracing():
-        return _LegacyQuantizeDequantize.apply(x, scale.tolist(), kind, axis, block)
+        grid = (scale.tolist(), point.tolist())
+        return _LegacyQuantizeDequantize.apply(x, grid, kind, axis, block)
 
 
 class _LegacyQuantizeDequantize(torch.autograd.Function):
@@ -247,12 +292,12 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Any, kind: OnnxType, axis: int | None, block: int
+        ctx: Any, x: Tensor, grid: Any, kind: OnnxType, axis: int | None, block: int
     ) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def symbolic(g: Any, x: Any, scale: Any, kind: OnnxType, axis: int | None, block: int) -> Any:
+    def symbolic(g: Any, x: Any, grid: Any, kind: OnnxType, axis: int | None, block: int) -> Any:
         granularity_needs = 10 if axis is None else 13
         needed = max(kind.opset, 21 if block else granularity_needs)
         if g.opset < needed:
@@ -262,9 +307,8 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
                 f"opset {g.opset}: QuantizeLinear has no {what} there; "
                 f"expected opset_version >= {needed}"
             )
-        scales = torch.tensor(scale, dtype=torch.float32)
-        scale = g.op("Constant", value_t=scales)
-        zero_point = g.op("Constant", value_t=torch.zeros(scales.shape, dtype=kind.dtype))
+        scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32))
+        zero_point = g.op("Constant", value_t=torch.tensor(grid[1]).to(kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}
         if block:
             attributes["block_size_i"] = block

@@ -1,10 +1,16 @@
-"""The arithmetic between amax and scale, and the rule for dead ranges, in one place.
+"""The arithmetic between ranges and scales, and the rule for dead ranges, in one place.
 
 ``scale = amax / format.qmax`` is what ONNX and PyTorch call *scale*. It is computed in float32, or
 in float64 for float64 data. A range is *dead* where this scale is below the smallest normal number
 of the dtype (about 1.2e-38 in float32), so in particular where amax is 0. A dead range quantizes
 everything to exactly 0, and its scale is 1, so that every scale is a positive number. An infinite
 or NaN amax gives NaN: a poisoned range must be seen, not hidden.
+
+An asymmetric range ``[amin, amax]`` always contains 0, which one code, the zero point, represents
+exactly: ``scale = (amax - amin) / (quant_max - quant_min)`` and ``zero_point = round(quant_min -
+amin / scale)``, ties to even. This is affine quantization as ONNX and PyTorch define it; see Jacob
+et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference
+(CVPR 2018), section 3.
 """
 
 from __future__ import annotations
@@ -14,9 +20,19 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.formats import FloatFormat, Format, power_of_two_below
+from torchq.formats import FloatFormat, Format, PowersOfTwo, power_of_two_below
+from torchq.functional.gradient import straight_through
 
-__all__ = ["amax_from_scale", "compute_dtype", "divisor", "is_dead", "scale_from_amax"]
+__all__ = [
+    "amax_from_scale",
+    "compute_dtype",
+    "divisor",
+    "is_dead",
+    "is_dead_range",
+    "range_from_qparams",
+    "scale_and_zero_point",
+    "scale_from_amax",
+]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +64,8 @@ def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = 
     Args:
         amax: float32 or float64, any shape, >= 0. With ``scale_format``, all blocks of one tensor.
         format: The number format; amax is mapped to its ``qmax``.
-        scale_format: Round the scales to this format. A format without mantissa bits (E8M0) gives
+        scale_format: Round the scales to this format. :data:`torchq.formats.POWER_OF_TWO` rounds
+            up to a power of two. A format without mantissa bits (E8M0) gives
             ``2**(floor(log2(amax)) - floor(log2(qmax)))`` (OCP Microscaling Formats 1.0, section
             6.3). Any other format gets a second scale for the whole tensor, which brings the
             largest block scale to the format's maximum (NVFP4).
@@ -80,7 +97,9 @@ def _over(x: Tensor, number: float) -> Tensor:
 
 
 def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor:
-    """Return block scales as numbers of ``scale_format``, times one scale for the tensor."""
+    """Return scales as numbers of ``scale_format``, those of blocks times one for the tensor."""
+    if isinstance(scale_format, PowersOfTwo):
+        return scale_format.snap_(_over(amax, format.qmax))
     if isinstance(scale_format, FloatFormat) and scale_format.mantissa_bits == 0:
         exact = power_of_two_below(amax) / 2.0 ** (math.frexp(format.qmax)[1] - 1)
         # Rounding saturates infinity and NaN; adding 0 * amax makes them NaN again.
@@ -90,6 +109,81 @@ def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor
         return scale
     shared = torch.where(scale.amax() > 0, _over(scale.amax(), scale_format.qmax), 1.0)
     return scale_format.snap_(scale / shared) * shared
+
+
+def is_dead_range(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
+    """Return where a range [amin, amax] quantizes everything to 0; see :func:`is_dead`."""
+    return _unrounded_scale(amin, amax, format) < torch.finfo(amax.dtype).tiny
+
+
+def scale_and_zero_point(
+    amin: Tensor, amax: Tensor, format: Format, scale_format: Format | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point for each asymmetric range, with gradients to its ends.
+
+    Args:
+        amin: float32 or float64, any shape: the lower ends. Values above 0 count as 0.
+        amax: the upper ends, of the same shape and dtype. Values below 0 count as 0.
+        format: an integer format.
+        scale_format: None, or :data:`torchq.formats.POWER_OF_TWO` to round scales up to powers of
+            two.
+
+    Returns:
+        scale: the shape and dtype of ``amax``; 1 for a dead range, else a normal number.
+        zero_point: a whole number from ``quant_min`` to ``quant_max``, of the same shape and dtype.
+            Roundings pass gradients straight through.
+
+    Example:
+        >>> from torchq.formats import UINT8
+        >>> scale_and_zero_point(torch.tensor(-1.0), torch.tensor(4.1), UINT8)
+        (tensor(0.0200), tensor(50.))
+    """
+    scale = _unrounded_scale(amin, amax, format)
+    if scale_format is not None:
+        scale = straight_through(scale, scale_format.snap_(scale.detach().clone()))
+    scale = torch.where(scale < torch.finfo(scale.dtype).tiny, 1.0, scale)
+    position = format.quant_min - amin.clamp(max=0) / scale
+    return scale, straight_through(position, position.detach().round())
+
+
+def _unrounded_scale(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
+    """Return ``(amax - amin) / (quant_max - quant_min)`` of the range, widened to contain 0."""
+    return _over(amax.clamp(min=0) - amin.clamp(max=0), format.quant_max - format.quant_min)
+
+
+def range_from_qparams(scale: Tensor, zero_point: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Return the range from which :func:`scale_and_zero_point` computes a scale and a zero point.
+
+    Args:
+        scale: float32 or float64, any shape, > 0.
+        zero_point: whole numbers of the same shape, any dtype, in the codes of ``format``.
+        format: an integer format.
+
+    Returns:
+        ``(amin, amax)`` of the shape and dtype of ``scale``. The scale comes back to the last bit,
+        but for the few that no range of floats gives; these are one unit in the last place off.
+    """
+    point = zero_point.to(scale.dtype)
+    low = (format.quant_min - point) * scale
+    high = (format.quant_max - point) * scale
+    best, least = (low, high), torch.full_like(scale, torch.inf)
+    ends = [(low, high)]
+    for direction in (torch.inf, -torch.inf):
+        toward = torch.full_like(scale, direction)
+        near, nearer = high, low
+        for _ in range(3):
+            near, nearer = torch.nextafter(near, toward), torch.nextafter(nearer, toward)
+            ends += [(low, near), (nearer, high)]
+    for candidate in ends:
+        found, position = scale_and_zero_point(*candidate, format)
+        error = torch.where(position == point, (found - scale).abs(), torch.inf)
+        better = error < least
+        best = (
+            torch.where(better, candidate[0], best[0]),
+            torch.where(better, candidate[1], best[1]),
+        )
+        least = torch.minimum(error, least)
+    return best
 
 
 def amax_from_scale(scale: Tensor, format: Format) -> Tensor:

@@ -19,14 +19,21 @@ from torchq.functional.kernels.dispatch import (
     mask_gradient,
     use_backend,
 )
-from torchq.functional.kernels.reference import gradient_mask, snap
+from torchq.functional.kernels.reference import (
+    affine_gradients,
+    clamped_codes,
+    gradient_mask,
+    snap,
+)
 from torchq.functional.kernels.tiled import largest_magnitude
 from torchq.functional.kernels.views import group_view, pieces
 
 __all__ = [
     "BACKENDS",
     "Kernels",
+    "affine_gradients",
     "backend_for",
+    "clamped_codes",
     "gradient_mask",
     "group_view",
     "is_plain",

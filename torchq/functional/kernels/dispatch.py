@@ -37,14 +37,20 @@ _forced: ContextVar[str | None] = ContextVar("torchq_forced_backend", default=No
 class Kernels(Protocol):
     """The functions of a backend; :mod:`torchq.functional.kernels.reference` defines them."""
 
-    def supports(self, x: Tensor, amax: Tensor, format: Format) -> bool:
-        """Return True if the backend can do this case."""
+    def supports(self, x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
+        """Return True if the backend can do this case, with a zero point if ``affine``."""
         ...
 
     def fake_quantize(
         self, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the quantized tensor, and its gradient mask if wanted."""
+        ...
+
+    def fake_quantize_between(
+        self, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format, with_mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the same with bounds that are tensors; only where ``affine`` is supported."""
         ...
 
     def mask_gradient(self, grad: Tensor, mask: Tensor) -> Tensor:
@@ -84,7 +90,9 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) -> str:
+def backend_for(
+    x: Tensor, amax: Tensor | None = None, format: Format = INT8, *, affine: bool = False
+) -> str:
     """Return the name of the backend that quantizes ``x`` now, one of :data:`BACKENDS`.
 
     Args:
@@ -92,6 +100,7 @@ def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) ->
         amax: aligned with ``x`` (see :meth:`torchq.formats.Granularity.align`); None stands for one
             value.
         format: the number format.
+        affine: the codes have a zero point.
 
     Raises:
         ConfigError: the forced backend cannot do it.
@@ -105,11 +114,12 @@ def backend_for(x: Tensor, amax: Tensor | None = None, format: Format = INT8) ->
     else:
         candidates = (forced,)
     for name in candidates:
-        if kernels(name).supports(x, amax, format):
+        if kernels(name).supports(x, amax, format, affine=affine):
             return name
     if forced is not None:
         raise ConfigError(
-            f"fake_quantize: backend {forced!r} cannot do {format} for {x.dtype} on {x.device} "
+            f"fake_quantize: backend {forced!r} cannot do {format}"
+            f"{' with a zero point' if affine else ''} for {x.dtype} on {x.device} "
             f"with amax of shape {tuple(amax.shape)}; expected a case that it supports. "
             "Leave the choice to torchq, or use 'reference'"
         )

@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq.formats import Format
+from torchq.formats import Format, round_
 from torchq.functional.scale import divisor, scale_from_amax
 
 __all__ = [
+    "affine_gradients",
+    "clamped_codes",
     "fake_quantize",
+    "fake_quantize_between",
     "gradient_mask",
     "learned_gradients",
     "mask_gradient",
@@ -22,7 +25,7 @@ __all__ = [
 ]
 
 
-def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
     """Return True: the definition can do every case."""
     return True
 
@@ -93,3 +96,53 @@ def learned_gradients(
     slope = format.snap_(v.clone()) - v * inside
     grad_amax = (upstream * slope).sum_to_size(amax.shape) / format.qmax
     return (upstream * inside).to(x.dtype), grad_amax.to(amax.dtype)
+
+
+def clamped_codes(x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
+    """Return the codes of ``x`` less the zero point, as a new tensor in the compute dtype.
+
+    Adding a whole zero point and clamping to the bounds of the format is the same as clamping to
+    bounds less the zero point, and rounds nothing.
+
+    Args:
+        x: floating point, any shape and strides.
+        scale: in the compute dtype, > 0; no dimension, or as many as ``x`` with sizes of 1 where it
+            is shared.
+        low: ``quant_min - zero_point``, of the shape and dtype of ``scale``.
+        high: ``quant_max - zero_point``, of the shape and dtype of ``scale``.
+        format: its rounding is used, and no bound.
+    """
+    codes = round_(torch.div(x.to(scale.dtype), scale), format.rounding)
+    return torch.minimum(torch.maximum(codes, low), high)
+
+
+def fake_quantize_between(
+    x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`clamped_codes` times the scale in the dtype of ``x``, and the mask if wanted.
+
+    The mask of the gradient is int8: 1 where ``low <= x / scale <= high``, else 0, also for NaN.
+    """
+    y = clamped_codes(x, scale, low, high, format).mul_(scale).to(x.dtype)
+    if not with_mask:
+        return y, None
+    v = torch.div(x.to(scale.dtype), scale)
+    return y, torch.where((v >= low) & (v <= high), 1.0, 0.0).to(torch.int8)
+
+
+def affine_gradients(
+    grad: Tensor, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients to x, scale and zero point; differentiable.
+
+    :class:`torchq.functional.AffineFakeQuantizeFunction` has the formulas. The arguments are those
+    of :func:`fake_quantize_between`, and ``grad`` is the gradient of its result.
+    """
+    v = torch.div(x.to(scale.dtype), scale)
+    below, above = v < low, v > high
+    inside = ~(below | above) & (v == v)
+    upstream = grad.to(scale.dtype)
+    slope = clamped_codes(x, scale, low, high, format) - torch.where(inside, v, 0.0)
+    grad_scale = (upstream * slope).sum_to_size(scale.shape)
+    grad_point = -(upstream * (below | above) * scale).sum_to_size(scale.shape)
+    return torch.where(inside, upstream, 0.0).to(x.dtype), grad_scale, grad_point

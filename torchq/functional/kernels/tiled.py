@@ -12,11 +12,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchq.formats import Format
+from torchq.formats import Format, round_
 from torchq.functional.kernels.layout import memory_order, merged_dims
 from torchq.functional.scale import divisor, scale_from_amax
 
-__all__ = ["fake_quantize", "largest_magnitude", "learned_gradients", "mask_gradient", "supports"]
+__all__ = [
+    "fake_quantize",
+    "fake_quantize_between",
+    "largest_magnitude",
+    "learned_gradients",
+    "mask_gradient",
+    "supports",
+]
 
 # Elements in a tile for each thread: 1 MiB of float32. Smaller tiles spend their time in dispatch.
 _TILE = 2**18
@@ -28,7 +35,7 @@ _BITS = {
 }
 
 
-def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
     """Return True on a CPU: the kernels can do every case there."""
     return x.device.type == "cpu"
 
@@ -90,6 +97,26 @@ def fake_quantize(
             if mask_t:
                 mask_t[0].copy_(work.copy_(x_t).abs_().le_(amax_t))
             y_t.copy_(format.snap_(work.copy_(x_t).div_(divisor_t)).mul_(scale_t))
+    return y, mask
+
+
+def fake_quantize_between(
+    x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`torchq.functional.kernels.reference.fake_quantize_between` tile by tile."""
+    y = torch.empty_like(x)
+    mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
+    scratch = torch.empty(2, min(x.numel(), _tile()), dtype=scale.dtype)
+    tensors = [x, y, scale, low, high] + ([] if mask is None else [mask])
+    for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
+        work, clamped = scratch[:, : x_t.numel()].view(2, *x_t.shape).unbind(0)
+        work.copy_(x_t).div_(scale_t)
+        if mask_t:
+            torch.minimum(torch.maximum(work, low_t, out=clamped), high_t, out=clamped)
+            mask_t[0].copy_(torch.eq(clamped, work, out=clamped))
+        round_(work, format.rounding)
+        torch.minimum(torch.maximum(work, low_t, out=work), high_t, out=work)
+        y_t.copy_(work.mul_(scale_t))
     return y, mask
 
 

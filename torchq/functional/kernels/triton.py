@@ -70,8 +70,10 @@ def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
     )
 
 
-def supports(x: Tensor, amax: Tensor, format: Format) -> bool:
+def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
     """Return True if the kernels can do this case; the definition does the others."""
+    if affine or format.rounding != "half_even":
+        return False
     known = isinstance(format, IntFormat) or (isinstance(format, FloatFormat) and format.has_zero)
     if (
         not known
