@@ -8,6 +8,7 @@ torch.Size([1, 2])
 """
 
 from torchq import (
+    analysis,
     calib,
     errors,
     formats,
@@ -21,6 +22,7 @@ from torchq import (
     recipes,
     workflow,
 )
+from torchq.analysis import layer_errors, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends import from_onnx
@@ -51,6 +53,7 @@ __all__ = [
     "SwapReport",
     "TensorQuantizer",
     "__version__",
+    "analysis",
     "calib",
     "calibrate",
     "deploy",
@@ -66,6 +69,7 @@ __all__ = [
     "fusion",
     "inspect_onnx",
     "is_quantized",
+    "layer_errors",
     "load",
     "load_model",
     "nn",
@@ -79,6 +83,7 @@ __all__ = [
     "register",
     "restore_",
     "save",
+    "sensitivity",
     "summary",
     "targets",
     "verify_onnx",

@@ -1,0 +1,217 @@
+"""The error of each layer: alone, and with all that came before it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, StagedNet, image_batches
+from torchq.errors import CalibrationError, ConfigError
+
+
+def chain(count: int = 4, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def vectors(width: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(32, width, generator=generator) for _ in range(2)]
+
+
+def quantized(model: nn.Module, batches: list[Tensor], bits: int = 8, **options: int) -> nn.Module:
+    torchq.quantize_(model, torchq.recipes.integer(bits, bits, **options))
+    torchq.calibrate(model, batches, progress=False)
+    return model
+
+
+def decibels(value: Tensor, reference: Tensor) -> float:
+    noise = (value.double() - reference.double()).square().sum()
+    return float(10 * torch.log10(reference.double().square().sum() / noise))
+
+
+@torch.no_grad()
+def test_local_and_accumulated_error_are_those_of_separate_runs() -> None:
+    batches = vectors()
+    model = quantized(chain(), batches)
+    float_model = copy.deepcopy(model)
+    torchq.restore_(float_model)
+    inputs = torch.cat(batches)
+    expected, found = inputs, inputs
+    rows = torchq.layer_errors(model, batches, progress=False).rows
+    for row, layer, float_layer in zip(rows, model, float_model, strict=True):
+        local = layer(expected)
+        expected, found = float_layer(expected), layer(found)
+        # The sums are taken in float32 over 1024 elements.
+        assert row.local_sqnr == pytest.approx(decibels(local, expected), abs=1e-3)
+        assert row.sqnr == pytest.approx(decibels(found, expected), abs=1e-3)
+        cosine = torch.cosine_similarity(
+            found.flatten().double(), expected.flatten().double(), dim=0
+        )
+        assert row.cosine == pytest.approx(float(cosine), abs=1e-6)
+        assert row.max_error == pytest.approx(float((found - expected).abs().max()), rel=1e-5)
+        assert row.local_max_error == pytest.approx(float((local - expected).abs().max()), rel=1e-5)
+
+
+def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() -> None:
+    batches = vectors()
+    model = chain(6)
+    coarse = torchq.Rule("2", input=torchq.QuantDescriptor(3), weight=torchq.QuantDescriptor(3))
+    torchq.quantize_(model, torchq.recipes.int8().with_rules(coarse))
+    torchq.calibrate(model, batches, progress=False)
+    report = torchq.layer_errors(model, batches, progress=False)
+    assert report.worst[0].name == "2"
+    born = {row.name: row.born for row in report.rows}
+    assert born["2"] > 0.9
+    assert all(born[later] < 0.1 for later in ("3", "4", "5"))
+    assert report.rows[5].sqnr < 20 < report.rows[1].sqnr
+    assert "most error is born in 2 " in str(report)
+
+
+def test_the_work_is_that_of_three_passes() -> None:
+    calls = []
+
+    class Counted(nn.Linear):
+        pass
+
+    model = nn.Sequential(Counted(4, 4), Counted(4, 4))
+    torchq.quantize_(model)
+    original = torch.nn.functional.linear
+
+    def counting(*args: Tensor) -> Tensor:
+        calls.append(1)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", counting)
+        torchq.layer_errors(model, [torch.ones(2, 4)] * 3, progress=False)
+    assert len(calls) == 3 * 2 * 3
+
+
+def test_clipping_codes_and_dead_channels() -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    torchq.quantize_(model)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0, 0, 0], [1e-9, 0, 0, 0], [0, 0, 0, 0]]))
+    model[0].weight_quantizer.set_amax(torch.tensor([[1.0], [1.0], [1.0]]))
+    model[0].input_quantizer.set_amax(1.0)
+    inputs = torch.tensor([[2.0, 0.5, -1.0, 0.0]] * 4)
+    row = torchq.layer_errors(model, [inputs], progress=False).rows[0]
+    by_name = {q.name: q for q in row.quantizers}
+    assert by_name["0.input_quantizer"].clipped == row.clipped == 0.25
+    assert by_name["0.input_quantizer"].used_codes == 4
+    assert by_name["0.input_quantizer"].codes == 256
+    weight = by_name["0.weight_quantizer"]
+    # The second channel is lost to rounding; the third one was 0 before.
+    assert (weight.dead_channels, weight.channels, row.dead_channels) == (1, 3, 1)
+    assert weight.used_codes == row.used_codes == 2
+
+
+def test_values_at_the_end_of_the_range_are_not_clipped() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    torchq.quantize_(model, torchq.recipes.integer(4, 4, unsigned=False, input_method="max"))
+    batch = torch.linspace(-1, 1, 64).view(16, 4)
+    torchq.calibrate(model, [batch], progress=False)
+    row = torchq.layer_errors(model, [batch], progress=False).rows[0]
+    assert row.clipped == 0
+    assert row.quantizers[0].used_codes == 15
+
+
+@pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "int4_weight", "mxfp8", "nvfp4"])
+def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
+    model, batches = ConvNet(), image_batches()
+    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.calibrate(model, batches, progress=False)
+    report = torchq.layer_errors(model, batches, progress=False)
+    assert [row.name for row in report.rows] == ["stem.0", "left.0", "right.0", "head"]
+    assert all(math.isfinite(row.local_sqnr) for row in report.rows)
+    assert report.to_dict()["rows"][0]["kind"] == "Conv2d"
+    assert report._repr_html_().startswith("<table>")
+
+
+def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
+    class Projecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.matrix)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torchq.TensorQuantizer()
+            self.project = Projecting()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.own(self.project(x))
+            return self.attention(x, x, x)[0]
+
+    model, batch = Mixed(), torch.randn(2, 3, 4)
+    torchq.quantize_(model, example=batch)
+    torchq.calibrate(model, [batch], progress=False)
+    report = torchq.layer_errors(model, [batch], progress=False)
+    kinds = [("project", "Projecting"), ("own", "TensorQuantizer")]
+    kinds.append(("attention", "MultiheadAttention"))
+    assert [(row.name, row.kind) for row in report.rows] == kinds
+    assert report.unseen == ()
+
+
+def test_in_place_code_behind_a_layer_does_not_count_as_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    torchq.quantize_(model, torchq.recipes.integer(16, 16))
+    batch = torch.randn(64, 4)
+    torchq.calibrate(model, [batch], progress=False)
+    assert torchq.layer_errors(model, [batch], progress=False).rows[0].sqnr > 60
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, batches = StagedNet(), image_batches()
+    torchq.quantize_(model)
+    torchq.calibrate(model, batches, progress=False)
+    model.train()
+    model.head.eval()
+    model.stem.input_quantizer.mode = "off"
+    before = copy.deepcopy(model)
+    seen = []
+
+    def stop(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    handle = model.head.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        torchq.layer_errors(model, batches, progress=False)
+    handle.remove()
+    for a, b in zip(model.modules(), before.modules(), strict=True):
+        assert a.training == b.training
+        assert getattr(a, "mode", None) == getattr(b, "mode", None)
+        assert len(a._forward_hooks) == 0
+    for key, value in before.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def test_layers_that_no_batch_reaches_are_named() -> None:
+    model = StagedNet()
+    model.extra = nn.Linear(2, 2)
+    torchq.quantize_(model)
+    assert torchq.layer_errors(model, image_batches(), progress=False).unseen == ("extra",)
+
+
+def test_errors_name_the_problem() -> None:
+    with pytest.raises(ConfigError, match="layer_errors: Linear has no quantizer that is on"):
+        torchq.layer_errors(nn.Linear(2, 2), [torch.ones(1, 2)])
+    model = nn.Sequential(nn.Linear(2, 2))
+    torchq.quantize_(model)
+    with pytest.raises(CalibrationError, match="layer_errors: got no batch"):
+        torchq.layer_errors(model, [], progress=False)
+    with pytest.raises(ConfigError, match=r"Pass \[batch\] for one batch"):
+        torchq.layer_errors(model, torch.ones(1, 2))

@@ -1,0 +1,343 @@
+"""The ranking of layers: values, work, state, and going on after an interruption."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchq
+from tests.models import StagedNet, image_batches
+from torchq.errors import CalibrationError, ConfigError
+
+
+def classifier(layers: int = 6, width: int = 24) -> nn.Sequential:
+    torch.manual_seed(11)
+    parts: list[nn.Module] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(width, 10))
+
+
+def vectors(count: int = 2, width: int = 24) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(64, width, generator=generator) for _ in range(count)]
+
+
+def quantized(model: nn.Module, batches: list[Tensor], *rules: torchq.Rule) -> nn.Module:
+    torchq.quantize_(model, torchq.recipes.integer(6, 6).with_rules(*rules))
+    torchq.calibrate(model, batches, progress=False)
+    return model
+
+
+def coarse(pattern: str, bits: int = 3) -> torchq.Rule:
+    descriptor = torchq.QuantDescriptor(bits)
+    return torchq.Rule(pattern, input=descriptor, weight=descriptor)
+
+
+def decibels(found: Tensor, expected: Tensor) -> float:
+    noise = (found.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+@pytest.mark.parametrize("mode", ["only", "all_but"])
+def test_values_are_those_of_whole_runs(mode: Any) -> None:
+    batches = vectors()
+    model = quantized(classifier(), batches)
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    with torch.no_grad():
+        with torchq.disabled(model):
+            expected = model(torch.cat(batches))
+        values = {}
+        for name in names:
+            off = [other for other in names if (other != name) == (mode == "only")]
+            with torchq.disabled(model, [f"{other}.*_quantizer" for other in off]):
+                values[name] = decibels(model(torch.cat(batches)), expected)
+        everything = decibels(model(torch.cat(batches)), expected)
+    report = torchq.sensitivity(model, batches, mode=mode, progress=False)
+    assert {row.name: row.value for row in report.rows} == pytest.approx(values, abs=1e-3)
+    assert report.baseline == pytest.approx(everything, abs=1e-3)
+    ordered = sorted(values, key=values.__getitem__, reverse=mode == "all_but")
+    assert [row.name for row in report.rows] == ordered
+
+
+def test_the_worst_layers_feed_exclude() -> None:
+    batches = vectors()
+    model = quantized(classifier(), batches, coarse("4"))
+    report = torchq.sensitivity(model, batches, progress=False)
+    assert report.worst(1) == ["4"]
+    assert report.worst(0) == []
+    again = classifier()
+    swapped = torchq.quantize_(again, exclude=report.worst(2))
+    assert {d.name for d in swapped.skipped} == set(report.worst(2))
+
+
+def test_prefixes_are_reused() -> None:
+    """Rank a chain of equal layers: half of them run for each, and there are few whole passes."""
+    layers = 12
+    batch = vectors(1, 64)[0]
+    model = quantized(classifier(layers, 64), [batch])
+    with FlopCounterMode(display=False) as one_pass, torch.no_grad():
+        model(batch)
+    with FlopCounterMode(display=False) as counter:
+        torchq.sensitivity(model, [batch], progress=False)
+    passes = counter.get_total_flops() / one_pass.get_total_flops()
+    assert layers / 2 < passes <= layers / 2 + 5
+
+
+@pytest.mark.parametrize("scope", ["input", "weight"])
+def test_scopes_switch_a_part(scope: str) -> None:
+    batches = vectors()
+    model = quantized(classifier(3), batches)
+    report = torchq.sensitivity(model, batches, scope=scope, progress=False)
+    assert len(report.rows) == 3
+    assert all(q.endswith(f"{scope}_quantizer") for row in report.rows for q in row.quantizers)
+    whole = torchq.sensitivity(model, batches, progress=False)
+    by_name = {row.name: row.value for row in whole.rows}
+    assert all(row.value > by_name[row.name] for row in report.rows)
+
+
+def test_patterns_make_groups() -> None:
+    batches = vectors()
+    model = quantized(classifier(4), batches, coarse("4"))
+    named = torchq.sensitivity(
+        model, batches, scope={"front": ["0", "2"], "back": ["4", "6"]}, progress=False
+    )
+    assert [(row.name, row.layers) for row in named.rows] == [
+        ("back", ("4", "6")),
+        ("front", ("0", "2")),
+    ]
+    assert named.worst(1) == ["4", "6"]
+    listed = torchq.sensitivity(model, batches, scope=["*.weight_quantizer"], progress=False)
+    assert listed.rows[0].name == "*.weight_quantizer"
+    assert len(listed.rows[0].quantizers) == 4
+
+
+def test_functions_as_metrics() -> None:
+    batches = vectors()
+    model = quantized(classifier(), batches, coarse("2", 2))
+    with torch.no_grad(), torchq.disabled(model):
+        labelled = [(x, model(x).argmax(1)) for x in batches]
+
+    def accuracy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (output.argmax(1) == batch[1]).float().mean()
+
+    def evaluate(model: nn.Module) -> float:
+        return sum(float(accuracy(model(b[0]), b)) for b in labelled) / len(labelled)
+
+    by_output = torchq.sensitivity(model, labelled, accuracy, progress=False)
+    by_model = torchq.sensitivity(model, labelled, evaluate, progress=False)
+    assert by_output.worst(9) == by_model.worst(9)
+    assert by_output.reference == by_model.reference == 1.0
+    values = {row.name: row.value for row in by_model.rows}
+    assert {row.name: row.value for row in by_output.rows} == pytest.approx(values)
+    assert by_output.baseline == pytest.approx(by_model.baseline)
+    assert by_output.metric == "accuracy"
+
+
+def test_the_divergence_is_that_of_torch() -> None:
+    batches = vectors(1)
+    model = quantized(classifier(), batches, coarse("4"))
+    report = torchq.sensitivity(model, batches, "kl", progress=False)
+    with torch.no_grad():
+        found = model(batches[0]).log_softmax(1)
+        with torchq.disabled(model):
+            expected = model(batches[0]).log_softmax(1)
+    divergence = torch.nn.functional.kl_div(found, expected, log_target=True, reduction="batchmean")
+    assert report.baseline == pytest.approx(float(divergence), rel=1e-4)
+    assert report.worst(1) == ["4"]
+
+
+def test_the_estimate_agrees_with_the_measured_divergence() -> None:
+    """Compare on a net whose layers differ: the estimate is exact to second order."""
+    batches = vectors(4)
+    rules = [coarse(str(2 * i), 4 + i % 3) for i in range(5)]
+    model = quantized(classifier(), batches, *rules)
+    measured = torchq.sensitivity(model, batches, "kl", progress=False)
+    estimated = torchq.sensitivity(model, batches, "fisher", progress=False)
+    values = {row.name: row.value for row in measured.rows}
+    for row in estimated.rows:
+        # 16 probes of 256 samples: the standard deviation is about a tenth.
+        assert row.value == pytest.approx(values[row.name], rel=0.5)
+    again = torchq.sensitivity(model, batches, "fisher", progress=False)
+    assert again == estimated
+
+
+def test_the_estimate_needs_backward_passes_of_the_number_of_probes() -> None:
+    batches = vectors(1)
+    model = quantized(classifier(), batches)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        original = torch.autograd.grad
+        patch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or original(*a, **k))
+        torchq.sensitivity(model, batches, "fisher", progress=False)
+    assert len(calls) == 4
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_estimate_says_where_it_cannot_work() -> None:
+    class NoGradient(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = NoGradient(nn.Linear(4, 4))
+    torchq.quantize_(model)
+    with pytest.raises(ConfigError, match="Use metric='sqnr'"):
+        torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", progress=False)
+    with pytest.raises(ConfigError, match="expected mode='only'"):
+        torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", mode="all_but", progress=False)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(x) if float(x.sum()) > 1e9 else self.b(self.a(x))
+
+
+def test_models_that_cannot_be_traced_run_whole() -> None:
+    model, batches = Untraceable(), vectors()
+    torchq.quantize_(model)
+    report = torchq.sensitivity(model, batches, progress=False)
+    assert "each run is a whole one" in report.note
+    assert {row.name for row in report.rows} >= {"a", "b"}
+    assert "each run is a whole one" in str(report).replace("\n", " ")
+
+
+def test_layers_that_are_not_reached_are_named_apart() -> None:
+    model = StagedNet()
+    model.extra = nn.Linear(2, 2)
+    torchq.quantize_(model)
+    report = torchq.sensitivity(model, image_batches(), progress=False)
+    assert report.unseen == ("extra",)
+    assert "extra" not in [row.name for row in report.rows]
+
+
+def interrupting(after: int) -> Any:
+    calls = []
+
+    def score(output: Tensor, batch: Any) -> float:
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return float(output.square().mean())
+
+    return score
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    batches = vectors(3)
+    model = quantized(classifier(), batches)
+    model.train()
+    modes = [m.mode for m in model.modules() if isinstance(m, torchq.TensorQuantizer)]
+    kept = tmp_path / "ranking.json"
+    with pytest.raises(KeyboardInterrupt):
+        torchq.sensitivity(model, batches, interrupting(12), resume=kept, progress=False)
+    assert [m.mode for m in model.modules() if isinstance(m, torchq.TensorQuantizer)] == modes
+    assert all(m.training for m in model.modules())
+    done = sum(json.loads(kept.read_text())["batches"].values())
+    assert done == 12
+    rest = torchq.sensitivity(model, batches, interrupting(24 - 12), resume=kept, progress=False)
+    whole = torchq.sensitivity(model, batches, interrupting(99), progress=False)
+    assert rest == whole
+    # Everything is known now, so that nothing is measured any more.
+    known = torchq.sensitivity(model, batches, interrupting(0), resume=kept, progress=False)
+    assert known.rows == whole.rows
+
+
+def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
+    batches = vectors(1)
+    model = quantized(classifier(), batches)
+    kept = tmp_path / "ranking.json"
+    torchq.sensitivity(model, batches, resume=kept, progress=False)
+    before = kept.read_bytes()
+    with pytest.raises(ConfigError, match="holds the results of another run"):
+        torchq.sensitivity(model, batches, "kl", resume=kept, progress=False)
+    model[0].input_quantizer.set_amax(3.0)
+    with pytest.raises(ConfigError, match="Delete it, or pass another path"):
+        torchq.sensitivity(model, batches, resume=kept, progress=False)
+    assert kept.read_bytes() == before
+
+
+def test_reports_print_plot_and_serialise() -> None:
+    batches = vectors(1)
+    model = quantized(classifier(), batches)
+    report = torchq.sensitivity(model, batches, progress=False)
+    text = str(report)
+    assert f"try exclude={report.worst(2)!r}" in text
+    assert "<table>" in report._repr_html_()
+    data = json.loads(report.to_json())
+    assert [row["name"] for row in data["rows"]] == [row.name for row in report.rows]
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pytest.MonkeyPatch().setenv("MPLBACKEND", "agg")
+    axes = report.plot(most=3)
+    assert [label.get_text() for label in axes.get_yticklabels()] == report.worst(3)
+    pyplot.close("all")
+
+
+def test_a_broken_layer_comes_first() -> None:
+    batches = vectors(1)
+    model = quantized(classifier(), batches)
+    model[6].input_quantizer.amax.fill_(math.nan)
+    report = torchq.sensitivity(model, batches, progress=False)
+    assert report.worst(1) == ["6"]
+    assert "not finite" in str(report)
+    assert json.loads(report.to_json())["rows"][0]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"metric": "psnr"}, "got metric 'psnr'; expected 'sqnr', 'kl'"),
+        ({"metric": lambda a, b, c: 0}, "expected 'sqnr', 'kl'"),
+        ({"mode": "one"}, "got mode 'one'; expected 'only' or 'all_but'"),
+        ({"scope": "layers"}, "got scope 'layers'"),
+        ({"scope": ["nothing*"]}, "selects no quantizer"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
+    batches = vectors(1)
+    model = quantized(classifier(2), batches)
+    with pytest.raises(ConfigError, match=text):
+        torchq.sensitivity(model, batches, progress=False, **options)
+
+
+def test_no_batch_is_an_error() -> None:
+    model = quantized(classifier(2), vectors(1))
+    with pytest.raises(CalibrationError, match="got no batch"):
+        torchq.sensitivity(model, [], progress=False)
+    with pytest.raises(CalibrationError, match="got no batch"):
+        torchq.sensitivity(model, [], "fisher", progress=False)
+    float_model = copy.deepcopy(model)
+    torchq.restore_(float_model)
+    with pytest.raises(ConfigError, match="has no quantizer that is on"):
+        torchq.sensitivity(float_model, vectors(1))
+
+
+def test_processes_join_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stand-in for torch.distributed add what another process, with other batches, found."""
+    mine, other = vectors(2)
+    model = quantized(classifier(), [mine, other])
+    found: list[Any] = []
+
+    def gather(gathered: list[Any], sums: Any, group: Any) -> None:
+        found.append(sums)
+        gathered[:] = found
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: len(found) + 1)
+    group: Any = object()
+    torchq.sensitivity(model, [other], group=group, progress=False)
+    joined = torchq.sensitivity(model, [mine], group=group, progress=False)
+    alone = torchq.sensitivity(model, [other, mine], progress=False)
+    assert [row.value for row in joined.rows] == pytest.approx([r.value for r in alone.rows])

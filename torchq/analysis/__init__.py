@@ -1,0 +1,15 @@
+"""Seeing what quantization does to a model, and deciding what to do about it."""
+
+from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
+from torchq.analysis.quantizer_statistics import QuantizerRow
+from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
+
+__all__ = [
+    "LayerError",
+    "LayerErrors",
+    "QuantizerRow",
+    "SensitivityReport",
+    "SensitivityRow",
+    "layer_errors",
+    "sensitivity",
+]

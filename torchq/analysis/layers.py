@@ -1,0 +1,150 @@
+"""The quantized layers of a model: what is compared, switched on and off, and named in reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchq.errors import ConfigError
+from torchq.nn import QuantModule, RoutedModule, TensorQuantizer
+from torchq.workflow import quantizers, weight_quantizers
+
+__all__ = ["QuantizedLayer", "active_quantizers", "quantized_layers", "quantizing"]
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One module with quantizers that are on.
+
+    Attributes:
+        name: its dotted path; empty for the root.
+        module: the module that is called.
+        inputs: path -> quantizer of an input or intermediate value.
+        weights: path -> quantizer of a weight.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: dict[str, TensorQuantizer]
+    weights: dict[str, TensorQuantizer]
+
+    @property
+    def quantizers(self) -> dict[str, TensorQuantizer]:
+        """All its quantizers by path."""
+        return {**self.inputs, **self.weights}
+
+    @property
+    def kind(self) -> str:
+        """The class that the user knows, such as ``Conv2d``."""
+        if isinstance(self.module, QuantModule):
+            return self.module.float_class.__name__
+        return type(self.module).__qualname__
+
+
+def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
+    """Return the layers of ``model`` in the order of ``named_modules()``.
+
+    A layer is a quantized module. A quantizer that the author of the model placed in a module of
+    another kind is a layer of its own.
+
+    Args:
+        model: a quantized model.
+        where: the function that asks, for the text of the error.
+
+    Raises:
+        ConfigError: No quantizer is on.
+    """
+    weights = weight_quantizers(model)
+    holders = _holders(model)
+    found = []
+    for name, module in model.named_modules():
+        if id(module) in holders:
+            continue
+        if isinstance(module, QuantModule):
+            active = _own_quantizers(name, module)
+            found.append(_layer(name, module, active, weights))
+            continue
+        for path, quantizer in _direct(name, module):
+            found.append(_layer(path, quantizer, {path: quantizer}, weights))
+    if isinstance(model, TensorQuantizer) and model.quantizing:
+        found.append(_layer("", model, {"": model}, weights))
+    found = [layer for layer in found if layer.quantizers]
+    if not found:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} has no quantizer that is on; expected a quantized "
+            "model. Run torchq.quantize_(model) and torchq.calibrate(model, batches) first"
+        )
+    return found
+
+
+def _holders(model: nn.Module) -> set[int]:
+    """Return the ids of modules that hold quantizers for a call of their parent."""
+    return {
+        id(holder)
+        for module in model.modules()
+        if isinstance(module, RoutedModule)
+        for _, holder in module.holders()
+        if holder is not module and not _is_called(holder)
+    }
+
+
+def _is_called(holder: nn.Module) -> bool:
+    """Return True for a layer with a weight of its own, which a forward calls as a module."""
+    return any(True for _ in holder.parameters(recurse=False))
+
+
+def _own_quantizers(name: str, module: nn.Module) -> dict[str, TensorQuantizer]:
+    found = dict(_direct(name, module))
+    if isinstance(module, RoutedModule):
+        for site, holder in module.holders():
+            if holder is not module and not _is_called(holder):
+                found.update(_direct(_joined(name, site.holder), holder))
+    return found
+
+
+def _direct(name: str, module: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
+    for child_name, child in module.named_children():
+        if isinstance(child, TensorQuantizer) and child.quantizing:
+            yield _joined(name, child_name), child
+
+
+def _joined(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child
+
+
+def _layer(
+    name: str, module: nn.Module, found: dict[str, TensorQuantizer], weights: set[int]
+) -> QuantizedLayer:
+    return QuantizedLayer(
+        name,
+        module,
+        {path: q for path, q in found.items() if id(q) not in weights},
+        {path: q for path, q in found.items() if id(q) in weights},
+    )
+
+
+def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:
+    """Return the distinct quantizers of ``model`` that are on."""
+    return [quantizer for quantizer in quantizers(model).values() if quantizer.quantizing]
+
+
+@contextmanager
+def quantizing(
+    known: Iterable[TensorQuantizer], chosen: Iterable[TensorQuantizer]
+) -> Iterator[None]:
+    """Let only ``chosen`` of the ``known`` quantizers quantize, and none observe.
+
+    Afterwards all do what they did before, also after an exception.
+    """
+    before = [(quantizer, quantizer.mode) for quantizer in known]
+    wanted = {id(quantizer) for quantizer in chosen}
+    try:
+        for quantizer, _ in before:
+            quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
+        yield
+    finally:
+        for quantizer, mode in before:
+            quantizer.mode = mode
