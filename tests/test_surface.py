@@ -15,7 +15,8 @@ PROMISED: dict[str, str] = {
     "torchq": """
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
         TensorQuantizer __version__ analysis calib calibrate deploy disabled errors
-        export_onnx formats freeze_ from_onnx frontends functional fuse_ fusion inspect_onnx
+        export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
+        inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
         recipes register restore_ save sensitivity summary targets verify_onnx workflow
     """,

@@ -25,7 +25,7 @@ from torchq import (
 from torchq.analysis import layer_errors, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
-from torchq.frontends import from_onnx
+from torchq.frontends import from_mxnet, from_onnx
 from torchq.fusion import FuseReport, fuse_
 from torchq.lowering import deploy
 from torchq.nn import TensorQuantizer, register
@@ -62,6 +62,7 @@ __all__ = [
     "export_onnx",
     "formats",
     "freeze_",
+    "from_mxnet",
     "from_onnx",
     "frontends",
     "functional",

@@ -4,6 +4,7 @@ The result can be fused, quantized, calibrated, trained, deployed and exported l
 in PyTorch.
 """
 
+from torchq.frontends.mxnet import from_mxnet
 from torchq.frontends.onnx import from_onnx
 
-__all__ = ["from_onnx"]
+__all__ = ["from_mxnet", "from_onnx"]

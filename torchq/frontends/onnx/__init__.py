@@ -3,11 +3,11 @@
 An importer, a registry of converters, and the functions that converted graphs call.
 """
 
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx import converters
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.importer import from_onnx
 from torchq.frontends.onnx.registry import CONVERTERS, converter, identity
-from torchq.frontends.onnx.values import Constant, Ints, Value
 
 __all__ = [
     "CONVERTERS",

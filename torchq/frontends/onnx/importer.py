@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx
 
 from torchq.errors import FrontendError
+from torchq.frontends.building import Constant, Value, identifier
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.inference import infer_types, note_ndim
-from torchq.frontends.onnx.paths import identifier
 from torchq.frontends.onnx.preparation import (
     count_readers,
     domain_of,
@@ -20,7 +20,6 @@ from torchq.frontends.onnx.preparation import (
 )
 from torchq.frontends.onnx.reader import attribute_values, read_model, tensor_of
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = ["Importer", "from_onnx"]
 
@@ -200,13 +199,7 @@ class Importer:
                     f"{self.where}: the output {info.name!r} is left out by its node"
                 )
             outputs.append(node.tensor(value))
-        self.builder.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
-        name = identifier(self.model.graph.name or "OnnxModel")
-        draft = fx.GraphModule(self.builder.root, self.builder.graph, class_name=name)
-        draft.graph.eliminate_dead_code()
-        draft.graph.lint()
-        module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
-        module.input_names = self.input_names  # type: ignore[assignment]
-        outputs_of_file = [info.name for info in self.model.graph.output]
-        module.output_names = outputs_of_file  # type: ignore[assignment]
-        return module.eval()
+        names = [info.name for info in self.model.graph.output]
+        return self.builder.finish(
+            outputs, self.model.graph.name or "OnnxModel", self.input_names, names
+        )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.frontends.building import Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
-from torchq.frontends.onnx.values import Value
 from torchq.utils.optional import import_optional
 
 __all__ = ["infer_types", "note_ndim"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchq.frontends.onnx.values import Value
+from torchq.frontends.building import Value
 from torchq.utils import Registry
 
 if TYPE_CHECKING:

@@ -1,45 +1,13 @@
-"""What a name in an ONNX file stands for while the file is converted."""
+"""How a tensor of an ONNX file is quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-__all__ = ["Constant", "Ints", "Quantization", "Value"]
-
-
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """A tensor that is known at conversion.
-
-    Attributes:
-        tensor: the values; never changed in place.
-        name: of the initializer that holds the tensor, ``""`` for a computed one.
-        origin: the initializer that the tensor was made from, which names modules.
-    """
-
-    tensor: Tensor
-    name: str = ""
-    origin: str = ""
-
-
-@dataclass(frozen=True)
-class Ints:
-    """An int64 tensor that is computed from shapes, kept as its elements.
-
-    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
-    Concat, Reshape.
-
-    Attributes:
-        items: numbers, and nodes that compute one number.
-        scalar: True for a tensor without dimensions, False for a vector.
-    """
-
-    items: tuple[int | fx.Node, ...]
-    scalar: bool = False
+__all__ = ["Quantization"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +36,3 @@ class Quantization:
             and torch.equal(self.scale, other.scale)
             and torch.equal(self.zero_point, other.zero_point)
         )
-
-
-#: A node computes a tensor in every call. None is an optional input or output that is left out.
-Value = Union[fx.Node, Constant, Ints, None]

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchq.frontends.building import Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.arithmetic import scalar_or_value
 from torchq.frontends.onnx.functions import elementwise
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Value
 
 __all__ = []
 

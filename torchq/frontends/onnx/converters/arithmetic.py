@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import elementwise
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter, identity
-from torchq.frontends.onnx.values import Constant, Ints, Value
 
 __all__ = ["align_old_operands", "scalar_or_value"]
 

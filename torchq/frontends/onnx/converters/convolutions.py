@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = ["pad_amounts", "padded_input", "shifted", "window"]
 

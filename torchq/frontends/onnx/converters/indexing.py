@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Ints, Value
 
 __all__ = ["arg_extreme", "non_zero", "top_k", "unique"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.convolutions import shifted
 from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = ["gemm", "integer_matmul"]
 

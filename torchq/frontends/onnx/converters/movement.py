@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Ints, Value
 
 __all__ = ["flatten_at"]
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = [
     "group_norm",

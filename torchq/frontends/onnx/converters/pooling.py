@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building import Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.convolutions import padded_input, window
 from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Value
 
 __all__ = ["average_pool_same", "max_pool_integers", "max_unpool", "pad_for_ceil"]
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import quantization
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import NUMBERS, converter
-from torchq.frontends.onnx.values import Constant, Quantization, Value
+from torchq.frontends.onnx.values import Quantization
 from torchq.functional import scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 

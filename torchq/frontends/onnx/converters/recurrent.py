@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import recurrent
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = ["run_layer"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchq.frontends.building import Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Ints, Value
 
 __all__ = [
     "cumulative",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Constant, Value
 
 __all__ = ["cosine_window", "shape_of", "size_of"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from torchq.frontends.building import Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import vision
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Value
 
 __all__ = []
 

@@ -1,0 +1,262 @@
+"""Networks of MXNet: their files are in mxnet_files, with what MXNet 1.9.1 computes for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import FrontendError
+from torchq.frontends.mxnet.params import read_params
+
+FOLDER = Path(__file__).parent / "mxnet_files"
+NETWORKS = sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+def files_of(name: str) -> tuple[Path, Path]:
+    return FOLDER / f"{name}-symbol.json", FOLDER / f"{name}-0000.params"
+
+
+def recorded(name: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the inputs by name and the outputs that MXNet computed."""
+    with np.load(FOLDER / f"{name}.npz") as arrays:
+        found = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    inputs = {key[3:]: value for key, value in found.items() if key.startswith("in:")}
+    count = len(found) - len(inputs)
+    return inputs, [found[f"out:{i}"] for i in range(count)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_compute_what_mxnet_computes(name: str) -> None:
+    model = torchq.from_mxnet(*files_of(name))
+    inputs, expected = recorded(name)
+    with torch.no_grad():
+        got = model(**inputs)
+    got = got if isinstance(got, tuple) else (got,)
+    assert len(got) == len(expected)
+    for output, wanted in zip(got, expected, strict=True):
+        assert output.dtype == wanted.dtype
+        # Both compute in float32, in another order.
+        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+
+
+# --- older files --------------------------------------------------------------------------------
+
+
+def in_dialect_of_version_8(text: str) -> str:
+    """Return a symbol as versions up to 0.8 wrote it: ``param``, and no auxiliary states."""
+    data = json.loads(text)
+    old: list[dict[str, Any]] = []
+    number: dict[int, int] = {}
+    for place, node in enumerate(data["nodes"]):
+        if node["name"].endswith(("_moving_mean", "_moving_var")):
+            continue
+        attributes = {k: v for k, v in node.get("attrs", {}).items() if not k.startswith("__")}
+        inputs = [[number[nid], out] for nid, out, _ in node["inputs"] if nid in number]
+        number[place] = len(old)
+        entry = {"op": node["op"], "name": node["name"], "param": attributes, "inputs": inputs}
+        old.append(entry | {"backward_source_id": -1, "attr": {"ctx_group": "stage1"}})
+    heads = [[number[nid], out] for nid, out, _ in data["heads"]]
+    return json.dumps({"nodes": old, "arg_nodes": [], "heads": heads})
+
+
+def in_dialect_of_version_9(text: str) -> str:
+    """Return a symbol as versions 0.9 to 0.12 wrote it: ``attr``, also for variables."""
+    data = json.loads(text)
+    for node in data["nodes"]:
+        node["attr"] = node.pop("attrs", {}) | {"__lr_mult__": "1.0", "weight_lr_mult": "2"}
+    data["attrs"] = {"mxnet_version": ["int", 905]}
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("dialect", [in_dialect_of_version_8, in_dialect_of_version_9])
+def test_older_dialects_are_read(dialect: Callable[[str], str]) -> None:
+    symbol, params = files_of("classifier")
+    inputs, expected = recorded("classifier")
+    model = torchq.from_mxnet(dialect(symbol.read_text()), params)
+    torch.testing.assert_close(model(**inputs), expected[0], rtol=1e-5, atol=1e-5)
+
+
+#: Names of version 0.8 that differ from those of 1.9.
+OLD_NAMES = {"elemwise_add": "_Plus", "elemwise_sub": "_Minus", "elemwise_mul": "_Mul"}
+OLD_NAMES |= {"elemwise_div": "_Div", "add_n": "ElementWiseSum", "_rminus_scalar": "_RMinusScalar"}
+OLD_NAMES |= {"_rdiv_scalar": "_RDivScalar", "_rpower_scalar": "_RPowerScalar"}
+OLD_NAMES |= {f"_{kind}_scalar": f"_{kind.title()}Scalar" for kind in ("plus", "minus", "power")}
+OLD_NAMES |= {f"_{kind}": f"_{kind.title()}" for kind in ("maximum", "greater", "not_equal")}
+OLD_NAMES |= {"_greater_equal_scalar": "_GreaterEqualScalar"}
+
+
+def test_older_names_of_operators_are_read() -> None:
+    symbol, params = files_of("binary")
+    data = json.loads(symbol.read_text())
+    renamed = [node["op"] for node in data["nodes"] if node["op"] in OLD_NAMES]
+    assert len(set(renamed)) == len(OLD_NAMES)
+    for node in data["nodes"]:
+        node["op"] = OLD_NAMES.get(node["op"], node["op"])
+    inputs, expected = recorded("binary")
+    for got, wanted in zip(
+        torchq.from_mxnet(json.dumps(data), params)(**inputs), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def shape_bytes(shape: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<i{len(shape)}q", len(shape), *shape)
+
+
+FLAGS = {"float32": 0, "float64": 1, "float16": 2, "uint8": 3, "int32": 4, "int8": 5, "int64": 6}
+
+
+def array_bytes(version: int, array: Any) -> bytes:
+    """Write an array in a version of the format, from its description."""
+    tail = struct.pack("<iii", 1, 0, FLAGS[array.dtype.name]) + array.tobytes()
+    if version == 0:
+        return struct.pack(f"<I{array.ndim}I", array.ndim, *array.shape) + tail
+    if version == 1:
+        return struct.pack("<I", 0xF993FAC8) + shape_bytes(array.shape) + tail
+    magic = {2: 0xF993FAC9, 3: 0xF993FACA}[version]
+    return struct.pack("<Ii", magic, 0) + shape_bytes(array.shape) + tail
+
+
+def params_bytes(arrays: dict[str, bytes]) -> bytes:
+    names = b"".join(struct.pack("<Q", len(name)) + name.encode() for name in arrays)
+    count = struct.pack("<Q", len(arrays))
+    return struct.pack("<QQ", 0x112, 0) + count + b"".join(arrays.values()) + count + names
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", FLAGS)
+def test_each_version_of_arrays_is_read(version: int, dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    found = read_params(params_bytes({"arg:w": array_bytes(version, array)}), "test")
+    assert torch.equal(found["w"], torch.from_numpy(array))
+
+
+def test_scalars_and_empty_arrays_are_read() -> None:
+    scalar = array_bytes(3, np.float32(2.5).reshape(()))
+    empty = struct.pack("<Iii", 0xF993FAC9, 0, 0)  # nothing follows a shape without dimensions
+    found = read_params(params_bytes({"a": scalar, "b": empty}), "test")
+    assert found["a"].shape == () and found["a"] == 2.5 and found["b"].numel() == 0
+
+
+def test_sparse_arrays_are_read_with_their_zeros() -> None:
+    rows = struct.pack("<Ii", 0xF993FAC9, 1) + shape_bytes((1, 2)) + shape_bytes((3, 2))
+    rows += struct.pack("<iii", 1, 0, 0) + struct.pack("<i", 6) + shape_bytes((1,))
+    rows += np.float32([5, 6]).tobytes() + np.int64([1]).tobytes()
+    csr = struct.pack("<Ii", 0xF993FAC9, 2) + shape_bytes((2,)) + shape_bytes((2, 3))
+    csr += struct.pack("<iii", 1, 0, 0)
+    csr += struct.pack("<i", 6) + shape_bytes((3,)) + struct.pack("<i", 6) + shape_bytes((2,))
+    csr += np.float32([7, 8]).tobytes() + np.int64([0, 1, 2]).tobytes() + np.int64([2, 0]).tobytes()
+    found = read_params(params_bytes({"rows": rows, "csr": csr}), "test")
+    assert found["rows"].tolist() == [[0, 0], [5, 6], [0, 0]]
+    assert found["csr"].tolist() == [[0, 0, 7], [8, 0, 0]]
+
+
+# --- what becomes of a network ------------------------------------------------------------------
+
+
+def test_layers_become_modules_under_their_names() -> None:
+    model = torchq.from_mxnet(*files_of("classifier"))
+    assert type(model.conv0) is nn.Conv2d and type(model.fc1) is nn.Linear
+    assert type(model.bn0) is nn.BatchNorm2d and type(model.prelu0) is nn.PReLU
+    assert model.input_names == ["data"] and model.output_names == ["softmax"]
+    conv = next(node for node in model.graph.nodes if node.target == "conv0")
+    assert (conv.meta["mxnet_name"], conv.meta["mxnet_op"]) == ("conv0", "Convolution")
+
+
+def test_a_fixed_gamma_counts_as_one_and_stays_one() -> None:
+    model = torchq.from_mxnet(*files_of("classifier"))
+    assert torch.equal(model.bn_data.weight, torch.ones(3))
+    assert not model.bn_data.weight.requires_grad and model.bn0.weight.requires_grad
+    assert model.bn0.eps == 2e-5 and model.bn_data.momentum == pytest.approx(0.1)
+
+
+def test_the_whole_way_to_a_quantized_model() -> None:
+    model = torchq.from_mxnet(*files_of("classifier"))
+    (x,) = recorded("classifier")[0].values()
+    expected = model(x)
+    report = torchq.fuse_(model, x)
+    assert [fusion.name for fusion in report.fused] == ["conv0"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    assert (model(x) - expected).abs().max() < 0.1  # probabilities on 8-bit codes
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def one_operator(op: str, attributes: dict[str, str], inputs: int = 1) -> str:
+    variables = [{"op": "null", "name": f"v{i}", "inputs": []} for i in range(inputs)]
+    reads = [[i, 0, 0] for i in range(inputs)]
+    node = {"op": op, "name": "node", "attrs": attributes, "inputs": reads}
+    return json.dumps({"nodes": [*variables, node], "heads": [[inputs, 0, 0]]})
+
+
+def test_unknown_operators_are_named_at_once_with_counts() -> None:
+    data = json.loads(one_operator("Custom", {}))
+    data["nodes"] += [dict(data["nodes"][1], op=op) for op in ("CTCLoss", "Custom")]
+    with pytest.raises(FrontendError, match=r"CTCLoss \(1\), Custom \(2\)"):
+        torchq.from_mxnet(json.dumps(data), {})
+
+
+CASES = [
+    (one_operator("relu", {"slope": "1"}), "attributes slope, which are not supported"),
+    (one_operator("Convolution", {"kernel": "(3, 3)", "num_filter": "2"}, 2), "not a parameter"),
+    (one_operator("Activation", {"act_type": "swish"}), "act_type is 'swish'"),
+    (one_operator("Activation", {}), "'act_type' is missing"),
+    (one_operator("Pooling", {"kernel": "__import__('os')"}), "expected a tuple of whole numbers"),
+    (one_operator("_zeros", {"shape": "(99999999, 99999999)"}, 0), "at most"),
+    (one_operator("sum", {"axis": "(0,"}).replace("[[0, 0, 0]]", "[[7, 0, 0]]", 1), "got node 7"),
+    ('{"nodes": 3}', "no list of nodes"),
+    ('{"nodes": [], "heads": []}', "without heads"),
+    ("{" * 100_000, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), CASES)
+def test_broken_symbols_are_refused(text: str, message: str) -> None:
+    with pytest.raises(FrontendError, match=re.escape(message)):
+        torchq.from_mxnet(text, {})
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FrontendError, match="cannot read the symbol"):
+        torchq.from_mxnet(tmp_path / "net-symbol.json", {})
+    with pytest.raises(FrontendError, match="cannot read the parameters"):
+        torchq.from_mxnet(files_of("unary")[0], tmp_path / "net-0000.params")
+
+
+GOOD = params_bytes({"w": array_bytes(2, np.zeros((2, 3), np.float32))})
+HUGE = struct.pack("<Ii", 0xF993FAC9, 0) + shape_bytes((2**40, 2**20))
+SPARSE = struct.pack("<Ii", 0xF993FAC9, 1) + shape_bytes((0, 1)) + shape_bytes((2**50, 1))
+SPARSE += struct.pack("<iiiii", 1, 0, 0, 6, 1) + struct.pack("<q", 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cut off"),
+        (b"\x00" * 64, "expected 0x112"),
+        (b"PK\x03\x04" + b"\x00" * 64, ".npz"),
+        (GOOD[:-20], "cut off"),
+        (GOOD + b"\x00", "1 bytes behind"),
+        (params_bytes({"w": HUGE + struct.pack("<iii", 1, 0, 0)}), "cut off"),
+        (params_bytes({"w": SPARSE}), "sparse array of shape"),
+        (params_bytes({"w": struct.pack("<Ii", 0xF993FAC9, 9)}), "storage type 9"),
+        (struct.pack("<QQQ", 0x112, 0, 2**60), "more than the file can hold"),
+        (GOOD.replace(struct.pack("<iii", 1, 0, 0), struct.pack("<iii", 1, 0, 99)), "type 99"),
+    ],
+)
+def test_broken_parameters_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(FrontendError, match=re.escape(message)):
+        read_params(data, "test")

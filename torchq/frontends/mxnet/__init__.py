@@ -1,0 +1,11 @@
+"""The reader of MXNet's files.
+
+An importer, a registry of converters, and the functions that converted graphs call.
+"""
+
+from torchq.frontends.mxnet import converters
+from torchq.frontends.mxnet.importer import from_mxnet
+from torchq.frontends.mxnet.node import SymbolContext
+from torchq.frontends.mxnet.registry import CONVERTERS, converter, identity
+
+__all__ = ["CONVERTERS", "SymbolContext", "converter", "converters", "from_mxnet", "identity"]
