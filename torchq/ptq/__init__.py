@@ -5,6 +5,18 @@ and what it could not. May import workflow and below.
 """
 
 from torchq.ptq.bias_correction import BiasReport, correct_bias_
+from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
+from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 
-__all__ = ["BiasReport", "EqualizeReport", "EqualizedPair", "correct_bias_", "equalize_"]
+__all__ = [
+    "BiasReport",
+    "EqualizeReport",
+    "EqualizedPair",
+    "GPTQLayer",
+    "GPTQReport",
+    "RunOptions",
+    "correct_bias_",
+    "equalize_",
+    "gptq_",
+]

@@ -1,0 +1,223 @@
+"""Layers as matrices, blocks of a model, runs of one block, and the store of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import CalibrationError, ConfigError
+from torchq.ptq.blockwise import (
+    CallCount,
+    Replay,
+    RunOptions,
+    TensorStore,
+    find_blocks,
+    find_layers,
+    input_matrix,
+    output_matrix,
+    weight_from_matrix,
+    weight_matrix,
+)
+
+LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Linear(6, 4), (5, 6)),
+    (lambda: nn.Linear(6, 4), (2, 3, 6)),
+    (lambda: nn.Linear(6, 4), (6,)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (2, 4, 9)),
+    (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2, groups=2), (2, 4, 8, 7)),
+    (lambda: nn.Conv2d(4, 6, (4, 2), padding="same", dilation=2), (2, 4, 8, 7)),
+    (lambda: nn.Conv2d(4, 8, 3, stride=2, padding=(1, 2), groups=4), (2, 4, 8, 7)),
+    (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (4, 8, 7)),
+    (lambda: nn.Conv2d(4, 8, 1, padding="valid"), (2, 4, 8, 7)),
+    (lambda: nn.Conv3d(4, 6, (1, 2, 3), padding=(0, 1, 1)), (2, 4, 3, 5, 6)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+def test_a_layer_is_a_product_of_matrices(
+    make: Callable[[], Any], shape: tuple[int, ...], generator: torch.Generator
+) -> None:
+    layer = make().double()
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    product = weight_matrix(layer, layer.weight) @ input_matrix(layer, x)
+    expected = output_matrix(layer, layer(x))
+    torch.testing.assert_close(product + layer.bias.view(len(product), -1, 1), expected)
+    matrix = weight_matrix(layer, layer.weight)
+    assert torch.equal(weight_from_matrix(layer, matrix), layer.weight)
+
+
+class Residual(nn.Module):
+    """Two layers around which a shortcut goes."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.inplace = nn.Linear(4, 4), nn.Linear(4, 4), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu())
+        if self.inplace:
+            y += x
+            return y.relu_()
+        return (y + x).relu()
+
+
+class Net(nn.Module):
+    """A stem, a chain of blocks, a skip connection around all of it, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.stages = nn.Sequential(Residual(), nn.Sequential(Residual(inplace=True), Residual()))
+        self.head = nn.Linear(4, 2)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.stem(x)
+        return self.head(self.stages(start).add_(start))
+
+
+def quantized(model: nn.Module) -> Any:
+    torch.manual_seed(0)
+    torchq.quantize_(model.eval(), torchq.recipes.integer(3, 4))
+    torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
+    return model
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 4, generator=generator) for n in (5, 3)]
+
+
+def prepared(model: nn.Module, store: TensorStore) -> tuple[Replay, list[str]]:
+    layers, _ = find_layers(model)
+    replay = Replay(model, batches(), RunOptions(), store, "test")
+    blocks, _ = find_blocks(model, layers, replay.count_calls())
+    replay.use_blocks(blocks)
+    return replay, [block.name for block in blocks]
+
+
+def test_blocks_follow_the_structure() -> None:
+    model = quantized(Net())
+    with TensorStore(1 << 20) as store:
+        _, names = prepared(model, store)
+    assert names == ["stem", "stages.0", "stages.1.0", "stages.1.1", "head"]
+    layers, _ = find_layers(model)
+    with TensorStore(1 << 20) as store:
+        calls = Replay(model, batches(), RunOptions(), store, "test").count_calls()
+    blocks, skipped = find_blocks(model, layers, calls)
+    assert list(blocks[1].layers) == ["stages.0.first", "stages.0.second"]
+    assert skipped == {"unused": "no batch reached it"}
+    chosen, _ = find_blocks(model, layers, calls, "stages.*")
+    assert [block.name for block in chosen] == ["stem", "stages.0", "stages.1", "head"]
+    with pytest.raises(ConfigError, match=r"got nothing\.\*, which matches no module with layers"):
+        find_blocks(model, layers, calls, "nothing.*")
+
+
+def test_a_layer_that_runs_twice_is_no_block() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(self.a(x)))
+
+    model = quantized(Twice())
+    layers, _ = find_layers(model)
+    with TensorStore(1 << 20) as store:
+        calls = Replay(model, batches(), RunOptions(), store, "test").count_calls()
+    blocks, skipped = find_blocks(model, layers, calls)
+    assert [block.name for block in blocks] == ["b"]
+    assert skipped == {"a": "it or a module around it runs several times"}
+    assert isinstance(calls, CallCount)
+
+
+@pytest.mark.parametrize("limit", [0, 300, 1 << 20])
+def test_replayed_runs_equal_runs_of_the_whole_model(limit: int) -> None:
+    """The head sees what it sees in a whole run, in float and quantized, also from files."""
+    model = quantized(Net())
+    seen: dict[str, list[Tensor]] = {"float": [], "quantized": []}
+    for kind, found in seen.items():
+        with torch.no_grad(), torchq.disabled(model) if kind == "float" else torch.no_grad():
+            handle = model.head.register_forward_pre_hook(
+                lambda _, args, f=found: f.append(args[0])
+            )
+            for batch in batches():
+                model(batch)
+            handle.remove()
+    with torch.no_grad(), TensorStore(limit) as store:
+        replay, names = prepared(model, store)
+        for number in range(len(names)):
+            for kind in ("float", "quantized"):
+                replay.finish(number, kind)  # type: ignore[arg-type]
+        last = len(names) - 1
+        for kind, found in seen.items():
+            for index, expected in enumerate(found):
+                got = replay.run(last, index, kind, want_inputs=["head"])  # type: ignore[arg-type]
+                assert torch.equal(got.inputs["head"], expected)
+                assert got.outputs == {}
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert not torch.equal(seen["float"][0], seen["quantized"][0])
+
+
+def test_shortcuts_are_what_is_added() -> None:
+    model = quantized(Net())
+    with torch.no_grad(), TensorStore(1 << 20) as store:
+        replay, _ = prepared(model, store)
+        for number, (name, block) in enumerate([("stem", ""), ("stages.0", "stages.0")]):
+            layers = [f"{block}.first", f"{block}.second"] if block else [name]
+            got = replay.run(number, 0, "float", want_outputs=layers, want_shortcuts=layers)
+            if block:
+                assert list(got.shortcuts) == ["stages.0.second"]
+                assert torch.equal(got.shortcuts["stages.0.second"], got.inputs["stages.0.first"])
+            else:
+                assert got.shortcuts == {}
+            replay.finish(number, "float")
+
+
+def test_additions_in_modules_count() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.add = nn.Linear(4, 4), torchq.nn.QuantAdd()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.add(x, self.layer(x))
+
+    model = quantized(nn.Sequential(Block()))
+    with torch.no_grad(), TensorStore(1 << 20) as store:
+        replay, _ = prepared(model, store)
+        got = replay.run(0, 0, "quantized", want_inputs=["0.layer"], want_shortcuts=["0.layer"])
+    assert torch.equal(got.shortcuts["0.layer"], batches()[0])
+
+
+def test_no_batch_is_an_error() -> None:
+    with TensorStore(0) as store, pytest.raises(CalibrationError, match="test: got no batch"):
+        Replay(quantized(Net()), iter([]), RunOptions(), store, "test")
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+def test_the_store_keeps_structures_and_frees_what_is_dropped() -> None:
+    value = Pair(torch.arange(4.0), {"x": [torch.ones(3), 7, None]})
+    with TensorStore(limit=16) as store:
+        store.put("key", value)
+        value.a.zero_()
+        for _ in range(2):
+            got = store.get("key")
+            assert got.a.tolist() == [0, 1, 2, 3] and got.b["x"][0].tolist() == [1, 1, 1]
+            assert isinstance(got, Pair) and got.b["x"][1:] == [7, None]
+            got.a.fill_(9)  # the copy is the caller's
+        assert store.in_memory == 16
+        store.put("key", torch.ones(2))
+        assert store.in_memory == 8
+        store.drop("key")
+        assert store.in_memory == 0 and "key" not in store

@@ -1,0 +1,241 @@
+"""GPTQ on models: errors shrink, codes survive, and failures leave layers whole."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import CalibrationError, ConfigError
+from torchq.ptq import RunOptions, gptq_
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv2(torch.relu(self.conv1(x))) + x)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        Block(8),
+        Block(8),
+        nn.Flatten(),
+        nn.Linear(512, 5),
+    ).eval()
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(16, 3, 8, 8, generator=generator) for _ in range(count)]
+
+
+def calibrated(model: nn.Module | None = None, bits: tuple[int, int] = (3, 4)) -> Any:
+    model = model or net()
+    torchq.quantize_(model, torchq.recipes.integer(*bits))
+    torchq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def error(model: nn.Module) -> float:
+    """Return the relative error of the output of ``model`` on data that it has not seen."""
+    x = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = net()(x)
+        return ((model(x) - expected).norm() / (expected - expected.mean(0)).norm()).item()
+
+
+def test_each_refinement_lowers_the_error() -> None:
+    found = [error(calibrated())]
+    for arguments in (
+        {"target": "weight", "refine": False},
+        {"target": "layer", "refine": False},
+        {"target": "block"},
+    ):
+        model = calibrated()
+        report = gptq_(model, batches(), progress=False, **arguments)  # type: ignore[arg-type]
+        found.append(error(model))
+        assert list(report.layers) == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
+        assert all(layer.error_after < layer.error_before for layer in report.layers.values())
+        assert report.skipped == {} and report.batches == 3
+    assert found[1] < 0.7 * found[0] and found[2] < found[1] and found[3] < 0.9 * found[2]
+    repairs = [name for name, layer in report.layers.items() if layer.repairs_shortcut]
+    assert repairs == ["2.conv2", "3.conv2"]
+    assert "3.conv2" in str(report) and "repairs a shortcut" in str(report)
+
+
+def test_published_form_keeps_biases_and_ranges() -> None:
+    model, before = calibrated(), calibrated()
+    gptq_(model, batches(), target="weight", refine=False, progress=False)
+    for (name, new), (_, old) in zip(
+        model.state_dict().items(), before.state_dict().items(), strict=True
+    ):
+        assert torch.equal(new, old) != name.endswith("weight"), name
+
+
+def test_the_bias_makes_the_mean_output_that_of_the_float_model() -> None:
+    """E[Q x + b] = E[W x + b] on quantized and float inputs, and for a sum with a shortcut."""
+    model, floats = calibrated(), net()
+    gptq_(model, batches(), progress=False)
+    with torch.no_grad():
+        x = torch.cat(batches())
+        means = [(m[0](x).mean((0, 2, 3))) for m in (model, floats)]
+        torch.testing.assert_close(*means, rtol=0, atol=1e-6)
+        sums: list[Tensor] = []
+        for m in (model, floats):
+            block, y = m[2], m[:2](x)  # type: ignore[index]
+            sums.append((block.conv2(block.conv1(y).relu()) + y).mean((0, 2, 3)))
+        torch.testing.assert_close(*sums, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_weights_are_values_of_the_grid(dtype: torch.dtype, group_size: int | None) -> None:
+    model = calibrated().to(dtype)
+    data = [batch.to(dtype) for batch in batches()]
+    gptq_(model, data, group_size=group_size, progress=False)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            assert torch.equal(module.weight_quantizer(module.weight), module.weight), name
+            assert len(module.weight.unique()) <= 8 * module.weight_quantizer.amax.numel()
+            if group_size:
+                assert module.weight_quantizer.descriptor.block_size == 4
+
+
+def test_results_are_saved_restored_and_deployed(tmp_path: Path) -> None:
+    model = calibrated(bits=(8, 8))
+    gptq_(model, batches(), progress=False)
+    x = batches()[0]
+    expected = model(x)
+    torchq.save(model, tmp_path / "model.pt")
+    assert torch.equal(torchq.load(net(), tmp_path / "model.pt")(x), expected)
+    # Deployed layers add their products in another order.
+    torch.testing.assert_close(torchq.deploy(model, x)(x), expected, rtol=0, atol=0.02)
+    torchq.restore_(model)
+    assert not torch.equal(model[0].weight, net()[0].weight)
+
+
+def test_the_same_result_from_memory_and_from_files() -> None:
+    models = [calibrated(), calibrated(), calibrated()]
+    for model, run in zip(
+        models, [None, RunOptions(memory_limit=0), RunOptions(num_batches=3)], strict=True
+    ):
+        gptq_(model, iter(batches(3 if run is None else 4)[:3]), run=run, progress=False)
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(value, models[1].state_dict()[name])
+        assert torch.equal(value, models[2].state_dict()[name])
+
+
+def test_modes_stay_and_other_modules_are_not_touched() -> None:
+    model = calibrated().train()
+    model[2].conv1.input_quantizer.mode = "off"
+    gptq_(model, batches(), progress=False)
+    assert model.training and model[2].conv1.input_quantizer.mode == "off"
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_layers_that_are_left_alone_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.shared = nn.ConvTranspose2d(3, 3, 2), nn.Conv2d(3, 3, 1)
+            self.again = nn.Conv2d(3, 3, 1)
+            self.again.weight = self.shared.weight
+            self.last, self.unused, self.off = (nn.Conv2d(3, 3, 1, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.off(self.last(self.again(self.shared(self.up(x)))))
+
+    model = Net()
+    torchq.quantize_(model, torchq.recipes.integer(3, 4))
+    torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
+    model.off.weight_quantizer.mode = "off"  # type: ignore[union-attr]
+    report = gptq_(model, batches(), progress=False)
+    assert list(report.layers) == ["last"]
+    assert report.skipped == {
+        "up": "QuantConvTranspose2d is no convolution or linear layer",
+        "shared": "it shares its weight with another module",
+        "again": "it shares its weight with another module",
+        "unused": "no batch reached it",
+        "off": "its weight quantizer is off",
+    }
+
+
+def test_projections_of_one_input_are_treated_together() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.out(torch.tanh(self.q(x)) * self.k(x))
+
+    data, runs = [torch.rand(64, 4)], []
+    model = nn.Sequential(Attention()).eval()
+    torchq.quantize_(model, torchq.recipes.integer(3, 8))
+    torchq.calibrate(model, data, progress=False)
+    run = RunOptions(forward=lambda m, batch: (runs.append(1), m(batch))[1])
+    report = gptq_(model, data, run=run, progress=False)
+    assert list(report.layers) == ["0.q", "0.k", "0.out"]
+    assert report.layers["0.out"].repairs_shortcut
+    # Counting calls, the float pass, one for q and k, one for out, and the outputs of the block.
+    assert len(runs) == 5
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = calibrated()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CalibrationError, match="gptq_: got no batch; expected at least one"):
+        gptq_(model, [], progress=False)
+    with pytest.raises(CalibrationError, match="gptq_: 0: got NaN or infinite inputs or outputs"):
+        gptq_(model, [batches()[0] * torch.nan], progress=False)
+    with pytest.raises(ConfigError, match="gptq_: got target='magic'; expected one of weight, l"):
+        gptq_(model, batches(), target="magic")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gptq_: got damping=0; expected a number > 0"):
+        gptq_(model, batches(), damping=0)
+    with pytest.raises(ConfigError, match="gptq_: got group_size=0; expected at least 1"):
+        gptq_(model, batches(), group_size=0)
+    with pytest.raises(ConfigError, match=r"gptq_: got no layer to treat \(none is quantized\)"):
+        gptq_(net(), batches())
+    fresh = net()
+    torchq.quantize_(fresh, torchq.recipes.integer(3, 4))
+    with pytest.raises(ConfigError, match=r"gptq_: 0\.input_quantizer has no range yet"):
+        gptq_(fresh, batches())
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_an_interrupt_leaves_every_layer_whole() -> None:
+    model, runs = calibrated(), 0
+    before, whole = copy.deepcopy(model.state_dict()), calibrated()
+    gptq_(whole, batches(), progress=False)
+
+    def interrupted(model: nn.Module, batch: Tensor) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 18:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(UserWarning, match="gptq_: ended after 2 of 6 layers, which keep their new"),
+    ):
+        gptq_(model, batches(), run=RunOptions(forward=interrupted), progress=False)
+    done = ("0.", "2.conv1.")
+    for name, value in model.state_dict().items():
+        expected = whole.state_dict() if name.startswith(done) else before
+        assert torch.equal(value, expected[name]), name
+    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())

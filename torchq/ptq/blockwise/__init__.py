@@ -1,0 +1,38 @@
+"""Running a model block by block, in float and with what is quantized already.
+
+What the learned and the closed-form algorithms share: the blocks of a model, their inputs and
+outputs, and the layers inside as matrices.
+"""
+
+from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks
+from torchq.ptq.blockwise.grid import Grid, check_on_grid, grid_of
+from torchq.ptq.blockwise.layers import (
+    find_layers,
+    input_matrix,
+    output_matrix,
+    weight_from_matrix,
+    weight_matrix,
+    weight_quantizer,
+)
+from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions
+from torchq.ptq.blockwise.storage import TensorStore, map_tensors
+
+__all__ = [
+    "Block",
+    "CallCount",
+    "Captured",
+    "Grid",
+    "Replay",
+    "RunOptions",
+    "TensorStore",
+    "check_on_grid",
+    "find_blocks",
+    "find_layers",
+    "grid_of",
+    "input_matrix",
+    "map_tensors",
+    "output_matrix",
+    "weight_from_matrix",
+    "weight_matrix",
+    "weight_quantizer",
+]

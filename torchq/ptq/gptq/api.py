@@ -1,0 +1,259 @@
+"""GPTQ block by block: every layer is rounded for the inputs that the quantized model gives it.
+
+References: Frantar et al., GPTQ (ICLR 2023); for the asymmetric target, Li et al., GPTAQ (2025);
+for the bias, Nagel et al., Data-Free Quantization (ICCV 2019), section 4.2.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchq.errors import ConfigError
+from torchq.ptq.blockwise import (
+    Block,
+    Replay,
+    RunOptions,
+    TensorStore,
+    find_blocks,
+    find_layers,
+    input_matrix,
+    output_matrix,
+    weight_matrix,
+)
+from torchq.ptq.gptq.layer import GPTQLayer, Options, Target, round_layer_
+from torchq.ptq.gptq.statistics import MomentSums
+from torchq.utils import Pattern, evaluating, progress_bar, table
+from torchq.workflow import quantizers, weight_quantizers
+
+__all__ = ["GPTQReport", "gptq_"]
+
+
+_TARGETS = ("weight", "layer", "block")
+
+
+@dataclass(frozen=True)
+class GPTQReport:
+    """The result of :func:`gptq_`.
+
+    Attributes:
+        layers: path of each layer that was rounded, in the order of the work -> what happened.
+        skipped: path of each quantized layer that was left alone -> the reason.
+        batches: the number of batches that were read.
+    """
+
+    layers: Mapping[str, GPTQLayer]
+    skipped: Mapping[str, str]
+    batches: int
+
+    def __str__(self) -> str:
+        rows = [("layer", "error of the output, relative", "notes")]
+        for name, layer in self.layers.items():
+            notes = ["repairs a shortcut"] if layer.repairs_shortcut else []
+            notes += [f"damping {layer.damping:g}"]
+            error = f"{layer.error_before:.3%} -> {layer.error_after:.3%}"
+            rows.append((name, error, ", ".join(notes)))
+        rows += [(name, "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
+        return f"{table(rows)}\n{len(self.layers)} layers from {self.batches} batches"
+
+
+def gptq_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    target: Target = "block",
+    group_size: int | None = None,
+    act_order: bool = True,
+    damping: float = 0.01,
+    refine: bool = True,
+    block: Pattern | Sequence[Pattern] | None = None,
+    run: RunOptions | None = None,
+    progress: bool = True,
+) -> GPTQReport:
+    """Round the weights of Linear and Conv layers for the least error of their outputs, in place.
+
+    Call it after :func:`torchq.fuse_`, :func:`torchq.quantize_` and :func:`torchq.calibrate`; no
+    labels are needed. Afterwards the weights are values of the quantizers' grids, so saving,
+    exporting and deploying see exactly these codes. The published algorithm is
+    ``gptq_(..., target="weight", refine=False)``.
+
+    Layers are treated one block after the other, in running order, on inputs from the quantized
+    blocks before. A layer is changed as a whole or not at all; a call that fails or is interrupted
+    leaves the layers that were finished as they are, with a warning that names their number.
+
+    Args:
+        model: a calibrated model.
+        batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
+            A few hundred images are enough. All are kept in memory.
+        target: ``"weight"`` keeps the output of the float weights on the quantized inputs.
+            ``"layer"`` wants the output of the float layer on the float inputs, so that the layer
+            makes up for the rounding of its inputs: ridge regression gives the weights that are
+            rounded, moments are centred, and the bias follows in closed form. ``"block"`` wants
+            the same, and a layer whose output is added to a shortcut also makes up for the error
+            of the shortcut.
+        group_size: give each run of this many inputs of an output channel a range of its own, in
+            place of the granularity of the weight quantizer; for convolutions input channels
+            count. None keeps the granularity.
+        act_order: round columns in the order of falling diagonals of the Hessian.
+        damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
+            > 0. Where the sum is not positive definite, it grows tenfold; the report has it.
+        refine: search the ranges of the weights for the least error of the output, and improve
+            the rounding by coordinate descent. Without it the ranges are those of calibration.
+        block: patterns of the modules that are blocks; None finds them in the structure.
+        run: how the model is run; see :class:`RunOptions`. With ``run.group`` the statistics of
+            all processes are summed, and every rank gets the same weights.
+        progress: show a progress bar.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: no layer can be treated, an input is not calibrated, or an argument is
+            invalid.
+        CalibrationError: there is no batch, or a layer sees NaN or infinity.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        >>> _ = torchq.quantize_(model, torchq.recipes.integer(3, 8))
+        >>> batches = [torch.rand(64, 8)]
+        >>> _ = torchq.calibrate(model, batches, progress=False)
+        >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
+        ['0', '1']
+    """
+    options, run = Options(target, group_size, act_order, damping, refine), run or RunOptions()
+    _check(options)
+    layers, skipped = find_layers(model)
+    _check_model(model, layers, skipped)
+    with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
+        replay = Replay(model, batches, run, store, "gptq_")
+        blocks, more = find_blocks(model, layers, replay.count_calls(), block)
+        replay.use_blocks(blocks)
+        work = _Work(replay, options, run.group, progress)
+        work.run(blocks)
+    skipped |= more
+    ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
+    return GPTQReport(work.done, ordered, len(replay.batches))
+
+
+def _check(options: Options) -> None:
+    """Raise an error for an argument that is out of range."""
+    if options.target not in _TARGETS:
+        raise ConfigError(
+            f"gptq_: got target={options.target!r}; expected one of {', '.join(_TARGETS)}"
+        )
+    if not 0 < options.damping < float("inf"):
+        raise ConfigError(f"gptq_: got damping={options.damping}; expected a number > 0")
+    if options.group_size is not None and options.group_size < 1:
+        raise ConfigError(f"gptq_: got group_size={options.group_size}; expected at least 1")
+
+
+def _check_model(model: nn.Module, layers: Mapping[str, Any], skipped: Mapping[str, str]) -> None:
+    """Raise an error for a model that is not ready."""
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ConfigError(
+            f"gptq_: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
+            "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
+        )
+    weights = weight_quantizers(model)
+    for name, quantizer in quantizers(model).items():
+        is_fixed = quantizer.quantizing and not quantizer.descriptor.dynamic
+        if is_fixed and not quantizer.calibrated and id(quantizer) not in weights:
+            raise ConfigError(
+                f"gptq_: {name} has no range yet; expected a calibrated model. Run "
+                "torchq.calibrate(model, batches) first"
+            )
+
+
+class _Work:
+    """The treatment of the blocks, one after the other."""
+
+    def __init__(
+        self,
+        replay: Replay,
+        options: Options,
+        group: dist.ProcessGroup | None,
+        progress: bool,
+    ) -> None:
+        self.replay, self.options, self.group, self.progress = replay, options, group, progress
+        self.done: dict[str, GPTQLayer] = {}
+
+    def run(self, blocks: Sequence[Block]) -> None:
+        """Treat every block; say how far it got if anything ends it."""
+        total = sum(len(block.layers) for block in blocks)
+        try:
+            numbered = list(enumerate(blocks))
+            for number, block in progress_bar(
+                numbered, description="gptq_", enabled=self.progress, unit="block"
+            ):
+                self._treat_block(number, block)
+        except BaseException:
+            if self.done:
+                warnings.warn(
+                    f"gptq_: ended after {len(self.done)} of {total} layers, which keep their new "
+                    "weights; the others are as before",
+                    stacklevel=4,
+                )
+            raise
+
+    def _treat_block(self, number: int, block: Block) -> None:
+        if self.options.target == "weight":
+            shortcuts: set[str] = set()
+        else:
+            shortcuts = self._keep_targets(number, block)
+        for names in self.replay.layers_by_input(number):
+            self._treat_layers(number, block, names, shortcuts)
+        self.replay.finish(number, "quantized")
+
+    def _keep_targets(self, number: int, block: Block) -> set[str]:
+        """Keep the float outputs of the layers; return those that are added to a shortcut."""
+        replay, names = self.replay, list(block.layers)
+        wanted = names if self.options.target == "block" else []
+        repairing: set[str] = set()
+        for index in range(len(replay.batches)):
+            got = replay.run(number, index, "float", want_outputs=names, want_shortcuts=wanted)
+            for name, out in got.outputs.items():
+                shortcut = got.shortcuts.get(name)
+                replay.store.put(
+                    ("target", name, index), out if shortcut is None else out + shortcut
+                )
+            repairing |= got.shortcuts.keys()
+        return repairing
+
+    def _treat_layers(
+        self, number: int, block: Block, names: Sequence[str], repairing: set[str]
+    ) -> None:
+        """Treat layers that read the same input."""
+        replay = self.replay
+        sums = {name: MomentSums() for name in names}
+        wanted = [name for name in names if name in repairing]
+        for index in range(len(replay.batches)):
+            got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
+            for name in names:
+                layer = block.layers[name]
+                x = input_matrix(layer, layer.input_quantizer(got.inputs[name]))
+                key = ("target", name, index)
+                if key not in replay.store:
+                    t = _float_product(layer, x)
+                else:
+                    out = replay.store.get(key)
+                    t = output_matrix(layer, out - got.shortcuts[name] if name in wanted else out)
+                    replay.store.drop(key)
+                sums[name].add(x, t)
+        for name in names:
+            sums[name].reduce(self.group)
+            self.done[name] = round_layer_(
+                name, block.layers[name], sums[name], self.options, name in repairing
+            )
+
+
+def _float_product(layer: Any, x: Tensor) -> Tensor:
+    """Return the output of the float weight on an input matrix."""
+    product = weight_matrix(layer, layer.weight.detach()) @ x
+    return product if layer.bias is None else product + layer.bias.view(len(x), -1, 1)

@@ -1,0 +1,138 @@
+"""Rounding of a weight matrix so that its output changes least.
+
+The error of rounded rows Q of a weight W is ``sum((Q - W) H (Q - W)^T)`` with a positive definite
+matrix H of input moments. Rows are independent of each other.
+
+Reference: Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers (ICLR 2023), section 3 and algorithm 1. Coordinate descent: Behdin et al., QuantEase
+(2023), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq.ptq.blockwise.grid import Grid
+
+__all__ = ["cholesky_with_damping", "descend", "quadratic_error", "ridge_regression", "round_rows"]
+
+# Columns after which the rest of the matrix is brought up to date, in one product.
+_LAZY = 128
+# The search for a positive definite matrix ends here.
+_MOST_DAMPING = 1e4
+# Passes of coordinate descent over the columns, unless nothing changes before.
+_SWEEPS = 4
+
+
+def quadratic_error(difference: Tensor, h: Tensor) -> Tensor:
+    """Return ``d H d^T`` of each row d.
+
+    Args:
+        difference: (..., rows, columns).
+        h: (..., columns, columns).
+
+    Returns:
+        (..., rows).
+    """
+    return ((difference @ h) * difference).sum(-1)
+
+
+def cholesky_with_damping(h: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Return the damped matrix, and the damping that made it positive definite.
+
+    The damping is a fraction of the mean of the diagonal that is added to the diagonal. It grows
+    tenfold until the Cholesky decomposition exists. A matrix of zeros becomes the identity.
+
+    Args:
+        h: (columns, columns), float64, symmetric.
+        damping: the fraction to start from, > 0.
+
+    Returns:
+        The damped matrix and the fraction.
+    """
+    mean = h.diagonal().mean()
+    unit = torch.where(mean > 0, mean, 1.0)
+    while True:
+        damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * unit)
+        _, info = torch.linalg.cholesky_ex(damped)
+        if not bool(info) or damping > _MOST_DAMPING:
+            return damped, damping
+        damping *= 10
+
+
+def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Tensor:
+    """Return the weights that minimise ``mean((t - W x)^2) + r |W - weight|^2``.
+
+    Args:
+        weight: (rows, columns), where the solution is pulled to.
+        xx: (columns, columns), moments of the inputs.
+        tx: (rows, columns), moments of targets and inputs.
+        ridge: r as a fraction of the mean of the diagonal of ``xx``.
+    """
+    damped, ridge = cholesky_with_damping(xx, ridge)
+    r = damped.diagonal().mean() - xx.diagonal().mean()
+    return torch.linalg.solve(damped, (tx + r * weight).T).T
+
+
+def round_rows(weight: Tensor, h: Tensor, grid: Grid, *, act_order: bool = True) -> Tensor:
+    """Return ``weight`` rounded by GPTQ.
+
+    One column is rounded after the other. Each error is made up for by the columns that are not
+    rounded yet, as well as they can: by ``-error / U[i, i] * U[i, i + 1:]``, where U is the upper
+    Cholesky factor of the inverse of H.
+
+    Args:
+        weight: (rows, columns), float64.
+        h: (columns, columns), float64, positive definite.
+        grid: of the rows.
+        act_order: round columns with large diagonals of H first.
+    """
+    if act_order:
+        order = h.diagonal().argsort(descending=True, stable=True)
+    else:
+        order = torch.arange(len(h), device=h.device)
+    w, grid = weight[:, order].clone(), grid.permuted(order)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order]))
+    u = torch.linalg.cholesky(inverse, upper=True)
+    rounded = torch.empty_like(w)
+    for start in range(0, w.shape[1], _LAZY):
+        end = min(start + _LAZY, w.shape[1])
+        errors = torch.empty_like(w[:, start:end])
+        for i in range(start, end):
+            rounded[:, i] = grid.nearest(w[:, i], i)
+            error = (w[:, i] - rounded[:, i]) / u[i, i]
+            w[:, i + 1 : end] -= error.unsqueeze(1) * u[i, i + 1 : end]
+            errors[:, i - start] = error
+        w[:, end:] -= errors @ u[start:end, end:]
+    out = torch.empty_like(rounded)
+    out[:, order] = rounded
+    return out
+
+
+def descend(rounded: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
+    """Return ``rounded`` after coordinate descent, which never makes the error of a row larger.
+
+    Each column in turn takes the grid value that is best for the values of all others.
+
+    Args:
+        rounded: (rows, columns) on the grid.
+        weight: (rows, columns), what was rounded.
+        h: (columns, columns), positive definite.
+        grid: of the rows.
+    """
+    q = rounded.clone()
+    gradient = (q - weight) @ h
+    diagonal = h.diagonal()
+    for _ in range(_SWEEPS):
+        changed = False
+        for i in range(q.shape[1]):
+            best = grid.nearest(q[:, i] - gradient[:, i] / diagonal[i], i)
+            change = best - q[:, i]
+            if bool(change.any()):
+                gradient += change.unsqueeze(1) * h[i]
+                q[:, i] = best
+                changed = True
+        if not changed:
+            break
+    return q
