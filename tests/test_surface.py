@@ -14,8 +14,8 @@ import torchq
 PROMISED: dict[str, str] = {
     "torchq": """
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
-        TensorQuantizer __version__ analysis calib calibrate deploy disabled errors
-        export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
+        TensorQuantizer __version__ analysis calib calibrate deploy disabled engines
+        errors export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
         inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
         recipes register restore_ save sensitivity summary targets verify_onnx workflow
@@ -26,7 +26,10 @@ PROMISED: dict[str, str] = {
     """,
     "torchq.errors": """
         TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError
-        FrontendError GraphError MissingExtraError
+        FrontendError GraphError InputError MissingExtraError
+    """,
+    "torchq.engines": """
+        ENGINES Engine EngineModule GraphEngine OnnxRuntime OpenVino TorchEngine deploy register
     """,
     "torchq.formats": """
         CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 POWER_OF_TWO ROUNDINGS UINT4
@@ -124,6 +127,7 @@ def test_errors_are_what_python_users_expect() -> None:
         "FuseError": RuntimeError,
     }
     builtin |= {"ExportError": RuntimeError, "MissingExtraError": ImportError}
+    builtin |= {"InputError": TypeError}
     for name, base in builtin.items():
         error = getattr(torchq.errors, name)
         assert issubclass(error, base) and issubclass(error, torchq.errors.TorchqError)

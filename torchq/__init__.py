@@ -10,6 +10,7 @@ torch.Size([1, 2])
 from torchq import (
     analysis,
     calib,
+    engines,
     errors,
     formats,
     frontends,
@@ -25,9 +26,9 @@ from torchq import (
 from torchq.analysis import layer_errors, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
+from torchq.engines import deploy
 from torchq.frontends import from_mxnet, from_onnx
 from torchq.fusion import FuseReport, fuse_
-from torchq.lowering import deploy
 from torchq.nn import TensorQuantizer, register
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_, targets
@@ -58,6 +59,7 @@ __all__ = [
     "calibrate",
     "deploy",
     "disabled",
+    "engines",
     "errors",
     "export_onnx",
     "formats",

@@ -13,6 +13,7 @@ __all__ = [
     "QuantizationError",
     "FuseError",
     "ExportError",
+    "InputError",
     "FrontendError",
     "GraphError",
     "MissingExtraError",
@@ -41,6 +42,10 @@ class FuseError(TorchqError, RuntimeError):
 
 class ExportError(TorchqError, RuntimeError):
     """A model cannot be exported or deployed as it is."""
+
+
+class InputError(TorchqError, TypeError, ValueError):
+    """A deployed model was called with arguments of another name, number, dtype or shape."""
 
 
 class FrontendError(TorchqError, ValueError):

@@ -1,10 +1,9 @@
-"""Integer kernels inside PyTorch: :func:`torchq.deploy` and the modules that it inserts.
+"""Integer kernels inside PyTorch: the engine "torch" of :func:`torchq.deploy`, and its modules.
 
-The function is called ``deploy`` and its package ``lowering``, because a module attribute cannot
-be both. ``torchq.onnx`` and this package do not know each other.
+``torchq.onnx`` and this package do not know each other.
 """
 
-from torchq.lowering.api import deploy
+from torchq.lowering.api import float_copy, lower_model, simulated_copy
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.conv import Int8Conv
@@ -16,6 +15,7 @@ from torchq.lowering.modules.release_weights import release_weights_, restore_we
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
 from torchq.lowering.qparams import QParams
+from torchq.lowering.reference_check import ReferenceCheck
 from torchq.lowering.registry import LOWERINGS
 
 __all__ = [
@@ -30,8 +30,11 @@ __all__ = [
     "Int8Layer",
     "Int8Linear",
     "LOWERINGS",
+    "ReferenceCheck",
     "WeightOnlyLinear",
-    "deploy",
+    "float_copy",
+    "lower_model",
     "release_weights_",
     "restore_weights_",
+    "simulated_copy",
 ]

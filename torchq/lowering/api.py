@@ -1,4 +1,4 @@
-"""``torchq.deploy``: a calibrated model on integer kernels."""
+"""From a calibrated model to one on integer kernels of torch, which ``torchq.deploy`` calls."""
 
 from __future__ import annotations
 
@@ -20,60 +20,33 @@ from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
 from torchq.nn import QuantModule, RoutedModule
+from torchq.swap import restore_
 from torchq.utils import copy_module, modules_with_names, set_submodule
-from torchq.workflow import freeze_
+from torchq.workflow import freeze_, quantizers
 
-__all__ = ["deploy"]
+__all__ = ["float_copy", "lower_model", "simulated_copy"]
 
 log = logging.getLogger(__name__)
 
 
-def deploy(
-    model: nn.Module, example: Any = None, *, reduce_range: bool = False, fuse: bool = True
+def lower_model(
+    simulated: nn.Module, example: Any = None, *, reduce_range: bool = False, fuse: bool = True
 ) -> nn.Module:
-    """Return a copy of a calibrated model that computes on integers, for inference.
-
-    Every quantized convolution and linear layer becomes one that multiplies uint8 activations
-    with int8 weights. Where the model can be traced, neighbouring layers are fused as well:
-    BatchNorm, activations and residual additions move into the kernels, and tensors that only
-    integer layers read are passed on as uint8. Layers without an integer kernel keep simulating;
-    :func:`torchq.summary` of the result says which, and why.
+    """Return a model on integer kernels that computes what ``simulated`` does.
 
     Args:
-        model: calibrated; left unchanged.
-        example: arguments for one call of the model, see :func:`torchq.graph.call_model`. With it
-            the result is run once and compared with the simulation. A large difference is an
-            error; it is a warning where every layer agrees when it is given the inputs of the
-            simulation, as the model then only amplifies ties.
-        reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
-            products in 16 bits: 8-bit weights can overflow there (there is a warning).
-        fuse: False replaces layers only, each with floating-point input and output, and does not
-            trace the model.
+        simulated: from :func:`simulated_copy`; left unchanged.
+        example: see :func:`torchq.deploy`.
+        reduce_range: see :func:`torchq.deploy`.
+        fuse: see :func:`torchq.deploy`.
 
     Returns:
-        A new module in eval mode, on the device of the model. It can be copied, pickled, compiled
-        and exported. Its 4-d results are channels last in memory.
+        A new module in eval mode.
 
     Raises:
-        ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
-            them), or a class of the model refuses to be copied, or the result for ``example``
-            differs from the simulation by more than -20 dB and by more than quantization itself
-            makes.
-
-    Example:
-        >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)
-        >>> model = torch.nn.Sequential(*layers).eval()
-        >>> report = torchq.quantize_(model)
-        >>> x = torch.randn(1, 3, 8, 8)
-        >>> report = torchq.calibrate(model, [x], progress=False)
-        >>> int8 = torchq.deploy(model)
-        >>> bool((int8(x) - model(x)).abs().max() < 0.02)
-        True
+        ExportError: the result for ``example`` differs from the simulation by more than -20 dB and
+            by more than quantization itself makes.
     """
-    _require_calibrated(model)
-    simulated = _copy(model)
-    freeze_(simulated)
-    simulated.eval().requires_grad_(False)
     result = _replace_layers(copy_module(simulated), reduce_range)
     check = None if example is None else ReferenceCheck(simulated, example)
     if fuse:
@@ -81,6 +54,35 @@ def deploy(
     _warn_of_saturation(result, reduce_range)
     if check is not None:
         _report(check(result), fuse)
+    return result
+
+
+def simulated_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a calibrated model with fixed ranges, in eval mode and without gradients.
+
+    Args:
+        model: left unchanged.
+
+    Raises:
+        ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
+            them), or a class of the model refuses to be copied.
+    """
+    _require_calibrated(model)
+    simulated = _copy(model)
+    freeze_(simulated)
+    return simulated.eval().requires_grad_(False)
+
+
+def float_copy(simulated: nn.Module) -> nn.Module:
+    """Return a copy of a model as it was before it was quantized.
+
+    Args:
+        simulated: from :func:`simulated_copy`; left unchanged.
+    """
+    result = copy_module(simulated)
+    restore_(result)
+    for quantizer in quantizers(result).values():  # that the author of the model placed
+        quantizer.mode = "off"
     return result
 
 
@@ -93,7 +95,7 @@ def _report(verdict: Verdict, fuse: bool) -> None:
         warnings.warn(
             f"deploy: {verdict.note}: the model amplifies values that are rounded the other way "
             "at a tie. Its quantized results depend on the machine that computes them",
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
@@ -126,7 +128,7 @@ def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
 
     Args:
         model: changed in place.
-        reduce_range: see :func:`deploy`.
+        reduce_range: see :func:`torchq.deploy`.
 
     Returns:
         The model, or the new layer if the model itself is one.
@@ -169,7 +171,7 @@ def _warn_of_float_inputs(names: Sequence[str]) -> None:
             f"deploy: the weight of {', '.join(names)} is quantized, but the input is not, so "
             "nothing there runs on integers. A target without an integer kernel for a layer "
             "leaves its input float. Call torchq.quantize_ without a target for torchq.deploy",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -198,5 +200,5 @@ def _warn_of_saturation(model: nn.Module, reduce_range: bool) -> None:
         "deploy: this CPU has no VNNI instructions, its kernels add pairs of products in 16 bits "
         "and can overflow, with errors of several percent. Pass reduce_range=True for 7-bit "
         "weights",
-        stacklevel=3,
+        stacklevel=5,
     )

@@ -62,7 +62,7 @@ class ReferenceCheck:
 
     def __call__(self, model: nn.Module) -> Verdict:
         """Run ``model`` on the example and return how its results compare."""
-        problem = self._compare(_results(model, self._example))
+        problem = self.difference(model)
         if not problem:
             return Verdict()
         layer = differing_layer(model, self._simulated, self._example)
@@ -70,15 +70,23 @@ class ReferenceCheck:
             return Verdict(note=f"{problem}, though every layer agrees when given the same input")
         return Verdict(f"{problem}. Given the inputs of the simulation, {layer}")
 
-    def _compare(self, results: list[Tensor]) -> str:
-        """Return which result differs by more than is allowed; an empty string if none does."""
+    def difference(self, model: nn.Module) -> str:
+        """Return which result of ``model`` differs by more than is allowed; "" if none does."""
+        results = _results(model, self._example)
+        return self._shape_difference(results) or self._value_difference(results)
+
+    def _shape_difference(self, results: list[Tensor]) -> str:
         if len(results) != len(self._expected):
             return f"the model returns {len(results)} tensors; expected {len(self._expected)}"
-        pairs = zip(self._expected, self._allowed, results, strict=True)
-        for number, (expected, allowed, got) in enumerate(pairs):
+        for number, (expected, got) in enumerate(zip(self._expected, results, strict=True)):
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
+        return ""
+
+    def _value_difference(self, results: list[Tensor]) -> str:
+        pairs = zip(self._expected, self._allowed, results, strict=True)
+        for number, (expected, allowed, got) in enumerate(pairs):
             error = _distance(got, expected)
             if not error <= allowed:
                 return (

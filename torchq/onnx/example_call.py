@@ -77,16 +77,6 @@ class ExampleCall:
             self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
 
     @property
-    def positional(self) -> tuple[Any, ...]:
-        """All arguments in the order of ``forward``, with defaults between them."""
-        if not self.kwargs:
-            return self.args
-        parameters = list(inspect.signature(self.model.forward).parameters.values())
-        rest = parameters[len(self.args) :]
-        last = max(i for i, p in enumerate(rest) if p.name in self.kwargs)
-        return (*self.args, *(self.kwargs.get(p.name, p.default) for p in rest[: last + 1]))
-
-    @property
     def shapes(self) -> dict[str, dict[int, str]]:
         """Open dimensions by name in the file, of the tensors that have any."""
         pairs = zip(self.input_names, self.open.values(), strict=False)

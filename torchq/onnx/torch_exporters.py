@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import MARK
@@ -89,19 +89,27 @@ def _dynamic_shapes(call: ExampleCall) -> dict[str, Any] | None:
     return shapes
 
 
-class _Positional(nn.Module):
-    """A module that calls another one with positional arguments.
+class _TensorsOnly(nn.Module):
+    """A module that calls another one, and whose arguments are tensors alone.
 
-    The TorchScript exporter makes tensors of the defaults that it finds in a signature.
+    The TorchScript exporter makes inputs of numbers too, and of defaults that it finds in a
+    signature. Here they are part of the module.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, call: ExampleCall) -> None:
         super().__init__()
-        self.add_module(_WRAPPED, model)
-        self.training = model.training
+        self.add_module(_WRAPPED, call.model)
+        self._call = call
+        self.training = call.model.training
 
-    def forward(self, *args: Any) -> Any:
-        return self.get_submodule(_WRAPPED)(*args)
+    def forward(self, *tensors: Tensor) -> Any:
+        left = list(tensors)
+        args = [left.pop(0) if isinstance(v, Tensor) else v for v in self._call.args]
+        kwargs = {
+            name: left.pop(0) if isinstance(v, Tensor) else v
+            for name, v in self._call.kwargs.items()
+        }
+        return self.get_submodule(_WRAPPED)(*args, **kwargs)
 
 
 def run_torchscript(call: ExampleCall, opset: int) -> Model:
@@ -114,8 +122,8 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
             warnings.filterwarnings("ignore", message="Constant folding")
             file = Path(folder, "model.onnx")
             torch.onnx.export(
-                _Positional(call.model),
-                call.positional,
+                _TensorsOnly(call),
+                tuple(v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)),
                 str(file),
                 input_names=call.input_names,
                 output_names=call.output_names,

@@ -1,0 +1,216 @@
+"""The conformance suite of engines, run over the registry. A new engine is a row here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from tests.contracts.engine_contract import (
+    BOUND_DB,
+    EngineContract,
+    calibrated_detector,
+    images,
+)
+from tests.lowering.common import sqnr
+from torchq.engines import (
+    ENGINES,
+    Engine,
+    EngineModule,
+    OnnxRuntime,
+    OpenVino,
+    TorchEngine,
+    graph_engine,
+)
+from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+#: Engines by name, with the settings that the suite runs.
+ROWS: dict[str, tuple[Engine, ...]] = {
+    "torch": (TorchEngine(), TorchEngine(quantized=False)),
+    "onnxruntime": (OnnxRuntime(), OnnxRuntime(quantized=False)),
+    "openvino": (OpenVino(), OpenVino(quantized=False)),
+}
+SETTINGS = [engine for row in ROWS.values() for engine in row]
+
+
+def available(engine: Engine) -> None:
+    """Skip a test where the package of an engine is missing."""
+    try:
+        engine.check()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda engine: engine.label)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    available(request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def simulated() -> nn.Module:
+    return calibrated_detector()
+
+
+@pytest.fixture(scope="module")
+def deployed(engine: Engine, simulated: nn.Module) -> nn.Module:
+    """Deploy the detector, which must stay as it was."""
+    before = {name: value.clone() for name, value in simulated.state_dict().items()}
+    result = torchq.deploy(simulated, images(1), engine=engine)
+    after = simulated.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    return result
+
+
+class TestEngines(EngineContract):
+    """The contract, for every row."""
+
+
+def test_every_engine_has_a_row() -> None:
+    assert set(ROWS) == set(ENGINES)
+    for name, row in ROWS.items():
+        assert all(engine.name == name for engine in row)
+
+
+def test_engines_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OnnxRuntime().quantized = False  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
+def graph_module(request: pytest.FixtureRequest, simulated: nn.Module) -> EngineModule:
+    """Deploy the detector as one graph."""
+    available(ENGINES[request.param]())
+    result = torchq.deploy(simulated, images(1), engine=request.param)
+    assert isinstance(result, EngineModule)
+    return result
+
+
+class TestGraphEngines:
+    """What holds beyond the contract where the model is one graph: its inputs are checked."""
+
+    def test_errors_name_the_argument(self, graph_module: EngineModule) -> None:
+        x = images(1)
+        for args, kwargs, text in (
+            ((x.double(),), {}, "argument 'image': got torch.float64; expected torch.float32"),
+            ((x[:, :2],), {}, r"argument 'image': got shape \(1, 2, 12, 12\); expected \(any, 3"),
+            ((x[0],), {}, r"argument 'image': got shape \(3, 12, 12\)"),
+            ((x.numpy(),), {}, "argument 'image': got a ndarray; expected a tensor"),
+            ((x.to("meta"),), {}, "got a tensor on meta; expected one on cpu"),
+            ((), {}, "missing a required argument: 'image'"),
+            ((x,), {"picture": x}, "unexpected keyword argument 'picture'"),
+            ((x, 1.0, None), {}, "too many positional arguments"),
+            ((x, 2.0), {}, "argument 'factor': got 2.0; expected 1.0"),
+            ((x,), {"mask": x}, "argument 'mask': got a Tensor; expected None"),
+        ):
+            with pytest.raises(InputError, match=f"Detector: .*{text}"):
+                graph_module(*args, **kwargs)
+
+    def test_arguments_of_the_example_are_built_in(
+        self, graph_module: EngineModule, simulated: nn.Module
+    ) -> None:
+        x = images(1)
+        example = {"image": x, "factor": 2.0}
+        deployed = torchq.deploy(simulated, example, engine=graph_module.engine)
+        assert sqnr(deployed(x, 2.0).scores, simulated(x, 2.0).scores) > BOUND_DB
+        with pytest.raises(InputError, match=r"'factor': got 1\.0; expected 2\.0"):
+            deployed(x, 1.0)
+
+    def test_state_dicts_hold_the_graph(
+        self, graph_module: EngineModule, simulated: nn.Module
+    ) -> None:
+        x = images(2)
+        example = {"image": x, "factor": 2.0}
+        other = torchq.deploy(simulated, example, engine=graph_module.engine)
+        twin = copy.deepcopy(graph_module)
+        twin.load_state_dict(other.state_dict())
+        assert torch.equal(twin(x).scores, other(x, 2.0).scores)
+        assert not torch.equal(twin(x).scores, graph_module(x).scores)
+
+    def test_the_summary_counts_integer_nodes(self, graph_module: EngineModule) -> None:
+        (row,) = torchq.summary(graph_module).layers
+        assert row.kernel == f"{graph_module.engine} quantized"
+        assert row.bytes == graph_module.graph.numel()
+        count, total = (int(word) for word in row.note.split()[:3:2])
+        assert 3 <= count <= total  # the two convolutions and the head
+
+
+def test_engines_need_an_example() -> None:
+    with pytest.raises(ConfigError, match="engine 'onnxruntime' without an example; expected one"):
+        torchq.deploy(calibrated_detector(), engine="onnxruntime")
+
+
+def test_an_unknown_engine_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'tvm'; expected one of: 'onnxruntime'"):
+        torchq.deploy(calibrated_detector(), images(1), engine="tvm")
+
+
+def test_options_of_another_engine_are_refused() -> None:
+    for options in ({"reduce_range": True}, {"fuse": False}):
+        with pytest.raises(ConfigError, match="for engine 'onnxruntime'; expected it for 'torch'"):
+            torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime", **options)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_providers_that_are_not_there_are_named(provider: str) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    if len(runtime.get_available_providers()) > 2:
+        pytest.skip("there are providers for GPUs")
+    with pytest.raises(ExportError, match=f"expected it for provider='{provider}'"):
+        torchq.deploy(calibrated_detector(), images(1), engine=OnnxRuntime(provider=provider))
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got provider 'npu'; expected one of 'cpu'"):
+        OnnxRuntime(provider="npu")
+    with pytest.raises(ConfigError, match="got precision 'int3'; expected one of 'f32'"):
+        OpenVino(precision="int3")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("onnxruntime", "export"), ("openvino", "openvino")])
+def test_a_missing_package_is_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"engine='{name}'.*torchq\[{extra}\]"):
+        torchq.deploy(calibrated_detector(), images(1), engine=name)
+
+
+def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = OnnxRuntime.open
+
+    def opened(self: OnnxRuntime, graph: bytes, threads: int) -> object:
+        seen.append(threads)
+        return original(self, graph, threads)
+
+    monkeypatch.setattr(OnnxRuntime, "open", opened)
+    deployed = torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        deployed(images(1))
+        deployed(images(2))
+    finally:
+        torch.set_num_threads(before)
+    deployed(images(1))
+    assert seen == [before, 2]
+
+
+def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = OnnxRuntime.open
+
+    def wrong(self: OnnxRuntime, graph: bytes, threads: int) -> object:
+        run = original(self, graph, threads)
+        return lambda feeds: [2 * result for result in run(feeds)]
+
+    monkeypatch.setattr(OnnxRuntime, "open", wrong)
+    monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: False)
+    with pytest.raises(ExportError, match="engine 'onnxruntime quantized': result 0 has relative"):
+        torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")

@@ -1,0 +1,24 @@
+"""Deployment: :func:`torchq.deploy`, and the engines whose kernels can run a calibrated model.
+
+The package may import onnx, lowering and below.
+"""
+
+from torchq.engines.api import deploy
+from torchq.engines.graph_engine import GraphEngine
+from torchq.engines.module import EngineModule
+from torchq.engines.onnxruntime import OnnxRuntime
+from torchq.engines.openvino import OpenVino
+from torchq.engines.registry import ENGINES, Engine, register
+from torchq.engines.torch_engine import TorchEngine
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineModule",
+    "GraphEngine",
+    "OnnxRuntime",
+    "OpenVino",
+    "TorchEngine",
+    "deploy",
+    "register",
+]

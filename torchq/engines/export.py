@@ -1,0 +1,233 @@
+"""From a calibrated model to a graph: the export, and which lengths of its inputs stay open."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.engines.module import GraphInterface
+from torchq.engines.signature import CallSignature, GraphInput, example_arguments
+from torchq.engines.structure import flatten
+from torchq.errors import ExportError
+from torchq.graph import call_arguments, call_model
+from torchq.nn import QuantModule
+from torchq.onnx import export_onnx
+from torchq.onnx.example_call import argument_names
+from torchq.onnx.ir import load_model
+
+__all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenLengths:
+    """Which lengths of its inputs a graph leaves open.
+
+    Attributes:
+        batch: True for the first one of the first tensor, and of all others that have the same.
+        others: name of an argument -> its other open dimensions.
+    """
+
+    batch: bool = True
+    others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
+    """Return sets of lengths that could stay open, the largest first.
+
+    A length may be open if the model itself runs where it is doubled: in all dimensions of the
+    example that have this length, as those of a sequence and of its mask have to agree. An example
+    with one image suffices for all of this.
+
+    Args:
+        model: runs on the example.
+        example: see :func:`torchq.graph.call_model`.
+    """
+    tensors = _tensors(model, example)
+    places: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        for dim, length in enumerate(tensor.shape[1:], 1):
+            if length > 1:
+                group = places.setdefault(length, {})
+                group[name] = (*group.get(name, ()), dim)
+    found: dict[str, tuple[int, ...]] = {}
+    for group in places.values():
+        if _runs(model, _doubled(model, example, group)):
+            for name, dims in group.items():
+                found[name] = (*found.get(name, ()), *dims)
+    smaller = (OpenLengths(), OpenLengths(batch=False))
+    return (OpenLengths(others=found), *smaller) if found else smaller
+
+
+def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
+    """Yield examples with other lengths where ``lengths`` says open, which the model runs on.
+
+    Args:
+        model: see :func:`lengths_to_try`.
+        example: the one that the graph was traced with.
+        lengths: which lengths are open.
+    """
+    if lengths.others:
+        yield _doubled(model, example, lengths.others)
+    if lengths.batch:
+        batched = _batched(model, example)
+        # Not one, which exporters take for a constant, and not the length that was traced.
+        count = 3 if next(iter(batched.values()), torch.zeros(1)).shape[0] != 3 else 2
+        longer = {name: torch.cat([tensor[:1]] * count) for name, tensor in batched.items()}
+        probe = _changed(model, example, longer)
+        if batched and _runs(model, probe):
+            yield probe
+
+
+def _tensors(model: nn.Module, example: Any) -> dict[str, Tensor]:
+    _, values = example_arguments(model, example)
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _batched(model: nn.Module, example: Any) -> dict[str, Tensor]:
+    """Return the tensors of an example that have as many rows as the first one."""
+    tensors = {name: t for name, t in _tensors(model, example).items() if t.dim()}
+    rows = next((t.shape[0] for t in tensors.values()), 0)
+    return {name: t for name, t in tensors.items() if t.shape[0] == rows and rows}
+
+
+def _doubled(model: nn.Module, example: Any, places: Mapping[str, tuple[int, ...]]) -> Any:
+    """Return the first row of an example, twice as long in some dimensions."""
+    tensors = _tensors(model, example)
+    new = {name: tensor[:1] for name, tensor in _batched(model, example).items()}
+    for name, dims in places.items():
+        tensor = new.get(name, tensors[name])
+        for dim in dims:
+            tensor = torch.cat([tensor, tensor], dim)
+        new[name] = tensor
+    return _changed(model, example, new)
+
+
+def _changed(model: nn.Module, example: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return an example with other tensors in the places of the named arguments."""
+    args, kwargs = call_arguments(model, example)
+    if kwargs:
+        return {**kwargs, **tensors}
+    names = argument_names(model, len(args))
+    return tuple(tensors.get(name, arg) for name, arg in zip(names, args, strict=True))
+
+
+def _runs(model: nn.Module, example: Any) -> bool:
+    try:
+        with torch.no_grad():
+            call_model(model, example)
+    except Exception as error:  # a model may refuse a shape in any way it likes
+        log.debug("the model does not run on other lengths: %s", error)
+        return False
+    return True
+
+
+def export_graph(
+    model: nn.Module,
+    example: Any,
+    *,
+    target: str | None,
+    dynamo: bool,
+    lengths: OpenLengths,
+) -> tuple[Tensor, GraphInterface]:
+    """Return the bytes of an ONNX file of the model, and what the graph takes and returns.
+
+    Args:
+        model: calibrated, or float.
+        example: see :func:`torchq.graph.call_model`.
+        target: of the file, see :func:`torchq.export_onnx`; None for a file of floats.
+        dynamo: which exporter of torch.
+        lengths: which lengths of the inputs stay open.
+
+    Raises:
+        ExportError: the model cannot be exported, or is too large for one file.
+    """
+    with torch.no_grad():
+        results, structure = flatten(call_model(model, example))
+    opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
+    with tempfile.TemporaryDirectory() as folder, _flat_results(model), _quiet():
+        path = Path(folder, "model.onnx")
+        export_onnx(
+            model,
+            example,
+            path,
+            target=target,
+            dynamo=dynamo,
+            dynamic_batch=lengths.batch,
+            dynamic_shapes=opened,
+        )
+        if len(list(Path(folder).iterdir())) > 1:
+            raise ExportError(
+                "deploy: the weights exceed what one ONNX file can hold (1.8 GB); expected a "
+                "smaller model. Use engine='torch', or export_onnx and the runtime's own module"
+            )
+        graph = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        interface = _interface(model, example, path, structure)
+    if len(interface.open_results) != len(results):
+        raise ExportError(
+            f"deploy: the graph returns {len(interface.open_results)} tensors; expected "
+            f"{len(results)}, as the model does. Use engine='torch'"
+        )
+    return graph, interface
+
+
+@contextmanager
+def _flat_results(model: nn.Module) -> Iterator[None]:
+    """Let a model return a tuple of tensors, which every exporter can write."""
+    handle = model.register_forward_hook(lambda module, args, out: tuple(flatten(out)[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings and the printed graphs of torch's exporters from the user.
+
+    What they say is checked afterwards: the results, and lengths that were taken for constants.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _interface(model: nn.Module, example: Any, path: Path, structure: Any) -> GraphInterface:
+    parameters, values = example_arguments(model, example)
+    graph = load_model(path, check=False).graph
+    inputs = tuple(
+        GraphInput(str(value.name), values[value.name].dtype, _lengths(value))
+        for value in graph.inputs
+    )
+    read = {graph_input.name for graph_input in inputs}
+    tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
+    constants = {name: value for name, value in values.items() if name not in tensors}
+    signature = CallSignature(
+        _class_name(model), parameters, inputs, constants, tuple(sorted(tensors - read))
+    )
+    opened = tuple(_lengths(value)[:1] == (None,) for value in graph.outputs)
+    return GraphInterface(signature, structure, opened)
+
+
+def _lengths(value: Any) -> tuple[int | None, ...]:
+    """Return the lengths of an input or output in a file; None where they are open."""
+    if value.shape is None:
+        return (None,)
+    return tuple(length if isinstance(length, int) else None for length in value.shape)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of the class that a model had before it was quantized."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, QuantModule)).__name__

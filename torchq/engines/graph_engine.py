@@ -1,0 +1,151 @@
+"""The base of engines that read an ONNX file: the export, and the check of what they compute."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.engines.export import OpenLengths, export_graph, lengths_to_try, probes
+from torchq.engines.module import EngineModule, Run
+from torchq.engines.registry import Engine
+from torchq.errors import ExportError, MissingExtraError
+from torchq.lowering import ReferenceCheck, float_copy
+from torchq.onnx import verify_onnx
+
+__all__ = ["GraphEngine"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GraphEngine(Engine):
+    """An engine that runs the file that :func:`torchq.export_onnx` writes for a target."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the tensors of a call have to be."""
+        return torch.device("cpu")
+
+    @property
+    @abstractmethod
+    def target(self) -> str:
+        """The target of the exports that this engine reads; one of ``torchq.targets()``."""
+
+    @abstractmethod
+    def open(self, graph: bytes, threads: int) -> Run:
+        """Return an ONNX file as a function of its inputs.
+
+        Args:
+            graph: the file.
+            threads: the number of threads that compute one call.
+
+        Raises:
+            ExportError: the engine cannot run the file.
+        """
+
+    @abstractmethod
+    def placement(self, graph: bytes) -> str:
+        """Return how many nodes run on integers, as text for the summary."""
+
+    def build(self, model: nn.Module, example: Any) -> EngineModule:
+        """See :meth:`Engine.build`. The exporter based on TorchScript is tried first: it is faster.
+
+        A graph may have taken a length for a constant. So its results are compared for other
+        lengths too, and it is exported with fewer open ones where they differ.
+        """
+        self.check()
+        _require_float32(model)
+        exported = model if self.quantized else float_copy(model)
+        target = self.target if self.quantized else None
+        check = ReferenceCheck(model, example)
+        problems: list[ExportError] = []
+        for dynamo, lengths in _attempts(lengths_to_try(model, example)):
+            try:
+                parts = export_graph(
+                    exported, example, target=target, dynamo=dynamo, lengths=lengths
+                )
+                module = EngineModule(self, *parts)
+                found = check.difference(module)
+                if not found:
+                    self._compare_lengths(module, model, example, lengths)
+            except ExportError as error:
+                log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
+                problems.append(error)
+                continue
+            if found:
+                self._accept(found, module, model, example)
+            return module
+        raise problems[0]
+
+    def _accept(self, found: str, module: EngineModule, model: nn.Module, example: Any) -> None:
+        """Warn about results that differ by more than is allowed, or raise an error.
+
+        Args:
+            found: which result differs, and by how much.
+            module: on this engine.
+            model: the simulation.
+            example: of the call.
+        """
+        text = f"deploy: engine {self.label!r}: {found}"
+        if not self.quantized or not _file_agrees(module, model, example):
+            raise ExportError(f"{text}. Use another engine")
+        warnings.warn(
+            f"{text}, though every layer of the file agrees when given the same input: the model "
+            "amplifies values that are rounded the other way at a tie. Its quantized results "
+            "depend on the machine that computes them",
+            stacklevel=5,
+        )
+
+    def _compare_lengths(
+        self, module: EngineModule, model: nn.Module, example: Any, lengths: OpenLengths
+    ) -> None:
+        """Raise an error if results differ for other lengths than those of the example."""
+        for probe in probes(model, example, lengths):
+            problem = ReferenceCheck(model, probe).difference(module)
+            if problem:
+                raise ExportError(
+                    f"deploy: engine {self.label!r}: for an example of another shape {problem}"
+                )
+
+
+def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLengths]]:
+    """Yield what to try in order: which exporter, and which lengths are open."""
+    exporters = (False, True) if hasattr(torch.onnx, "ops") else (False,)
+    for dynamo in exporters:
+        for opened in lengths[:-1]:
+            yield dynamo, opened
+    for dynamo in exporters:
+        yield dynamo, lengths[-1]
+
+
+def _file_agrees(module: EngineModule, model: nn.Module, example: Any) -> bool:
+    """Return True if every layer of the file computes what the simulation does."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder, "model.onnx")
+        path.write_bytes(module.graph_bytes())
+        try:
+            report = verify_onnx(model, path, [example])
+        except (ExportError, MissingExtraError) as error:
+            log.debug("the file could not be verified: %s", error)
+            return False
+        return bool(report.layers) and report.ok
+
+
+def _require_float32(model: nn.Module) -> None:
+    """Raise an error if a model computes in another dtype than float32."""
+    found = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
+    if found is not torch.float32:
+        raise ExportError(
+            f"deploy: got a model in {found}; expected float32, which other engines run. Call "
+            "model.float() before calibrating, or use engine='torch'"
+        )

@@ -1,0 +1,140 @@
+"""OpenVINO: integer kernels of Intel's library, on x86 and Arm CPUs."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.engines.graph_engine import GraphEngine
+from torchq.engines.module import Run
+from torchq.engines.registry import Engine, register
+from torchq.errors import ConfigError, ExportError
+from torchq.utils.optional import import_optional
+
+__all__ = ["OpenVino"]
+
+_NEEDED_BY = "deploy(engine='openvino')"
+#: The setting ``precision`` -> the hint of OpenVINO.
+_PRECISIONS = ("f32", "bf16", "f16")
+#: Layers of a compiled graph that compute; the others move data and lengths.
+_COMPUTING = frozenset(
+    [
+        *("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Pooling", "Eltwise"),
+        *("MVN", "Softmax", "Reduce", "Interpolate", "ScaledDotProductAttention", "Subgraph"),
+        *("RNNSeq", "LSTMSequence", "Math"),
+    ]
+)
+
+
+@register("openvino")
+@dataclass(frozen=True)
+class OpenVino(GraphEngine):
+    """OpenVINO on the CPU.
+
+    Attributes:
+        quantized: see :class:`Engine`.
+        precision: of what is not quantized. By itself OpenVINO computes in bfloat16 on CPUs that
+            can, with errors of a few percent; here the default is ``"f32"``.
+
+    Example:
+        >>> OpenVino(quantized=False, precision="bf16").label
+        'openvino float bf16'
+    """
+
+    precision: str = "f32"
+
+    def __post_init__(self) -> None:
+        if self.precision not in _PRECISIONS:
+            raise ConfigError(
+                f"OpenVino: got precision {self.precision!r}; expected one of "
+                f"{', '.join(map(repr, _PRECISIONS))}"
+            )
+
+    @property
+    def label(self) -> str:
+        """See :attr:`Engine.label`; a precision other than float32 is named."""
+        return super().label + ("" if self.precision == "f32" else f" {self.precision}")
+
+    @property
+    def target(self) -> str:
+        """See :attr:`GraphEngine.target`."""
+        return "openvino"
+
+    def check(self) -> None:
+        """See :meth:`Engine.check`."""
+        import_optional("openvino", _NEEDED_BY, "openvino")
+        for package in ("onnx", "onnx_ir"):
+            import_optional(package, _NEEDED_BY)
+
+    def candidates(self) -> tuple[Engine, ...]:
+        """See :meth:`Engine.candidates`; bfloat16 only where the CPU multiplies it."""
+        found: tuple[Engine, ...] = (OpenVino(), OpenVino(quantized=False))
+        runtime = import_optional("openvino", _NEEDED_BY, "openvino")
+        if "BF16" in runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            found += (OpenVino(precision="bf16"), OpenVino(quantized=False, precision="bf16"))
+        return found
+
+    def open(self, graph: bytes, threads: int) -> Run:
+        """See :meth:`GraphEngine.open`."""
+        compiled = self._compile(graph, threads)
+        names = [port.get_any_name() for port in compiled.inputs]
+        count = len(compiled.outputs)
+        tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
+        requests = [compiled.create_infer_request()]  # append and pop are atomic
+
+        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+            try:
+                request = requests.pop()
+            except IndexError:  # another thread computes with the last one
+                request = compiled.create_infer_request()
+            try:
+                for index, name in enumerate(names):
+                    array = feeds[name].numpy()
+                    request.set_input_tensor(index, tensor_of(array, shared_memory=True))
+                request.infer()
+                # Copies, because the next call overwrites what a request returns.
+                arrays = [request.get_output_tensor(i).data.copy() for i in range(count)]
+            except RuntimeError as error:
+                shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+                raise ExportError(
+                    f"openvino: cannot run the model on inputs of shapes {shapes} ({error}); "
+                    "expected shapes like those of the example"
+                ) from error
+            requests.append(request)
+            return [torch.from_numpy(array) for array in arrays]
+
+        return run
+
+    def _compile(self, graph: bytes, threads: int) -> Any:
+        runtime = import_optional("openvino", _NEEDED_BY, "openvino")
+        settings = {
+            # A thread that is bound to one core waits where another program uses that core.
+            "ENABLE_CPU_PINNING": False,
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "NUM_STREAMS": 1,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        try:
+            core = runtime.Core()
+            return core.compile_model(core.read_model(io.BytesIO(graph)), "CPU", settings)
+        except RuntimeError as error:
+            raise ExportError(
+                f"deploy: openvino {runtime.__version__} cannot run the model ({error}); expected "
+                "operators that it knows. Use another engine"
+            ) from error
+
+    def placement(self, graph: bytes) -> str:
+        """See :meth:`GraphEngine.placement`."""
+        nodes = Counter[bool]()
+        for node in self._compile(graph, torch.get_num_threads()).get_runtime_model().get_ops():
+            info = {key: str(value.value) for key, value in node.get_rt_info().items()}
+            if info.get("layerType") in _COMPUTING:
+                nodes[info.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
+        return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
