@@ -54,9 +54,9 @@ def test_the_table_is_complete() -> None:
         for cls, twin in QUANTIZED._entries.items()
         if cls.__module__.startswith("torch.nn") and not twin.is_container
     }
-    torch_layers.remove(
-        nn.MultiheadAttention
-    )  # three inputs and four weights: tests/nn/test_attention.py
+    # Layers with several products: tests/nn/test_attention.py and test_recurrent.py.
+    torch_layers -= {nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN}
+    torch_layers -= {nn.LSTMCell, nn.GRUCell, nn.RNNCell}
     assert {type(case.make()) for case in CASES} == torch_layers, (
         "every twin of a torch layer needs rows in module_contract.CASES"
     )
@@ -252,6 +252,7 @@ def test_direct_construction() -> None:
                 "InstanceNorm": (3,),
                 "Pool": (2,),
                 "Multihead": (4, 2),
+                **dict.fromkeys(("LSTM", "GRU", "RNN"), (4, 2)),
                 "": (),
             }
             given = next(value for key, value in args.items() if key in float_class.__name__)
@@ -264,6 +265,7 @@ def test_direct_construction() -> None:
                 first = getattr(module, f"{cls.input_slots[0]}_quantizer")
                 assert first.descriptor == QuantDescriptor(4)
             if cls.weight_slots:
-                assert module.weight_quantizer.descriptor == QuantDescriptor(
+                first = getattr(module, f"{cls.weight_slots[0]}_quantizer")
+                assert first.descriptor == QuantDescriptor(
                     axis=1 if "Transpose" in cls.__name__ else 0
                 )

@@ -82,6 +82,8 @@ from torchq.nn.modules.operators import (
     ScaledDotProductAttention,
     Tap,
 )
+from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
+from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
 from torchq.nn.modules.reparam import QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_modules import (
@@ -124,7 +126,14 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
+    "QuantGRU",
+    "QuantGRUCell",
     "QuantIdentity",
+    "QuantLSTM",
+    "QuantLSTMCell",
+    "QuantRNN",
+    "QuantRNNCell",
+    "QuantRecurrent",
     "QuantInstanceNorm1d",
     "QuantInstanceNorm2d",
     "QuantInstanceNorm3d",

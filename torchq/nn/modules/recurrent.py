@@ -1,0 +1,388 @@
+"""Quantized LSTM, GRU and RNN layers: input, hidden state and weights of every gate product.
+
+A layer with several levels, directions or projections has a quantizer for each of its weights, for
+the input of each level, and for each hidden state; their names end as those of torch's parameters
+do (``weight_hh_l1_reverse_quantizer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from torchq.descriptor import QuantDescriptor
+from torchq.formats import PerTensor
+from torchq.functional import (
+    compute_dtype,
+    gru_cell,
+    lstm_cell,
+    lstm_over_steps,
+    rnn_cell,
+    run_over_steps,
+    step_product,
+    supports_lstm,
+)
+from torchq.nn.convert import QuantModule, register
+from torchq.nn.modules.attention import is_passive
+from torchq.nn.tensor_quantizer import TensorQuantizer
+
+__all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent", "hidden_descriptor"]
+
+State = tuple[Tensor, ...]
+
+
+def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
+    """Return how a hidden state is quantized where inputs are quantized as ``input`` says.
+
+    It is the same, but signed: most hidden states have both signs, whatever the inputs.
+    """
+    signed = input is None or input.unsigned is not True
+    return input if signed else cast(QuantDescriptor, input).replace(unsigned=False)
+
+
+class _StepQuantizer:
+    """A quantizer that is called at each step; what it only observes, it sees at once."""
+
+    def __init__(self, quantizer: nn.Module) -> None:
+        self._quantizer = quantizer
+        self._notes = isinstance(quantizer, TensorQuantizer) and not quantizer.quantizing
+        self._noted: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._notes:
+            self._noted.append(x)
+            return x
+        return cast(Tensor, self._quantizer(x))
+
+    def finish(self) -> None:
+        """Show the quantizer what was noted."""
+        if self._noted and not is_passive(self._quantizer):
+            self._quantizer(torch.cat(self._noted))
+
+
+class QuantRecurrent(QuantModule, nn.RNNBase):
+    """Base of the quantized recurrent layers; state dicts have the keys of torch's layer.
+
+    With every quantizer off this is torch's own forward, bit for bit. If the hidden states stay
+    float, torch's fused kernel runs on quantized inputs and weights. Else the steps are run one by
+    one, since each quantizes the hidden state of the step before. Biases and the cell of an LSTM
+    stay float.
+    """
+
+    input_slots = ("input_l0", "hidden_l0")
+    weight_slots = ("weight_ih_l0", "weight_hh_l0")
+
+    @classmethod
+    def slot_descriptors(
+        cls, input: QuantDescriptor | None, weight: QuantDescriptor | None
+    ) -> dict[str, QuantDescriptor | None]:
+        """Return the rule's descriptors; the hidden state is signed."""
+        inputs = {"input_l0": input, "hidden_l0": hidden_descriptor(input)}
+        return inputs | dict.fromkeys(cls.weight_slots, weight)
+
+    def suffixes(self, level: int) -> tuple[str, ...]:
+        """Return the ends of the parameter names of a level: one for each direction."""
+        both = (f"_l{level}", f"_l{level}_reverse")
+        return both if self.bidirectional else both[:1]
+
+    def all_slots(self) -> dict[str, str]:
+        """Return every slot of this layer with the slot of level 0 whose descriptor it has."""
+        found = {}
+        for level in range(self.num_layers):
+            found[f"input_l{level}"] = "input_l0"
+            for end in self.suffixes(level):
+                own = {"hidden": "hidden_l0", "weight_ih": "weight_ih_l0"}
+                own["weight_hh"] = "weight_hh_l0"
+                if self.proj_size:
+                    own |= {"projected": "hidden_l0", "weight_hr": "weight_hh_l0"}
+                found.update({f"{kind}{end}": like for kind, like in own.items()})
+        return found
+
+    def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
+        """Add the quantizers of all levels and directions, like those of level 0."""
+        expanded = {slot: descriptors[like] for slot, like in self.all_slots().items()}
+        super().attach_quantizers(**expanded)
+
+    def detach_quantizers(self) -> None:
+        """Remove the quantizers of all levels and directions."""
+        self.on_revert()
+        for slot in self.all_slots():
+            delattr(self, f"{slot}_quantizer")
+
+    def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
+        """Yield each weight quantizer with its weight."""
+        for slot in self.all_slots():
+            quantizer = self.quantizer(slot)
+            if slot.startswith("weight") and isinstance(quantizer, TensorQuantizer):
+                yield quantizer, cast(Tensor, getattr(self, slot))
+
+    def quantizer(self, slot: str) -> nn.Module:
+        """Return the quantizer of a slot."""
+        return cast(nn.Module, getattr(self, f"{slot}_quantizer"))
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Return the outputs and the last state; the arguments are those of torch's layer."""
+        if all(is_passive(self.quantizer(slot)) for slot in self.all_slots()):
+            return super().forward(input, hx)
+        if isinstance(input, PackedSequence):
+            data, batch_sizes, order, back = input
+            sizes = [int(size) for size in batch_sizes]
+            state = self._given_state(data, hx, sizes[0], True, batch_sizes, order)
+            flat, last = self._run_levels(self.quantizer("input_l0")(data), sizes, state)
+            packed = PackedSequence(flat, batch_sizes, order, back)
+            return packed, self.permute_hidden(self._as_torch(last), back)
+        is_batched = input.dim() == 3
+        batched = input if is_batched else input.unsqueeze(0 if self.batch_first else 1)
+        x = self.quantizer("input_l0")(batched)
+        rows = batched.shape[0 if self.batch_first else 1]
+        state = self._given_state(batched, hx, rows, is_batched, None, None)
+        x = x.transpose(0, 1) if self.batch_first else x
+        steps = x.shape[0]
+        flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
+        y = flat.view(steps, rows, -1)
+        y = y.transpose(0, 1) if self.batch_first else y
+        if not is_batched:
+            y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
+        return y, self._as_torch(last)
+
+    def _given_state(
+        self,
+        input: Tensor,
+        hx: Any,
+        rows: int,
+        is_batched: bool,
+        batch_sizes: Tensor | None,
+        order: Tensor | None,
+    ) -> State:
+        """Return the state to start from, each part (levels * directions, rows, width)."""
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        if hx is None:
+            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
+            given: Any = tuple(input.new_zeros(count, rows, width) for width in widths)
+        elif is_batched:
+            given = hx if isinstance(hx, tuple) else (hx,)
+        else:
+            parts = hx if isinstance(hx, tuple) else (hx,)
+            given = tuple(part.unsqueeze(1) for part in parts)
+        self.check_forward_args(input, self._as_torch(given), batch_sizes)
+        permuted = self.permute_hidden(self._as_torch(given), order)
+        return permuted if isinstance(permuted, tuple) else (permuted,)
+
+    _parts = 1
+
+    def _as_torch(self, state: State) -> Any:
+        """Return a state as torch's layer takes and returns it."""
+        return state if self._parts > 1 else state[0]
+
+    def _run_levels(self, x: Tensor, sizes: list[int], state: State) -> tuple[Tensor, State]:
+        """Run all levels on a flat input; its first quantizer has run."""
+        ends: list[State] = []
+        for level in range(self.num_layers):
+            if level:
+                x = self.quantizer(f"input_l{level}")(F.dropout(x, self.dropout, self.training))
+            outputs = []
+            for reverse, end in enumerate(self.suffixes(level)):
+                own = tuple(part[len(ends)] for part in state)
+                y, last = self._run_direction(x, sizes, own, end, bool(reverse))
+                outputs.append(y)
+                ends.append(last)
+            x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def _run_direction(
+        self, x: Tensor, sizes: list[int], state: State, end: str, reverse: bool
+    ) -> tuple[Tensor, State]:
+        weights = [
+            self.quantizer(f"{kind}{end}")(getattr(self, f"{kind}{end}"))
+            for kind in ("weight_ih", "weight_hh", *(("weight_hr",) if self.proj_size else ()))
+        ]
+        biases = [getattr(self, f"{kind}{end}") for kind in ("bias_ih", "bias_hh") if self.bias]
+        kinds = ("hidden", "projected") if self.proj_size else ("hidden",)
+        quantizers = [self.quantizer(f"{kind}{end}") for kind in kinds]
+        if all(map(is_passive, quantizers)) and not reverse:
+            return self._fused(x, sizes, state, [*weights, *biases])
+        whole = self._run_whole(x, sizes, state, weights, biases, quantizers[0], reverse)
+        if whole is not None:
+            return whole
+        steps = [_StepQuantizer(quantizer) for quantizer in quantizers]
+        cell = self._make_cell(x, sizes, weights, biases, steps)
+        result = run_over_steps(cell, state, sizes, reverse)
+        for quantizer in steps:
+            quantizer.finish()
+        return result
+
+    def _run_whole(
+        self,
+        x: Tensor,
+        sizes: list[int],
+        state: State,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizer: nn.Module,
+        reverse: bool,
+    ) -> tuple[Tensor, State] | None:
+        """Run one direction by a function for whole sequences, or return None if there is none."""
+        return None
+
+    def _fused(
+        self, x: Tensor, sizes: list[int], state: State, weights: list[Tensor]
+    ) -> tuple[Tensor, State]:
+        """Run one direction by torch's own kernel."""
+        if self.proj_size:  # torch wants the projection last.
+            weights = [*weights[:2], *weights[3:], weights[2]]
+        hx: Any = tuple(part.unsqueeze(0) for part in state)
+        hx = hx if self._parts > 1 else hx[0]
+        batch_sizes = torch.tensor(sizes)
+        y, *last = type(self).kernel(
+            self, x, batch_sizes, hx, weights, self.bias, 1, 0.0, self.training, False
+        )
+        return y, tuple(part.squeeze(0) for part in last)
+
+    def kernel(self, *args: Any) -> Any:
+        """Call torch's function for packed sequences."""
+        raise NotImplementedError
+
+    def _make_cell(
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizers: list[_StepQuantizer],
+    ) -> Callable[[int, State], State]:
+        """Return the function of one step for :func:`torchq.functional.run_over_steps`.
+
+        Args:
+            x: the flat input, quantized.
+            sizes: the rows of each step.
+            weights: of the input, of the hidden state, and of the projection if there is one.
+            biases: of the input and of the hidden state, or none.
+            quantizers: of the hidden state, and of what is projected.
+        """
+        raise NotImplementedError
+
+
+def _fixed_range(quantizer: nn.Module) -> Tensor | None:
+    """Return the one fixed range of a quantizer that only quantizes, or None."""
+    if not isinstance(quantizer, TensorQuantizer) or quantizer.mode != "quantize":
+        return None
+    d = quantizer.descriptor
+    has_one = quantizer.calibrated and not d.dynamic and isinstance(d.granularity, PerTensor)
+    plain = d.fake_quant and not d.learn_amax and d.scale_amax is None
+    if not has_one or not plain or quantizer.pre_quant_scale is not None:
+        return None
+    return quantizer.amax if quantizer.amax.numel() == 1 else None
+
+
+def _all_gates(x: Tensor, weight: Tensor, biases: list[Tensor]) -> Tensor:
+    """Return the product of the input with both biases, for all steps at once."""
+    return F.linear(x, weight, biases[0] + biases[1] if biases else None)
+
+
+@register(nn.LSTM)
+class QuantLSTM(QuantRecurrent, nn.LSTM):
+    """Quantized :class:`torch.nn.LSTM`: the same arguments, results and parameters."""
+
+    _parts = 2
+
+    def kernel(self, *args: Any) -> Any:
+        """Call torch's LSTM."""
+        return torch.lstm(*args)
+
+    def _run_whole(
+        self,
+        x: Tensor,
+        sizes: list[int],
+        state: State,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizer: nn.Module,
+        reverse: bool,
+    ) -> tuple[Tensor, State] | None:
+        amax = _fixed_range(quantizer)
+        if amax is None or self.proj_size or len(set(sizes)) != 1:
+            return None
+        start = _all_gates(x, weights[0], biases)
+        if not supports_lstm(start, weights[1], *state):
+            return None
+        assert isinstance(quantizer, TensorQuantizer)
+        amax, format = amax.to(compute_dtype(x.dtype)).reshape(()), quantizer.descriptor.format
+        hidden, cell = state
+        y, *last = lstm_over_steps(start, weights[1], hidden, cell, amax, format, reverse)
+        return y, tuple(last)
+
+    def _make_cell(
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizers: list[_StepQuantizer],
+    ) -> Callable[[int, State], State]:
+        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
+
+        def cell(step: int, state: State) -> State:
+            output, new = lstm_cell(product(step, quantizers[0](state[0])), state[1])
+            if self.proj_size:
+                output = F.linear(quantizers[1](output), weights[2])
+            return output, new
+
+        return cell
+
+
+@register(nn.GRU)
+class QuantGRU(QuantRecurrent, nn.GRU):
+    """Quantized :class:`torch.nn.GRU`: the same arguments, results and parameters."""
+
+    def kernel(self, *args: Any) -> Any:
+        """Call torch's GRU."""
+        return torch.gru(*args)
+
+    def _make_cell(
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizers: list[_StepQuantizer],
+    ) -> Callable[[int, State], State]:
+        inputs = F.linear(x, weights[0], biases[0] if biases else None)
+        # The reset gate multiplies this bias, so it belongs to the product of the hidden state.
+        bias = biases[1] if biases else inputs.new_zeros(inputs.shape[1])
+        product = step_product(bias.to(inputs.dtype).expand_as(inputs), weights[1], sizes)
+        parts = inputs.split(list(sizes))
+
+        def cell(step: int, state: State) -> State:
+            (hidden,) = state
+            return (gru_cell(parts[step], product(step, quantizers[0](hidden)), hidden),)
+
+        return cell
+
+
+@register(nn.RNN)
+class QuantRNN(QuantRecurrent, nn.RNN):
+    """Quantized :class:`torch.nn.RNN`: the same arguments, results and parameters."""
+
+    def kernel(self, *args: Any) -> Any:
+        """Call torch's RNN with the layer's nonlinearity."""
+        return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
+
+    def _make_cell(
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        quantizers: list[_StepQuantizer],
+    ) -> Callable[[int, State], State]:
+        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
+
+        def cell(step: int, state: State) -> State:
+            return (rnn_cell(product(step, quantizers[0](state[0])), self.nonlinearity),)
+
+        return cell
