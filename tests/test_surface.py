@@ -18,11 +18,12 @@ PROMISED: dict[str, str] = {
         errors export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
         inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
+        doctor
         recipes register restore_ save sensitivity summary targets verify_onnx workflow
     """,
     "torchq.analysis": """
-        LayerError LayerErrors QuantizerRow SensitivityReport SensitivityRow layer_errors
-        sensitivity
+        CHECKS DoctorReport Finding LayerError LayerErrors QuantizerRow SensitivityReport
+        SensitivityRow doctor layer_errors sensitivity
     """,
     "torchq.errors": """
         TorchqError ConfigError CalibrationError QuantizationError FuseError ExportError

@@ -23,7 +23,7 @@ from torchq import (
     recipes,
     workflow,
 )
-from torchq.analysis import layer_errors, sensitivity
+from torchq.analysis import doctor, layer_errors, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
@@ -59,6 +59,7 @@ __all__ = [
     "calibrate",
     "deploy",
     "disabled",
+    "doctor",
     "engines",
     "errors",
     "export_onnx",

@@ -1,15 +1,20 @@
 """Seeing what quantization does to a model, and deciding what to do about it."""
 
+from torchq.analysis.diagnosis import CHECKS, DoctorReport, Finding, doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.quantizer_statistics import QuantizerRow
 from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
 
 __all__ = [
+    "CHECKS",
+    "DoctorReport",
+    "Finding",
     "LayerError",
     "LayerErrors",
     "QuantizerRow",
     "SensitivityReport",
     "SensitivityRow",
+    "doctor",
     "layer_errors",
     "sensitivity",
 ]

@@ -1,0 +1,327 @@
+"""One planted fault for each kind of finding, on different networks; and healthy networks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, StagedNet, image_batches
+from torchq.analysis import CHECKS, DoctorReport, Finding
+from torchq.errors import ConfigError, QuantizationError
+
+
+def examined(model: nn.Module, batches: list[Any] | None, **options: Any) -> DoctorReport:
+    return torchq.doctor(model, batches, progress=False, **options)
+
+
+def healthy(model: nn.Module, **options: Any) -> nn.Module:
+    model.eval()
+    torchq.fuse_(model, image_batches()[0])
+    torchq.quantize_(model, **options)
+    torchq.calibrate(model, image_batches(), progress=False)
+    return model
+
+
+def of(report: DoctorReport, kind: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.kind == kind]
+
+
+class Residual(nn.Module):
+    """A residual block whose shortcut is not the result of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.tap = torchq.TensorQuantizer()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(x)
+        return x + self.tap(self.conv(x))
+
+
+class Functional(nn.Module):
+    """A forward that calls a convolution itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.conv = nn.Conv2d(3, 8, 3)
+        self.kernel = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.conv(torch.nn.functional.conv2d(x, self.kernel))
+
+
+class TwoReaders(nn.Module):
+    """Two layers that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class Upsampling(nn.Sequential):
+    """A transposed convolution behind an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 6, 2, 2))
+
+
+# Each of these returns a model with one fault, the name under which it is found, and its severity.
+
+
+def plant_unseen() -> tuple[nn.Module, str, str]:
+    model = StagedNet().eval()
+    model.auxiliary = nn.Linear(4, 2)
+    torchq.quantize_(model)
+    torchq.calibrate(model, image_batches(), on_unseen="dynamic", progress=False)
+    return model, "auxiliary.input_quantizer", "error"
+
+
+def plant_uncalibrated() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet())
+    model.left[0].input_quantizer.forget_amax()
+    return model, "left.0.input_quantizer", "error"
+
+
+def plant_dynamic_range() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet(), config=torchq.recipes.mxfp8())
+    return model, "left.0.input_quantizer", "info"
+
+
+def plant_zero_range() -> tuple[nn.Module, str, str]:
+    model = healthy(StagedNet())
+    model.layer4.conv.input_quantizer.set_amax(0.0)
+    return model, "layer4.conv.input_quantizer", "error"
+
+
+def plant_nan_range() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet())
+    model.right[0].weight_quantizer.amax[2] = math.nan
+    return model, "right.0.weight_quantizer", "error"
+
+
+def plant_learned_range() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet(), config=torchq.recipes.w4a4(first_last=None))
+    with torch.no_grad():
+        model.left[0].input_quantizer.amax.fill_(-0.1)
+    return model, "left.0.input_quantizer", "error"
+
+
+def plant_skewed_range() -> tuple[nn.Module, str, str]:
+    model = healthy(StagedNet())
+    amax = float(model.layer4.conv.input_quantizer.amax)
+    model.layer4.conv.input_quantizer.set_amax(amax * 50)
+    return model, "layer4.conv.input_quantizer", "warning"
+
+
+def plant_narrow_range() -> tuple[nn.Module, str, str]:
+    model = healthy(StagedNet())
+    amax = float(model.stem.input_quantizer.amax)
+    model.stem.input_quantizer.set_amax(amax / 10)
+    return model, "stem.input_quantizer", "error"
+
+
+def plant_wrong_order() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet())
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    return model, "head.weight_quantizer", "error"
+
+
+def plant_skipped_layer() -> tuple[nn.Module, str, str]:
+    return healthy(StagedNet(), exclude=["layer4.conv"]), "layer4.conv", "info"
+
+
+def plant_switched_off() -> tuple[nn.Module, str, str]:
+    model = healthy(ConvNet())
+    model.stem[0].weight_quantizer.mode = "off"
+    return model, "stem.0.weight_quantizer", "info"
+
+
+def plant_functional_call() -> tuple[nn.Module, str, str]:
+    model = Functional().eval()
+    torchq.quantize_(model, include=["inner.*"])
+    torchq.calibrate(model, image_batches(), progress=False)
+    return model, "", "warning"
+
+
+def plant_one_sided_add() -> tuple[nn.Module, str, str]:
+    return healthy(nn.Sequential(Residual())), "0", "warning"
+
+
+def plant_weight_axis() -> tuple[nn.Module, str, str]:
+    wrong = torchq.Rule("1", weight=torchq.QuantDescriptor(axis=0))
+    config = torchq.recipes.int8().with_rules(wrong)
+    return healthy(Upsampling(), config=config), "1.weight_quantizer", "error"
+
+
+def plant_range_spread() -> tuple[nn.Module, str, str]:
+    model = ConvNet()
+    with torch.no_grad():
+        model.head.weight[1] *= 100
+    model = healthy(model, config=torchq.recipes.int8_per_tensor())
+    return model, "head.weight_quantizer", "warning"
+
+
+def plant_batchnorm_left() -> tuple[nn.Module, str, str]:
+    model = StagedNet().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, image_batches(), progress=False)
+    return model, "layer4.downsample.1", "warning"
+
+
+def plant_differing_ranges() -> tuple[nn.Module, str, str]:
+    model = healthy(TwoReaders())
+    model.b.input_quantizer.set_amax(float(model.a.input_quantizer.amax) * 0.9)
+    return model, "a.input_quantizer", "warning"
+
+
+def plant_export_obstacle() -> tuple[nn.Module, str, str]:
+    model = healthy(StagedNet(), config=torchq.recipes.mxfp8())
+    return model, "stem.input_quantizer", "error"
+
+
+def plant_deploy_obstacle() -> tuple[nn.Module, str, str]:
+    config = torchq.recipes.integer(16, 16)
+    return healthy(nn.Sequential(nn.Conv2d(3, 4, 3)), config=config), "0", "warning"
+
+
+PLANTED: dict[str, Callable[[], tuple[nn.Module, str, str]]] = {
+    name.removeprefix("plant_"): function
+    for name, function in list(globals().items())
+    if name.startswith("plant_")
+}
+
+
+def test_every_kind_has_a_planted_fault() -> None:
+    assert sorted(PLANTED) == sorted(CHECKS)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_fault_is_found_by_name(kind: str) -> None:
+    torch.manual_seed(0)
+    model, name, severity = PLANTED[kind]()
+    targets = {"export_obstacle": ["onnxruntime"], "deploy_obstacle": ["deploy"]}.get(kind, [])
+    if kind == "export_obstacle":
+        pytest.importorskip("onnx")
+    state = copy.deepcopy(model.state_dict())
+    report = examined(model, image_batches(), targets=targets)
+    found = {finding.name: finding for finding in of(report, kind)}
+    assert any(where.startswith(name) for where in found), str(report)
+    finding = next(f for where, f in found.items() if where.startswith(name))
+    assert finding.severity == severity
+    assert finding.remedy
+    assert finding.evidence in str(report).replace("\n    ", " ")
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.nan_to_num(), state[key].nan_to_num())
+
+
+def without_weights(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return torchvision.models.get_model(name, weights=None)
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "ConvNet": ConvNet,
+    "StagedNet": StagedNet,
+    "TwoReaders": TwoReaders,
+    "Upsampling": Upsampling,
+    "resnet18": lambda: without_weights("resnet18"),
+    "mobilenet_v3_small": lambda: without_weights("mobilenet_v3_small"),
+    "shufflenet_v2_x0_5": lambda: without_weights("shufflenet_v2_x0_5"),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_have_no_error(name: str) -> None:
+    torch.manual_seed(0)
+    size = 8 if name[0].isupper() else 64
+    batches = [torch.randn(4, 3, size, size) for _ in range(2)]
+    model = HEALTHY[name]().eval()
+    torchq.fuse_(model, batches[0])
+    torchq.quantize_(model, example=batches[0])
+    torchq.calibrate(model, batches, progress=False)
+    report = examined(model, batches)
+    assert report.errors == (), str(report)
+    assert report.ok
+    assert examined(model, batches, strict=True) == report
+    assert examined(model, None).ok
+
+
+def test_a_batchnorm_is_found_without_batches_too() -> None:
+    model, name, _ = plant_batchnorm_left()
+    report = examined(model, None)
+    assert [f.name for f in of(report, "batchnorm_left")] == ["norm", name]
+    assert "unseen" in report.skipped
+    assert "checks need batches" in str(report)
+
+
+def test_an_addition_that_a_runtime_can_fuse_is_no_finding() -> None:
+    """Leave one branch open where it ends in a convolution, as TensorRT wants it."""
+    model = StagedNet().eval()
+    example = image_batches()[0]
+    torchq.fuse_(model, example)
+    torchq.quantize_(model, target="tensorrt", example=example)
+    torchq.calibrate(model, image_batches(), progress=False)
+    assert of(examined(model, image_batches()), "one_sided_add") == []
+
+
+def test_the_place_where_nan_begins_is_named() -> None:
+    model = healthy(ConvNet())
+    with torch.no_grad():
+        model.left[0].bias[0] = math.nan
+    found = of(examined(model, image_batches()), "nan_range")
+    assert [f.name for f in found] == ["right.0.input_quantizer"]
+
+
+def test_an_unfinished_calibration_is_found() -> None:
+    model = healthy(ConvNet())
+    model.head.input_quantizer.mode = "observe"
+    found = of(examined(model, None), "wrong_order")
+    assert [(f.name, f.severity) for f in found] == [("head.input_quantizer", "error")]
+
+
+@pytest.mark.parametrize("method", ["mse", "percentile"])
+def test_ranges_that_a_method_cut_are_not_stale(method: str) -> None:
+    model = ConvNet().eval()
+    torchq.quantize_(model, torchq.recipes.integer(4, 4, weight_method=method))
+    torchq.calibrate(model, image_batches(), progress=False)
+    assert of(examined(model, image_batches()), "wrong_order") == []
+
+
+def test_strict_raises_and_reports_serialise() -> None:
+    model, name, _ = plant_wrong_order()
+    with pytest.raises(QuantizationError, match="doctor: got 1 errors; expected none"):
+        examined(model, None, strict=True)
+    report = examined(model, None)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["ok"] is False
+    assert data["findings"][0]["name"] == name
+    assert "1 error" in report.headline
+    assert name in report._repr_html_()
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match="doctor: Linear has no quantizer"):
+        torchq.doctor(nn.Linear(2, 2))
+    model = healthy(ConvNet())
+    with pytest.raises(ConfigError, match="got target 'tensorflow'; expected one of"):
+        torchq.doctor(model, image_batches(), targets=["tensorflow"])
+    with pytest.raises(ConfigError, match="got targets without batches"):
+        torchq.doctor(model, targets=["deploy"])
+    with pytest.raises(ConfigError, match=r"Pass \[batch\] for one batch"):
+        torchq.doctor(model, image_batches()[0])

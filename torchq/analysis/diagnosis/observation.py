@@ -1,0 +1,231 @@
+"""What a few batches show: which quantizers are called, on what, and who feeds whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchq.analysis.layers import quantizing
+from torchq.graph import state_kept, tensors_in
+from torchq.nn import TensorQuantizer
+from torchq.utils import evaluating
+
+__all__ = ["Addition", "Observation", "Seen", "observe"]
+
+_SAMPLE = 1 << 16
+
+
+@dataclass
+class Seen:
+    """What one quantizer was given, in the float model.
+
+    Attributes:
+        calls: how often.
+        largest: the largest magnitude.
+        usual: the 99.9th percentile of the magnitudes, the largest over batches.
+        finite: False where NaN or infinity came.
+    """
+
+    calls: int = 0
+    largest: float = 0.0
+    usual: float = 0.0
+    finite: bool = True
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One addition of two tensors of equal shape.
+
+    Attributes:
+        where: path of the module whose forward adds.
+        quantized: for both operands, whether a quantizer returned it.
+        linear: for both operands, whether a convolution, linear layer or BatchNorm returned it.
+    """
+
+    where: str
+    quantized: tuple[bool, bool]
+    linear: tuple[bool, bool]
+
+
+@dataclass
+class Observation:
+    """What was seen.
+
+    Attributes:
+        example: the first batch.
+        batches: how many were run.
+        quantizers: by id of the quantizer.
+        called: ids of the modules that were called.
+        readers: quantizers that were given one and the same tensor.
+        additions: of the first batch.
+        norms: path of a BatchNorm -> path of the quantized layer whose output it normalises.
+    """
+
+    example: Any
+    batches: int = 0
+    quantizers: dict[int, Seen] = field(default_factory=dict)
+    called: set[int] = field(default_factory=set)
+    readers: list[list[TensorQuantizer]] = field(default_factory=list)
+    additions: list[Addition] = field(default_factory=list)
+    norms: dict[str, str] = field(default_factory=dict)
+
+
+def observe(
+    model: nn.Module,
+    known: dict[str, TensorQuantizer],
+    batches: Iterable[Any],
+    run: Callable[[Any], Any],
+) -> Observation | None:
+    """Run ``model`` on batches and return what was seen; None without any batch.
+
+    The statistics are those of the float model. Who feeds whom is read from one more run of the
+    first batch, with the quantizers as they are.
+
+    Args:
+        model: left unchanged.
+        known: its quantizers by path.
+        batches: what to run.
+        run: calls the model on one batch.
+    """
+    found: Observation | None = None
+    with torch.no_grad(), evaluating(model), state_kept(model):
+        for batch in batches:
+            if found is None:
+                found = Observation(batch)
+                _follow(model, found, run)
+            with quantizing(known.values(), []), _statistics(model, known, found):
+                run(batch)
+            found.batches += 1
+    return found
+
+
+@contextmanager
+def _statistics(
+    model: nn.Module, known: dict[str, TensorQuantizer], found: Observation
+) -> Iterator[None]:
+    def note(quantizer: nn.Module, args: tuple[Any, ...]) -> None:
+        _note(found.quantizers.setdefault(id(quantizer), Seen()), args[0].detach())
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found.called.add(id(module))
+
+    with ExitStack() as stack:
+        for quantizer in known.values():
+            stack.callback(quantizer.register_forward_pre_hook(note).remove)
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+        yield
+
+
+def _note(seen: Seen, x: Tensor) -> None:
+    seen.calls += 1
+    if not x.numel():
+        return
+    values = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)].abs().float()
+    largest = float(x.abs().max())
+    if not torch.isfinite(torch.tensor(largest)):
+        seen.finite = False
+        return
+    position = max(1, round(0.999 * values.numel()))
+    seen.largest = max(seen.largest, largest)
+    seen.usual = max(seen.usual, float(values.kthvalue(position).values))
+
+
+def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> None:
+    """Run the first batch and note additions, BatchNorms, and readers of one tensor."""
+    flow = _Flow(model, found)
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            enter = module.register_forward_pre_hook(flow.entering(path))
+            leave = module.register_forward_hook(flow.leaving(path), always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        with flow:
+            run(found.example)
+    found.readers = [group for group in flow.readers.values() if len(group) > 1]
+
+
+class _Flow(TorchFunctionMode):
+    """Notes which module returned each tensor, while it is active."""
+
+    def __init__(self, model: nn.Module, found: Observation) -> None:
+        super().__init__()
+        self._found = found
+        self._stack: list[str] = []
+        self._made_by: dict[int, tuple[str, nn.Module]] = {}
+        self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
+        self.readers: dict[tuple[int, int], list[TensorQuantizer]] = {}
+
+    def entering(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._stack.append(path)
+            if not args or not isinstance(args[0], Tensor):
+                return
+            if isinstance(module, TensorQuantizer):
+                # The version tells a tensor from the same one after code in place.
+                group = self.readers.setdefault((id(args[0]), args[0]._version), [])
+                self._alive.append(args[0])
+                if all(reader is not module for reader in group):
+                    group.append(module)
+            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+                maker = self._made_by.get(id(args[0]))
+                if maker is not None:
+                    self._found.norms[path] = maker[0]
+
+        return enter
+
+    def leaving(self, path: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._stack:
+                self._stack.pop()
+            passed_on = {id(arg) for arg in args}
+            for tensor in tensors_in(output):
+                if id(tensor) not in passed_on:
+                    self._made_by[id(tensor)] = (path, module)
+                    self._alive.append(tensor)
+
+        return leave
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Carry out ``func``, and note an addition."""
+        name = getattr(func, "__name__", "")
+        if name in _ADDITIONS and len(args) >= 2 and _same_shape(args[0], args[1]):
+            makers = [self._made_by.get(id(arg)) for arg in args[:2]]
+            self._found.additions.append(
+                Addition(
+                    self._stack[-1] if self._stack else "",
+                    _pair(makers, lambda m: isinstance(m, TensorQuantizer) and m.quantizing),
+                    _pair(makers, _is_linear),
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dim() > 1
+
+
+def _pair(
+    makers: list[tuple[str, nn.Module] | None], test: Callable[[nn.Module], bool]
+) -> tuple[bool, bool]:
+    first, second = (maker is not None and test(maker[1]) for maker in makers)
+    return first, second
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    norm = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, (*_CONVOLUTIONS, norm)) or "ConvTranspose" in type(module).__name__
