@@ -184,9 +184,10 @@ class _Flow(TorchFunctionMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._stack:
                 self._stack.pop()
-            passed_on = {id(arg) for arg in args}
+            # A container returns what its last child made; these leaves return their input.
+            passes_on = isinstance(module, (nn.Identity, TensorQuantizer)) or _has_children(module)
             for tensor in tensors_in(output):
-                if id(tensor) not in passed_on:
+                if not (passes_on and id(tensor) in self._made_by):
                     self._made_by[id(tensor)] = (path, module)
                     self._alive.append(tensor)
 
@@ -207,6 +208,10 @@ class _Flow(TorchFunctionMode):
                 )
             )
         return func(*args, **(kwargs or {}))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 _ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
