@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torchq.analysis.diagnosis.finding import Finding
 from torchq.analysis.diagnosis.registry import Patient, check
-from torchq.errors import ExportError
 from torchq.engines import deploy
+from torchq.errors import ExportError
 from torchq.onnx import export_onnx
 from torchq.workflow import summary
 
