@@ -6,11 +6,14 @@ train mode; do ``restore_``, ``save`` and ``load``, ``fuse_``, the placement for
 export to ONNX Runtime and ``deploy`` work and agree; and how fast are the last two over float.
 Weights are random and inputs small, so figures of accuracy and speed show defects, not merits.
 
-Each network runs in a process of its own with a time limit. Results are appended to a file as they
-come, and a second run goes on where the first one ended.
+Each network runs in a process of its own with limits of time and memory. Results are appended to a
+file as they come, and a second run goes on where the first one ended: it makes the checks that a
+network has no result of. Networks come in turn from the libraries, one for each family first.
 
 Example:
     python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --sample 3
+    python -m benchmarks.sweep_zoo --checks plan quantize off restore save fuse target
+    python -m benchmarks.sweep_zoo --checks export deploy --retry
     python -m benchmarks.sweep_zoo --out benchmarks/results/sweep_zoo.jsonl --table
 """
 
@@ -18,7 +21,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,9 +43,10 @@ PEERS = ("timm", "transformers", "ultralytics", "segmentation-models-pytorch", "
 SPEEDS = ("export_speed", "deploy_speed")
 
 
-def run_one(name: str, limit: float) -> Row:
-    """Run the checks of one network in a process of its own; return what it reported in time."""
+def run_one(name: str, checks: Sequence[str], limit: float, memory: float) -> Row:
+    """Run checks of one network in a process of its own; return what it reported in time."""
     command = [sys.executable, "-m", "benchmarks.sweep_zoo", "--one", name]
+    command += ["--memory", str(memory), "--checks", *checks]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         text, end = done.stdout, done.returncode and f"exit {done.returncode}: {_last(done.stderr)}"
@@ -52,7 +58,7 @@ def run_one(name: str, limit: float) -> Row:
         with contextlib.suppress(json.JSONDecodeError):
             row |= json.loads(line)
     if end:
-        row |= {next((key for key in CHECKS if key not in row), "end"): end}
+        row |= {next((key for key in checks if key not in row), "end"): end}
     return row
 
 
@@ -62,22 +68,37 @@ def _last(text: str) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the results in a file, the last one of each network."""
+    """Return the results in a file, of each network the last one of each check."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({line["model"]: line for line in lines if line["kind"] == "result"}.values())
+    rows: dict[str, Row] = {}
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        if line["kind"] == "result":
+            rows[line["model"]] = rows.get(line["model"], {}) | line
+    return list(rows.values())
 
 
 def choose(libraries: Iterable[str], sample: int | None, match: str) -> list[str]:
-    """Return the names to run: all, or ``sample`` of each library, spread over its list."""
-    chosen: list[str] = []
+    """Return the names to run, one library after the other in turn.
+
+    Args:
+        libraries: Where to take networks from.
+        sample: Only so many of each library, spread over its list; None for all.
+        match: Only names that contain this.
+    """
+    chosen: list[list[str]] = []
     for library in libraries:
         found = [name for name in names(library) if match in name]
         if sample is not None and len(found) > sample:
             found = [found[i * len(found) // sample] for i in range(sample)]
-        chosen += found
-    return chosen
+        chosen.append(found)
+    turns = itertools.zip_longest(*chosen)
+    return [name for turn in turns for name in turn if name is not None]
+
+
+def missing(row: Row, checks: Sequence[str], retry: bool) -> list[str]:
+    """Return the checks that a network has no result of; with ``retry`` also those that failed."""
+    return [key for key in checks if key not in row or (retry and row[key] != "ok")]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -119,24 +140,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--match", default="", help="only networks whose name contains this")
     parser.add_argument("--sample", type=int, help="only this many networks of each library")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--limit", type=float, default=240, help="seconds for each network")
-    parser.add_argument("--again", action="store_true", help="run networks that have a result too")
+    parser.add_argument("--memory", type=float, default=8, help="GiB for each network")
+    parser.add_argument("--again", action="store_true", help="make checks with a result too")
+    parser.add_argument("--retry", action="store_true", help="make checks that failed again")
     parser.add_argument("--table", action="store_true", help="print the results, run nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
         torch.set_num_threads(1)
-        for fields in run_checks(options.one):
+        resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(options.memory * 2**30),))
+        for fields in run_checks(options.one, options.checks):
             print(json.dumps(fields), flush=True)
         return
     if not options.table:
-        done = set() if options.again else {row["model"] for row in read(options.out)}
-        chosen = choose(options.libraries, options.sample, options.match)
-        with Reporter("sweep_zoo", options.out, PEERS) as report:
-            for name in chosen:
-                if name not in done:
-                    report.value(**run_one(name, options.limit))
+        _sweep(options)
     print(table(read(options.out)))
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    rows = {} if options.again else {row["model"]: row for row in read(options.out)}
+    with Reporter("sweep_zoo", options.out, PEERS) as report:
+        for name in choose(options.libraries, options.sample, options.match):
+            checks = missing(rows.get(name, {}), options.checks, options.retry)
+            if checks:
+                report.value(**run_one(name, checks, options.limit, options.memory))
 
 
 if __name__ == "__main__":

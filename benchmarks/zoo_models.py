@@ -6,6 +6,7 @@ A name is ``library/key``. :func:`names` lists them where the library is install
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import warnings
@@ -53,7 +54,19 @@ VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t", "mvit_v2_s"}
 
 
 def _torchvision_names() -> Iterator[str]:
-    yield from TORCHVISION.split()
+    """Yield a network of each module file, then the other classifiers from small to large."""
+    from torchvision import models
+
+    first = TORCHVISION.split()
+    yield from first
+    rest = [name for name in models.list_models(module=models) if name not in first]
+    yield from sorted(rest, key=_parameters)
+
+
+def _parameters(name: str) -> int:
+    from torchvision import models
+
+    return int(next(iter(models.get_model_weights(name))).meta["num_params"])
 
 
 def _torchvision(key: str) -> Entry:
@@ -93,6 +106,8 @@ test atto femto pico zepto nano xxs xxsmall micro mini tiny t0 t1 t2 xs xsmall s
 small s m0 0 1 18 10 26 34 050 100 base
 """
 
+TIMM_LARGE = 30_000_000
+
 
 def _timm_rank(name: str) -> tuple[int, int, str]:
     words = set(re.split(r"[_.]|(?<=[a-z])(?=\d)", name))
@@ -117,6 +132,9 @@ def _timm(key: str) -> Entry:
 
     name = key.partition(".")[2]
     model = timm.create_model(name, pretrained=False)
+    if sum(p.numel() for p in model.parameters()) > TIMM_LARGE:
+        with contextlib.suppress(TypeError):  # Not a transformer of equal blocks.
+            model = timm.create_model(name, pretrained=False, depth=2)
     size = model.default_cfg.get("input_size", (3, 224, 224))
     size = model.default_cfg.get("test_input_size", size) if size[1] > 256 else size
     fixed = bool(model.default_cfg.get("fixed_input_size"))
