@@ -161,6 +161,50 @@ def test_what_cannot_be_quantized_is_reported(make: Any, reason: str) -> None:
     assert any(reason in text for text in texts), texts
 
 
+class Attends(nn.Module):
+    """Makes one call of attention, or two."""
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        for _ in range(times):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return x
+
+
+class Repeats(nn.Module):
+    """Layers that share one attention, as ALBERT's do."""
+
+    def __init__(self, second: int) -> None:
+        super().__init__()
+        self.linear, self.attention, self.second = nn.Linear(4, 4), Attends(), second
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(self.attention(self.linear(x)), self.second)
+        return out
+
+
+ATTENTION = torchq.recipes.int8().with_rules(
+    torchq.Rule("type:*ScaledDotProductAttention", input=QuantDescriptor())
+)
+
+
+def test_layers_that_share_a_module_share_its_quantizers() -> None:
+    model, x = Repeats(second=1), torch.randn(1, 2, 3, 4)
+    expected = model(x)
+    torchq.quantize_(model, ATTENTION, example=x)
+    call: Any = model.attention.attention_call_0
+    torchq.calibrate(model, [x], progress=False)
+    once = call(model.linear(x), model.linear(x), model.linear(x))
+    assert torch.equal(model(x), call(once, once, once))
+    torchq.restore_(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_calls_whose_number_changes_are_reported() -> None:
+    report = torchq.plan(Repeats(second=2), ATTENTION, example=torch.randn(1, 2, 3, 4))
+    text = "makes 1 calls of kind attention at one time and 2 at another"
+    assert any(text in d.reason for d in report.skipped), str(report)
+
+
 def test_attention_where_a_rule_asks_for_it() -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

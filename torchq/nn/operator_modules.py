@@ -30,7 +30,7 @@ from torch import fx, nn
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
 from torchq.nn.convert import QuantModule, change_class
-from torchq.nn.modules.operators import OPERATORS, Tap
+from torchq.nn.modules.operators import OPERATORS, Tap, stand_in
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
@@ -369,5 +369,5 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
             f"{qualified_name(type(module))}: got this class; expected {record['class']}"
         )
     for child, kind in record["children"].items():
-        module.add_module(child, OPERATORS[kind]().train(module.training))
+        module.add_module(child, stand_in(OPERATORS[kind]).train(module.training))
     return replace_operators_(module, record["nodes"])

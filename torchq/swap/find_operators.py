@@ -24,6 +24,7 @@ from torchq.nn import (
     replace_operators_,
     trace_forward,
 )
+from torchq.nn.modules.operators import stand_in
 from torchq.nn.operator_routes import Recorder, Visit
 from torchq.utils import evaluating, modules_with_names
 
@@ -79,7 +80,7 @@ class Operator:
 
     def module(self) -> nn.Module:
         """Return a new float module that computes the operator."""
-        return MODULES[self.kind]()
+        return stand_in(MODULES[self.kind])
 
     def open_main(self) -> None:
         """Switch off the quantizer of the :attr:`main` operand, once the child is quantized."""

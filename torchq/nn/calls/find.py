@@ -40,7 +40,8 @@ class FoundCalls:
     Attributes:
         sites: Calls with a weight, and attention, in the order of their first call.
         ndims: For each site the number of dimensions of its weight; 0 for attention.
-        others: For each kind, how many calls had no parameter as weight.
+        forwards: For each forward of the module in the run: for each kind, how many calls had no
+            parameter as weight. A module that several layers share has a forward for each.
         sources: Ids of the parameters that computed weights of calls depend on.
         below: The kinds that descendants of the module called.
         obstacle: Why the calls cannot be quantized; "" if they can.
@@ -48,14 +49,22 @@ class FoundCalls:
 
     sites: list[CallSite] = field(default_factory=list)
     ndims: list[int] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
+    forwards: list[Counter[str]] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
     obstacle: str = ""
 
     def finished(self) -> FoundCalls:
         """Return the calls with totals filled in, and with obstacles that need all of them."""
-        self.sites = [s if s.weight else replace(s, total=self.others[s.kind]) for s in self.sites]
+        for kind in {site.kind for site in self.sites if not site.weight}:
+            totals = sorted({forward[kind] for forward in self.forwards})
+            if len(totals) > 1:
+                self.obstacle = self.obstacle or (
+                    f"its forward makes {totals[0]} calls of kind {kind} at one time and "
+                    f"{totals[-1]} at another"
+                )
+        last = self.forwards[-1] if self.forwards else Counter[str]()
+        self.sites = [s if s.weight else replace(s, total=last[s.kind]) for s in self.sites]
         if any(not site.weight and site.kind in self.below for site in self.sites):
             self.obstacle = self.obstacle or (
                 "its forward computes the weight of a call beside children that make such calls too"
@@ -70,6 +79,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.found: dict[int, FoundCalls] = {}
         self._stack: list[nn.Module] = []
+        self._counts: list[Counter[str]] = []  # For each forward of the stack.
         self._parameters = {id(p) for p in root.parameters()}
         self._data: set[int] = set()
         self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
@@ -93,7 +103,8 @@ class _Recorder(TorchFunctionMode):
                 self._alive.append(tensor)
                 self._data.add(id(tensor))
         self._stack.append(module)
-        self.found.setdefault(id(module), FoundCalls())
+        self._counts.append(Counter())
+        self.found.setdefault(id(module), FoundCalls()).forwards.append(self._counts[-1])
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.start(module, (args, kwargs))
@@ -101,6 +112,7 @@ class _Recorder(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
+            self._counts.pop()
 
     def _origins(self, key: int) -> frozenset[int]:
         """Return the ids of the parameters that a tensor depends on, given its id."""
@@ -136,8 +148,8 @@ class _Recorder(TorchFunctionMode):
             self.found[id(module)].below.add(function.kind)
         site, ndim = self._site(owner, function, args, kwargs)
         if site is None or not site.weight:
-            number = found.others[function.kind]
-            found.others[function.kind] += 1
+            number = self._counts[-1][function.kind]
+            self._counts[-1][function.kind] += 1
             site = site and replace(site, number=number)
         if site is not None and site not in found.sites:
             found.sites.append(site)

@@ -30,6 +30,7 @@ __all__ = [
     "QuantTap",
     "ScaledDotProductAttention",
     "Tap",
+    "stand_in",
 ]
 
 
@@ -109,6 +110,15 @@ class Tap(nn.Identity):
 OPERATORS: dict[str, type[nn.Module]] = {
     cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, ScaledDotProductAttention, Tap)
 }
+
+
+def stand_in(cls: type[nn.Module]) -> nn.Module:
+    """Return a module that computes what its function does, called with the same arguments.
+
+    Args:
+        cls: One of the classes of :data:`OPERATORS`.
+    """
+    return Cat(0) if cls is Cat else cls()  # torch.cat has another default than its module.
 
 
 class _QuantBinary(QuantModule):
