@@ -23,10 +23,11 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import resource
 import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch
 
 from benchmarks.harness import Reporter
 from benchmarks.zoo_checks import CHECKS, run_checks
-from benchmarks.zoo_models import LIBRARIES, names
+from benchmarks.zoo_models import LIBRARIES, load, names
 
 __all__ = ["main", "table"]
 
@@ -53,28 +54,38 @@ def run_one(name: str, checks: Sequence[str], limit: float, memory: float) -> Ro
         limit: Seconds of its processor; six times as many on the clock.
         memory: GiB.
     """
-    command = [sys.executable, "-m", "benchmarks.sweep_zoo", "--one", name]
-    command += ["--limit", str(limit), "--memory", str(memory), "--checks", *checks]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=6 * limit)
-        text, end = done.stdout, done.returncode and f"exit {done.returncode}: {_last(done.stderr)}"
-    except subprocess.TimeoutExpired as error:
-        text = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        end = f"time limit of {6 * limit:.0f} s on the clock"
-    if end == f"exit {-signal.SIGXCPU}: ":
-        end = f"time limit of {limit:.0f} s"
+    fork = multiprocessing.get_context("fork")  # It has the libraries already.
     row: Row = {"model": name}
-    for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            row |= json.loads(line)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "fields.jsonl")
+        child = fork.Process(target=_work, args=(name, checks, limit, memory, path))
+        child.start()
+        child.join(6 * limit)
+        end = _END.get(child.exitcode, f"exit {child.exitcode}")
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                row |= json.loads(line)
     if end:
         row |= {next((key for key in checks if key not in row), "end"): end}
     return row
 
 
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else ""
+#: What the end of a process means; "" for its own one.
+_END = {0: "", None: "time limit on the clock", -signal.SIGXCPU: "time limit"}
+
+
+def _work(name: str, checks: Sequence[str], limit: float, memory: float, path: Path) -> None:
+    """Run checks in this process, with limits, and write their fields to a file as they come."""
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(memory * 2**30),))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(sys.stderr):
+        for fields in run_checks(name, checks):
+            print(json.dumps(fields), file=file, flush=True)
 
 
 def read(path: Path) -> list[Row]:
@@ -158,15 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="make checks with a result too")
     parser.add_argument("--retry", action="store_true", help="make checks that failed again")
     parser.add_argument("--table", action="store_true", help="print the results, run nothing")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.one:
-        torch.set_num_threads(1)
-        resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(options.memory * 2**30),))
-        resource.setrlimit(resource.RLIMIT_CPU, (int(options.limit), int(options.limit) + 5))
-        for fields in run_checks(options.one, options.checks):
-            print(json.dumps(fields), flush=True)
-        return
     if not options.table:
         _sweep(options)
     print(table(read(options.out)))
@@ -174,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _sweep(options: argparse.Namespace) -> None:
     rows = {} if options.again else {row["model"]: row for row in read(options.out)}
+    for library in options.libraries:
+        load(library)
     with Reporter("sweep_zoo", options.out, PEERS) as report:
         for name in choose(options.libraries, options.sample, options.match):
             checks = missing(rows.get(name, {}), options.checks, options.retry)

@@ -7,6 +7,7 @@ A name is ``library/key``. :func:`names` lists them where the library is install
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import re
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LIBRARIES", "Entry", "build", "call", "names"]
+__all__ = ["LIBRARIES", "Entry", "build", "call", "load", "names"]
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,15 @@ def names(library: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [f"{library}/{key}" for key in list_keys()]
+
+
+def load(library: str) -> None:
+    """Import a library and what it would import later, if it is installed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_MODULES.get(library, LIBRARIES[library][0]))
+
+
+_MODULES = {"ultralytics": "ultralytics.nn.tasks", "transformers": "transformers.modeling_utils"}
 
 
 def build(name: str) -> Entry:
