@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo_transformers import HUGGING_FACE, batches, make
+
 __all__ = ["LIBRARIES", "Entry", "build", "call", "load", "names"]
 
 
@@ -196,75 +198,7 @@ def _smp(key: str) -> Entry:
     return _images(getattr(smp, key)("resnet18", encoder_weights=None), 96)
 
 
-# --- Hugging Face --------------------------------------------------------------------------------
-
-_TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-_WORDS = {**_TEXT, "intermediate_size": 128, "vocab_size": 200}
-_VISION = {**_TEXT, "intermediate_size": 128, "image_size": 64, "patch_size": 16}
-_SMALL_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 200}
-
-# Architecture -> (configuration, its options, the kind of input).
-HUGGING_FACE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "BertForSequenceClassification": ("BertConfig", _WORDS, "text"),
-    "RobertaForSequenceClassification": ("RobertaConfig", _WORDS, "text"),
-    "DistilBertForSequenceClassification": (
-        "DistilBertConfig",
-        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 200},
-        "text",
-    ),
-    "AlbertForSequenceClassification": ("AlbertConfig", {**_WORDS, "embedding_size": 32}, "text"),
-    "ElectraForSequenceClassification": ("ElectraConfig", _WORDS, "text"),
-    "GPT2LMHeadModel": ("GPT2Config", _SMALL_GPT, "text"),
-    "OPTForCausalLM": (
-        "OPTConfig",
-        {**_TEXT, "ffn_dim": 128, "vocab_size": 200, "word_embed_proj_dim": 64},
-        "text",
-    ),
-    "LlamaForCausalLM": ("LlamaConfig", {**_WORDS, "num_key_value_heads": 2}, "text"),
-    "Qwen2ForCausalLM": ("Qwen2Config", {**_WORDS, "num_key_value_heads": 2}, "text"),
-    "T5EncoderModel": (
-        "T5Config",
-        {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200},
-        "text",
-    ),
-    "MambaForCausalLM": (
-        "MambaConfig",
-        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 200},
-        "text",
-    ),
-    "ViTForImageClassification": ("ViTConfig", _VISION, "image"),
-    "DeiTForImageClassification": ("DeiTConfig", _VISION, "image"),
-    "BeitForImageClassification": (
-        "BeitConfig",
-        {**_VISION, "use_relative_position_bias": True},
-        "image",
-    ),
-    "Dinov2ForImageClassification": ("Dinov2Config", _VISION, "image"),
-    "SwinForImageClassification": (
-        "SwinConfig",
-        {
-            "image_size": 64,
-            "embed_dim": 32,
-            "depths": [1, 1],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
-        "image",
-    ),
-    "SegformerForSemanticSegmentation": ("SegformerConfig", {"depths": [1, 1, 1, 1]}, "image"),
-    "ConvNextV2ForImageClassification": (
-        "ConvNextV2Config",
-        {"depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 64, 128]},
-        "image",
-    ),
-    "ResNetForImageClassification": (
-        "ResNetConfig",
-        {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 64, 128, 256], "embedding_size": 16},
-        "image",
-    ),
-    "MobileViTForImageClassification": ("MobileViTConfig", {"image_size": 64}, "image"),
-    "MobileNetV2ForImageClassification": ("MobileNetV2Config", {"image_size": 64}, "image"),
-}
+# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 def _transformers_names() -> Iterator[str]:
@@ -272,15 +206,8 @@ def _transformers_names() -> Iterator[str]:
 
 
 def _transformers(key: str) -> Entry:
-    import transformers
-
-    config, options, kind = HUGGING_FACE[key]
-    model = getattr(transformers, key)(getattr(transformers, config)(**options)).eval()
-    if kind == "image":
-        image = torch.randn(2, 3, 64, 64)
-        return Entry(model, {"pixel_values": image}, {"pixel_values": torch.randn(3, 3, 64, 64)})
-    words = {n: {"input_ids": torch.randint(3, 200, n)} for n in ((2, 16), (3, 24))}
-    return Entry(model, words[2, 16], words[3, 24])
+    model = make(key)
+    return Entry(model, *batches(key))
 
 
 # --- all of them ---------------------------------------------------------------------------------
