@@ -124,7 +124,7 @@ def missing(row: Row, checks: Sequence[str], retry: bool) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return results as Markdown: a row for each network, then the totals."""
-    columns = [*CHECKS, "left float", "export", "deploy"]
+    columns = [*CHECKS, "left float", "ONNX Runtime", "deployed"]
     lines = ["| network | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for row in rows:
         cells = ["ok" if row.get(key) == "ok" else _short(row.get(key)) for key in CHECKS]

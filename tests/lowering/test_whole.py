@@ -312,3 +312,28 @@ def test_exported_with_its_kind_of_result(images: Tensor) -> None:
     file.seek(0)
     got = torch.export.load(file).module()(images)
     assert torch.equal(got["logits"], int8(images)["logits"])
+
+
+class Biased(nn.Module):
+    """A layer with several optional arguments, as T5's, which pass positions on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x = self.layer(x)
+        if mask is not None:
+            x = x * mask
+        bias = x.mean(0) if bias is None else bias
+        return x + bias, bias
+
+
+@pytest.mark.parametrize("argument", ["mask", "bias"])
+def test_every_optional_argument_that_a_trace_took_for_none_is_checked(argument: str) -> None:
+    x = torch.randn(8, 4)
+    int8 = torchq.deploy(calibrated(Biased(), x), x)
+    with pytest.raises(AssertionError, match=argument):
+        int8(x, **{argument: torch.ones(4)})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import bullets, evaluating
+from torchq.utils import bullets, evaluating, qualified_name
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
@@ -164,6 +165,7 @@ def _traced(
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
         stack.enter_context(_marked(call.model, active))
+        stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
         return run_dynamo(call, opset) if modern else run_torchscript(call, opset)
 
@@ -192,6 +194,42 @@ def _first_that_traces(
         stacklevel=3,
     )
     return graph
+
+
+@contextmanager
+def _without_unknown_outputs(model: nn.Module) -> Iterator[None]:
+    """Leave out of the outputs what is no tensor, number or text, and warn of it.
+
+    The exporters refuse objects of unknown classes, such as the cache of keys and values that
+    language models of Hugging Face return beside their logits.
+    """
+    dropped: set[str] = set()
+
+    def known(value: Any) -> Any:
+        if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+            return value
+        if isinstance(value, MutableMapping):
+            value = copy.copy(value)
+            for key in list(value):
+                value[key] = known(value[key])
+            return value
+        if isinstance(value, (tuple, list)):
+            items = [known(item) for item in value]
+            return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)
+        dropped.add(qualified_name(type(value)))
+        return None
+
+    handle = model.register_forward_hook(lambda module, args, out: known(out))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if dropped:
+        warnings.warn(
+            f"export_onnx: the model returns {', '.join(sorted(dropped))}, which ONNX has no type "
+            "for; the file leaves it out",
+            stacklevel=6,
+        )
 
 
 @contextmanager

@@ -90,6 +90,7 @@ class GraphEditor:
                 node.users
                 or node.op in ("placeholder", "output")
                 or node.is_impure()
+                or match.is_none_check(node)
                 or isinstance(self.module(node), AssertNone)
             )
             if not kept:
