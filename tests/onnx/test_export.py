@@ -376,31 +376,3 @@ def test_jit_trace_needs_no_flag(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 9, 9)
     for found, expected in zip(loaded(x), model(x), strict=True):
         assert torch.equal(found, expected)
-
-
-class Cache:
-    """An object that a language model returns beside its result."""
-
-
-class Caches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, object]:
-        y = self.layer(x)
-        return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
-
-
-@pytest.mark.parametrize("dynamo", [pytest.param(True, marks=modern), False])
-def test_what_onnx_has_no_type_for_is_left_out(tmp_path: Path, dynamo: bool) -> None:
-    x = torch.randn(3, 4)
-    model = calibrated(Caches(), [x])
-    with pytest.warns(UserWarning, match=r"returns tests\.onnx\.test_export\.Cache, which ONNX"):
-        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo)
-    found, more = run_file(tmp_path / "m.onnx", x)
-    result = model(x)
-    assert isinstance(result["cache"], Cache)
-    # Two float32 orders of the same sums.
-    torch.testing.assert_close(torch.as_tensor(found), result["logits"])
-    torch.testing.assert_close(torch.as_tensor(more), result["logits"] + 1)

@@ -379,27 +379,3 @@ def test_ctrl_c_while_swapping_changes_nothing(
     monkeypatch.undo()
     assert pickle.dumps(model) == before
     assert not quantizers(model)
-
-
-class Stacks(nn.Module):
-    """Concatenates without ``dim``, which for ``torch.cat`` means the first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.conv(x), x])
-
-
-def test_a_concatenation_without_dim_keeps_its_meaning(tmp_path: Path) -> None:
-    model = Stacks().eval()
-    expected = model(X)
-    torchq.quantize_(model, target="tensorrt", example=X)
-    assert isinstance(model.quant_cat, torchq.nn.QuantCat)
-    with torchq.disabled(model):
-        assert torch.equal(model(X), expected)
-    torchq.calibrate(model, [X], progress=False)
-    torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(Stacks().eval(), tmp_path / "m.pt")
-    assert loaded(X).shape == expected.shape

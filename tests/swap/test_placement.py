@@ -361,3 +361,27 @@ def test_a_loop_over_chunks_is_no_obstacle() -> None:
     assert not report.skipped
     with torchq.disabled(model, "*"):
         assert torch.equal(model(x), expected)
+
+
+class Stacks(nn.Module):
+    """Concatenates without ``dim``, which for ``torch.cat`` means the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.conv(x), x])
+
+
+def test_a_concatenation_without_dim_keeps_its_meaning(tmp_path: Path) -> None:
+    model, x = Stacks().eval(), torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    torchq.quantize_(model, target="tensorrt", example=x)
+    assert isinstance(model.quant_cat, torchq.nn.QuantCat)
+    with torchq.disabled(model):
+        assert torch.equal(model(x), expected)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(Stacks().eval(), tmp_path / "m.pt")
+    assert loaded(x).shape == expected.shape
