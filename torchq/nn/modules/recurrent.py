@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq.descriptor import QuantDescriptor
-from torchq.formats import PerTensor
 from torchq.functional import (
     compute_dtype,
     gru_cell,
@@ -29,40 +28,12 @@ from torchq.functional import (
 )
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
+from torchq.nn.modules.recurrent_steps import StepQuantizer, fixed_range, hidden_descriptor
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent", "hidden_descriptor"]
+__all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent"]
 
 State = tuple[Tensor, ...]
-
-
-def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
-    """Return how a hidden state is quantized where inputs are quantized as ``input`` says.
-
-    It is the same, but signed: most hidden states have both signs, whatever the inputs.
-    """
-    signed = input is None or input.unsigned is not True
-    return input if signed else cast(QuantDescriptor, input).replace(unsigned=False)
-
-
-class _StepQuantizer:
-    """A quantizer that is called at each step; what it only observes, it sees at once."""
-
-    def __init__(self, quantizer: nn.Module) -> None:
-        self._quantizer = quantizer
-        self._notes = isinstance(quantizer, TensorQuantizer) and not quantizer.quantizing
-        self._noted: list[Tensor] = []
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._notes:
-            self._noted.append(x)
-            return x
-        return cast(Tensor, self._quantizer(x))
-
-    def finish(self) -> None:
-        """Show the quantizer what was noted."""
-        if self._noted and not is_passive(self._quantizer):
-            self._quantizer(torch.cat(self._noted))
 
 
 class QuantRecurrent(QuantModule, nn.RNNBase):
@@ -185,31 +156,47 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         for level in range(self.num_layers):
             if level:
                 x = self.quantizer(f"input_l{level}")(F.dropout(x, self.dropout, self.training))
-            outputs = []
-            for reverse, end in enumerate(self.suffixes(level)):
-                own = tuple(part[len(ends)] for part in state)
-                y, last = self._run_direction(x, sizes, own, end, bool(reverse))
-                outputs.append(y)
-                ends.append(last)
-            x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+            y, last = self._run_level(x, sizes, state, level)
+            x, ends = y, [*ends, *last]
         return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def _run_level(
+        self, x: Tensor, sizes: list[int], state: State, level: int
+    ) -> tuple[Tensor, list[State]]:
+        """Run one level on its quantized, flat input; return the last state of each direction."""
+        found = []
+        directions = self.suffixes(level)
+        first = level * len(directions)
+        if all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
+            own = tuple(part[first : first + len(directions)] for part in state)
+            return self._run_fused(x, sizes, own, directions)
+        for number, end in enumerate(directions):
+            own = tuple(part[first + number] for part in state)
+            found.append(self._run_direction(x, sizes, own, end, reverse=bool(number)))
+        outputs = [y for y, _ in found]
+        y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        return y, [last for _, last in found]
+
+    def _step_quantizers(self, end: str) -> list[nn.Module]:
+        """Return the quantizers that run at each step of a direction."""
+        kinds = ("hidden", "projected") if self.proj_size else ("hidden",)
+        return [self.quantizer(f"{kind}{end}") for kind in kinds]
+
+    def _weights(self, end: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the quantized weights and the biases of a direction."""
+        kinds = ("weight_ih", "weight_hh", *(("weight_hr",) if self.proj_size else ()))
+        weights = [self.quantizer(f"{k}{end}")(getattr(self, f"{k}{end}")) for k in kinds]
+        return weights, [getattr(self, f"{k}{end}") for k in ("bias_ih", "bias_hh") if self.bias]
 
     def _run_direction(
         self, x: Tensor, sizes: list[int], state: State, end: str, reverse: bool
     ) -> tuple[Tensor, State]:
-        weights = [
-            self.quantizer(f"{kind}{end}")(getattr(self, f"{kind}{end}"))
-            for kind in ("weight_ih", "weight_hh", *(("weight_hr",) if self.proj_size else ()))
-        ]
-        biases = [getattr(self, f"{kind}{end}") for kind in ("bias_ih", "bias_hh") if self.bias]
-        kinds = ("hidden", "projected") if self.proj_size else ("hidden",)
-        quantizers = [self.quantizer(f"{kind}{end}") for kind in kinds]
-        if all(map(is_passive, quantizers)) and not reverse:
-            return self._fused(x, sizes, state, [*weights, *biases])
+        weights, biases = self._weights(end)
+        quantizers = self._step_quantizers(end)
         whole = self._run_whole(x, sizes, state, weights, biases, quantizers[0], reverse)
         if whole is not None:
             return whole
-        steps = [_StepQuantizer(quantizer) for quantizer in quantizers]
+        steps = [StepQuantizer(quantizer) for quantizer in quantizers]
         cell = self._make_cell(x, sizes, weights, biases, steps)
         result = run_over_steps(cell, state, sizes, reverse)
         for quantizer in steps:
@@ -229,22 +216,27 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         """Run one direction by a function for whole sequences, or return None if there is none."""
         return None
 
-    def _fused(
-        self, x: Tensor, sizes: list[int], state: State, weights: list[Tensor]
-    ) -> tuple[Tensor, State]:
-        """Run one direction by torch's own kernel."""
-        if self.proj_size:  # torch wants the projection last.
-            weights = [*weights[:2], *weights[3:], weights[2]]
-        hx: Any = tuple(part.unsqueeze(0) for part in state)
-        hx = hx if self._parts > 1 else hx[0]
-        batch_sizes = torch.tensor(sizes)
-        y, *last = type(self).kernel(
-            self, x, batch_sizes, hx, weights, self.bias, 1, 0.0, self.training, False
-        )
-        return y, tuple(part.squeeze(0) for part in last)
+    def _run_fused(
+        self, x: Tensor, sizes: list[int], state: State, directions: tuple[str, ...]
+    ) -> tuple[Tensor, list[State]]:
+        """Run one level by torch's own kernel."""
+        given: list[Tensor] = []
+        for weights, biases in map(self._weights, directions):
+            given += [*weights[:2], *biases, *weights[2:]]
+        options = (self.bias, 1, 0.0, self.training, len(directions) > 1)
+        hx: Any = self._as_torch(state)
+        # In a padded sequence all sizes are one object, which may stand for an open dimension.
+        if all(size is sizes[0] for size in sizes):
+            steps = x.view(len(sizes), sizes[0], -1)
+            y, *last = self._call_kernel(steps, hx, given, *options, False)
+            y = y.flatten(0, 1)
+        else:
+            y, *last = self._call_kernel(x, torch.tensor(sizes), hx, given, *options)
+        ends = [tuple(part[number] for part in last) for number in range(len(directions))]
+        return y, ends
 
-    def kernel(self, *args: Any) -> Any:
-        """Call torch's function for packed sequences."""
+    def _call_kernel(self, *args: Any) -> Any:
+        """Call torch's function; its arguments are those of padded or of packed sequences."""
         raise NotImplementedError
 
     def _make_cell(
@@ -253,7 +245,7 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         sizes: Sequence[int],
         weights: list[Tensor],
         biases: list[Tensor],
-        quantizers: list[_StepQuantizer],
+        quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
         """Return the function of one step for :func:`torchq.functional.run_over_steps`.
 
@@ -267,18 +259,6 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         raise NotImplementedError
 
 
-def _fixed_range(quantizer: nn.Module) -> Tensor | None:
-    """Return the one fixed range of a quantizer that only quantizes, or None."""
-    if not isinstance(quantizer, TensorQuantizer) or quantizer.mode != "quantize":
-        return None
-    d = quantizer.descriptor
-    has_one = quantizer.calibrated and not d.dynamic and isinstance(d.granularity, PerTensor)
-    plain = d.fake_quant and not d.learn_amax and d.scale_amax is None
-    if not has_one or not plain or quantizer.pre_quant_scale is not None:
-        return None
-    return quantizer.amax if quantizer.amax.numel() == 1 else None
-
-
 def _all_gates(x: Tensor, weight: Tensor, biases: list[Tensor]) -> Tensor:
     """Return the product of the input with both biases, for all steps at once."""
     return F.linear(x, weight, biases[0] + biases[1] if biases else None)
@@ -290,7 +270,7 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
 
     _parts = 2
 
-    def kernel(self, *args: Any) -> Any:
+    def _call_kernel(self, *args: Any) -> Any:
         """Call torch's LSTM."""
         return torch.lstm(*args)
 
@@ -304,8 +284,8 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
         quantizer: nn.Module,
         reverse: bool,
     ) -> tuple[Tensor, State] | None:
-        amax = _fixed_range(quantizer)
-        if amax is None or self.proj_size or len(set(sizes)) != 1:
+        amax = fixed_range(quantizer)
+        if amax is None or self.proj_size or any(size is not sizes[0] for size in sizes):
             return None
         start = _all_gates(x, weights[0], biases)
         if not supports_lstm(start, weights[1], *state):
@@ -322,7 +302,7 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
         sizes: Sequence[int],
         weights: list[Tensor],
         biases: list[Tensor],
-        quantizers: list[_StepQuantizer],
+        quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
         product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
 
@@ -339,7 +319,7 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
 class QuantGRU(QuantRecurrent, nn.GRU):
     """Quantized :class:`torch.nn.GRU`: the same arguments, results and parameters."""
 
-    def kernel(self, *args: Any) -> Any:
+    def _call_kernel(self, *args: Any) -> Any:
         """Call torch's GRU."""
         return torch.gru(*args)
 
@@ -349,7 +329,7 @@ class QuantGRU(QuantRecurrent, nn.GRU):
         sizes: Sequence[int],
         weights: list[Tensor],
         biases: list[Tensor],
-        quantizers: list[_StepQuantizer],
+        quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
         inputs = F.linear(x, weights[0], biases[0] if biases else None)
         # The reset gate multiplies this bias, so it belongs to the product of the hidden state.
@@ -368,7 +348,7 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 class QuantRNN(QuantRecurrent, nn.RNN):
     """Quantized :class:`torch.nn.RNN`: the same arguments, results and parameters."""
 
-    def kernel(self, *args: Any) -> Any:
+    def _call_kernel(self, *args: Any) -> Any:
         """Call torch's RNN with the layer's nonlinearity."""
         return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
 
@@ -378,7 +358,7 @@ class QuantRNN(QuantRecurrent, nn.RNN):
         sizes: Sequence[int],
         weights: list[Tensor],
         biases: list[Tensor],
-        quantizers: list[_StepQuantizer],
+        quantizers: list[StepQuantizer],
     ) -> Callable[[int, State], State]:
         product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
 

@@ -11,7 +11,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.functional import gru_cell, lstm_cell, rnn_cell
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
-from torchq.nn.modules.recurrent import hidden_descriptor
+from torchq.nn.modules.recurrent_steps import hidden_descriptor
 
 __all__ = ["QuantGRUCell", "QuantLSTMCell", "QuantRNNCell"]
 

@@ -1,0 +1,58 @@
+"""What recurrent layers need to quantize a hidden state at each step."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchq.descriptor import QuantDescriptor
+from torchq.formats import PerTensor
+from torchq.nn.modules.attention import is_passive
+from torchq.nn.tensor_quantizer import TensorQuantizer
+
+__all__ = ["StepQuantizer", "fixed_range", "hidden_descriptor"]
+
+
+def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
+    """Return how a hidden state is quantized where inputs are quantized as ``input`` says.
+
+    It is the same, but signed: most hidden states have both signs, whatever the inputs.
+    """
+    signed = input is None or input.unsigned is not True
+    return input if signed else cast(QuantDescriptor, input).replace(unsigned=False)
+
+
+class StepQuantizer:
+    """A quantizer that is called at each step; what it only observes, it sees at once."""
+
+    def __init__(self, quantizer: nn.Module) -> None:
+        self._quantizer = quantizer
+        self._notes = isinstance(quantizer, TensorQuantizer) and not quantizer.quantizing
+        self._noted: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._notes:
+            self._noted.append(x)
+            return x
+        return cast(Tensor, self._quantizer(x))
+
+    def finish(self) -> None:
+        """Show the quantizer what was noted."""
+        if self._noted and not is_passive(self._quantizer):
+            self._quantizer(torch.cat(self._noted))
+
+
+def fixed_range(quantizer: nn.Module) -> Tensor | None:
+    """Return the one fixed range of a quantizer that only quantizes, or None."""
+    if not isinstance(quantizer, TensorQuantizer) or quantizer.mode != "quantize":
+        return None
+    if quantizer._forward_hooks or quantizer._forward_pre_hooks:
+        return None  # Somebody wants to see each call.
+    d = quantizer.descriptor
+    has_one = quantizer.calibrated and not d.dynamic and isinstance(d.granularity, PerTensor)
+    plain = d.fake_quant and not d.learn_amax and d.scale_amax is None
+    if not has_one or not plain or quantizer.pre_quant_scale is not None:
+        return None
+    return quantizer.amax if quantizer.amax.numel() == 1 else None
