@@ -30,7 +30,8 @@ PROMISED: dict[str, str] = {
         FrontendError GraphError InputError MissingExtraError
     """,
     "torchq.engines": """
-        ENGINES Engine EngineModule GraphEngine OnnxRuntime OpenVino TorchEngine deploy register
+        Candidate ENGINES Engine EngineModule FastestReport GraphEngine OnnxRuntime OpenVino
+        TorchEngine deploy register
     """,
     "torchq.formats": """
         CATALOG E2M1 E2M3 E3M2 E4M3 E5M2 E8M0 INT4 INT8 INT16 POWER_OF_TWO ROUNDINGS UINT4

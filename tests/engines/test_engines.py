@@ -27,6 +27,7 @@ from torchq.engines import (
     TorchEngine,
     graph_engine,
 )
+from torchq.engines.module import Run, Shapes
 from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
 
 pytest.importorskip("onnx")
@@ -153,6 +154,31 @@ def test_an_unknown_engine_is_an_error() -> None:
         torchq.deploy(calibrated_detector(), images(1), engine="tvm")
 
 
+def test_batch_sizes_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"got batch_sizes \(0,\); expected positive integers"):
+        torchq.deploy(calibrated_detector(), images(1), batch_sizes=[0])
+
+
+def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(OpenVino())
+    compiled: list[Shapes | None] = []
+    original = OpenVino._compile
+
+    def compile(self: OpenVino, graph: bytes, threads: int, shapes: Shapes | None) -> object:
+        compiled.append(shapes)
+        return original(self, graph, threads, shapes)
+
+    monkeypatch.setattr(OpenVino, "_compile", compile)
+    model = calibrated_detector()
+    deployed = torchq.deploy(model, images(1), engine="openvino", batch_sizes=[4])
+    twin = copy.deepcopy(deployed)
+    compiled.clear()
+    for count in (4, 2, 1, 3, 4, 1):
+        assert twin(images(count)).scores.shape == (count, 5)
+    one, four = ((("image", (count, 3, 12, 12)),) for count in (1, 4))
+    assert compiled == [four, None, one]
+
+
 def test_options_of_another_engine_are_refused() -> None:
     for options in ({"reduce_range": True}, {"fuse": False}):
         with pytest.raises(ConfigError, match="for engine 'onnxruntime'; expected it for 'torch'"):
@@ -186,9 +212,9 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[int] = []
     original = OnnxRuntime.open
 
-    def opened(self: OnnxRuntime, graph: bytes, threads: int) -> object:
+    def opened(self: OnnxRuntime, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
         seen.append(threads)
-        return original(self, graph, threads)
+        return original(self, graph, threads, usual)
 
     monkeypatch.setattr(OnnxRuntime, "open", opened)
     deployed = torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
@@ -206,8 +232,8 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = OnnxRuntime.open
 
-    def wrong(self: OnnxRuntime, graph: bytes, threads: int) -> object:
-        run = original(self, graph, threads)
+    def wrong(self: OnnxRuntime, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
+        run = original(self, graph, threads, usual)
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)

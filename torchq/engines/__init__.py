@@ -4,6 +4,7 @@ The package may import onnx, lowering and below.
 """
 
 from torchq.engines.api import deploy
+from torchq.engines.fastest import Candidate, FastestReport
 from torchq.engines.graph_engine import GraphEngine
 from torchq.engines.module import EngineModule
 from torchq.engines.onnxruntime import OnnxRuntime
@@ -12,9 +13,11 @@ from torchq.engines.registry import ENGINES, Engine, register
 from torchq.engines.torch_engine import TorchEngine
 
 __all__ = [
+    "Candidate",
     "ENGINES",
     "Engine",
     "EngineModule",
+    "FastestReport",
     "GraphEngine",
     "OnnxRuntime",
     "OpenVino",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from torchq.engines.fastest import build_fastest
+from torchq.engines.module import EngineModule
 from torchq.engines.registry import ENGINES, Engine
+from torchq.engines.task import Task
 from torchq.engines.torch_engine import TorchEngine
 from torchq.errors import ConfigError
 from torchq.lowering import simulated_copy
 
 __all__ = ["deploy"]
+
+#: Instead of the name of an engine: the fastest one.
+_FASTEST = "fastest"
 
 
 def deploy(
@@ -19,6 +27,7 @@ def deploy(
     example: Any = None,
     *,
     engine: str | Engine = "torch",
+    batch_sizes: Sequence[int] = (),
     reduce_range: bool = False,
     fuse: bool = True,
 ) -> nn.Module:
@@ -40,8 +49,12 @@ def deploy(
             error; it is a warning where every layer agrees when it is given the inputs of the
             simulation, as the model then only amplifies ties. Engines other than ``"torch"`` need
             it.
-        engine: ``"torch"``, ``"onnxruntime"``, or one of :data:`torchq.engines.ENGINES` with
-            settings of its own, such as ``torchq.engines.OnnxRuntime(provider="cuda")``.
+        engine: ``"torch"``, ``"onnxruntime"``, ``"openvino"``, or an engine with settings of its
+            own, such as ``torchq.engines.OnnxRuntime(provider="cuda")``. ``"fastest"`` measures
+            all that are installed on the example, with the quantized model and with the float
+            one, and takes the best; the attribute ``report`` of the result tells what it measured.
+        batch_sizes: batch sizes that calls will have besides that of the example. ``"fastest"``
+            measures them too, and OpenVINO prepares a graph for each.
         reduce_range: round weights to 7 bits. For CPUs without VNNI, whose kernels add pairs of
             products in 16 bits: 8-bit weights can overflow there (there is a warning). Engine
             ``"torch"`` only; for others quantize with ``recipes.int8(reduce_range=True)``.
@@ -73,31 +86,52 @@ def deploy(
         >>> int8.engine
         'torch'
     """
-    chosen = _settings(engine, reduce_range, fuse)
-    chosen.check()
-    if example is None and not isinstance(chosen, TorchEngine):
-        raise ConfigError(
-            f"deploy: engine {chosen.name!r} without an example; expected one, as a graph is "
-            "traced with it. Pass torchq.deploy(model, example, engine=...)"
-        )
-    result = chosen.build(simulated_copy(model), example)
-    if not hasattr(result, "engine"):
-        result.engine = chosen.name  # type: ignore[assignment]
+    sizes = _checked_sizes(batch_sizes)
+    if engine == _FASTEST:
+        _check_options(_FASTEST, example, reduce_range, fuse)
+        result, report = build_fastest(Task(simulated_copy(model), example, sizes))
+        result.report = report  # type: ignore[assignment]
+        name = report.candidates[0].engine.name
+    else:
+        chosen = _settings(engine, example, reduce_range, fuse)
+        chosen.check()
+        result, name = chosen.build(Task(simulated_copy(model), example, sizes)), chosen.name
+    if not isinstance(result, EngineModule):
+        result.engine = name  # type: ignore[assignment]
     return result
 
 
-def _settings(engine: str | Engine, reduce_range: bool, fuse: bool) -> Engine:
+def _settings(engine: str | Engine, example: Any, reduce_range: bool, fuse: bool) -> Engine:
     """Return an engine with its settings."""
     if isinstance(engine, str):
         engine = ENGINES[engine]()
-    if isinstance(engine, TorchEngine):
-        if not reduce_range and fuse:
-            return engine
-        return TorchEngine(engine.quantized, reduce_range, fuse)
+    if not isinstance(engine, TorchEngine):
+        _check_options(engine.name, example, reduce_range, fuse)
+        return engine
+    return replace(
+        engine,
+        reduce_range=engine.reduce_range or reduce_range,
+        fuse=engine.fuse and fuse,
+    )
+
+
+def _check_options(name: str, example: Any, reduce_range: bool, fuse: bool) -> None:
+    """Raise an error for options that only the engine "torch" has, and without an example."""
+    if example is None:
+        raise ConfigError(
+            f"deploy: engine {name!r} without an example; expected one, as a graph is traced with "
+            "it. Pass torchq.deploy(model, example, engine=...)"
+        )
     if reduce_range or not fuse:
         option = "reduce_range=True" if reduce_range else "fuse=False"
         raise ConfigError(
-            f"deploy: got {option} for engine {engine.name!r}; expected it for 'torch' alone. "
+            f"deploy: got {option} for engine {name!r}; expected it for 'torch' alone. "
             "For weights of 7 bits, quantize with torchq.recipes.int8(reduce_range=True)"
         )
-    return engine
+
+
+def _checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(batch_sizes)
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise ConfigError(f"deploy: got batch_sizes {sizes!r}; expected positive integers")
+    return sizes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.module import GraphInterface
+from torchq.engines.module import GraphInterface, Shapes
 from torchq.engines.signature import CallSignature, GraphInput, example_arguments
 from torchq.engines.structure import flatten
 from torchq.errors import ExportError
@@ -26,7 +26,7 @@ from torchq.onnx import export_onnx
 from torchq.onnx.example_call import argument_names
 from torchq.onnx.ir import load_model
 
-__all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes"]
+__all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes", "tensor_shapes", "with_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +85,29 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
         batched = _batched(model, example)
         # Not one, which exporters take for a constant, and not the length that was traced.
         count = 3 if next(iter(batched.values()), torch.zeros(1)).shape[0] != 3 else 2
-        longer = {name: torch.cat([tensor[:1]] * count) for name, tensor in batched.items()}
-        probe = _changed(model, example, longer)
+        probe = with_rows(model, example, count)
         if batched and _runs(model, probe):
             yield probe
+
+
+def with_rows(model: nn.Module, example: Any, count: int | None) -> Any:
+    """Return an example with another batch size: its rows, repeated or cut.
+
+    Args:
+        model: see :func:`lengths_to_try`.
+        example: see :func:`torchq.graph.call_model`.
+        count: the batch size; None returns the example.
+    """
+    if count is None:
+        return example
+    batched = _batched(model, example)
+    rows = {name: tensor[torch.arange(count) % len(tensor)] for name, tensor in batched.items()}
+    return _changed(model, example, rows)
+
+
+def tensor_shapes(model: nn.Module, example: Any) -> Shapes:
+    """Return the shape of each tensor of an example, by the name of its argument."""
+    return tuple((name, tuple(t.shape)) for name, t in _tensors(model, example).items())
 
 
 def _tensors(model: nn.Module, example: Any) -> dict[str, Tensor]:

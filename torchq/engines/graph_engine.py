@@ -7,18 +7,17 @@ import tempfile
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.engines.export import OpenLengths, export_graph, lengths_to_try, probes
-from torchq.engines.module import EngineModule, Run
+from torchq.engines.export import OpenLengths, tensor_shapes, with_rows
+from torchq.engines.module import EngineModule, Run, Shapes
 from torchq.engines.registry import Engine
+from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
-from torchq.lowering import ReferenceCheck, float_copy
 from torchq.onnx import verify_onnx
 
 __all__ = ["GraphEngine"]
@@ -41,12 +40,13 @@ class GraphEngine(Engine):
         """The target of the exports that this engine reads; one of ``torchq.targets()``."""
 
     @abstractmethod
-    def open(self, graph: bytes, threads: int) -> Run:
+    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
         """Return an ONNX file as a function of its inputs.
 
         Args:
             graph: the file.
             threads: the number of threads that compute one call.
+            usual: the shapes of calls that will be common; others are possible too.
 
         Raises:
             ExportError: the engine cannot run the file.
@@ -56,47 +56,43 @@ class GraphEngine(Engine):
     def placement(self, graph: bytes) -> str:
         """Return how many nodes run on integers, as text for the summary."""
 
-    def build(self, model: nn.Module, example: Any) -> EngineModule:
+    def build(self, task: Task) -> EngineModule:
         """See :meth:`Engine.build`. The exporter based on TorchScript is tried first: it is faster.
 
         A graph may have taken a length for a constant. So its results are compared for other
         lengths too, and it is exported with fewer open ones where they differ.
         """
         self.check()
-        _require_float32(model)
-        exported = model if self.quantized else float_copy(model)
-        target = self.target if self.quantized else None
-        check = ReferenceCheck(model, example)
+        _require_float32(task.model)
         problems: list[ExportError] = []
-        for dynamo, lengths in _attempts(lengths_to_try(model, example)):
+        for dynamo, lengths in _attempts(task.lengths):
             try:
-                parts = export_graph(
-                    exported, example, target=target, dynamo=dynamo, lengths=lengths
+                graph, interface = task.graph(
+                    self.target if self.quantized else None, dynamo, lengths
                 )
-                module = EngineModule(self, *parts)
-                found = check.difference(module)
+                module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
+                found = task.check.difference(module)
                 if not found:
-                    self._compare_lengths(module, model, example, lengths)
+                    self._compare_lengths(module, task, lengths)
             except ExportError as error:
                 log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
                 problems.append(error)
                 continue
             if found:
-                self._accept(found, module, model, example)
+                self._accept(found, module, task)
             return module
         raise problems[0]
 
-    def _accept(self, found: str, module: EngineModule, model: nn.Module, example: Any) -> None:
+    def _accept(self, found: str, module: EngineModule, task: Task) -> None:
         """Warn about results that differ by more than is allowed, or raise an error.
 
         Args:
             found: which result differs, and by how much.
-            module: on this engine.
-            model: the simulation.
-            example: of the call.
+            module: the model on this engine.
+            task: the model and the example.
         """
         text = f"deploy: engine {self.label!r}: {found}"
-        if not self.quantized or not _file_agrees(module, model, example):
+        if not self.quantized or not _file_agrees(module, task):
             raise ExportError(f"{text}. Use another engine")
         warnings.warn(
             f"{text}, though every layer of the file agrees when given the same input: the model "
@@ -105,16 +101,21 @@ class GraphEngine(Engine):
             stacklevel=5,
         )
 
-    def _compare_lengths(
-        self, module: EngineModule, model: nn.Module, example: Any, lengths: OpenLengths
-    ) -> None:
+    def _compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
         """Raise an error if results differ for other lengths than those of the example."""
-        for probe in probes(model, example, lengths):
-            problem = ReferenceCheck(model, probe).difference(module)
+        for check in task.checks_of_other_lengths(lengths):
+            problem = check.difference(module)
             if problem:
                 raise ExportError(
                     f"deploy: engine {self.label!r}: for an example of another shape {problem}"
                 )
+
+
+def _usual(task: Task) -> tuple[Shapes, ...]:
+    """Return the shapes of calls that will be common."""
+    model, example = task.model, task.example
+    sizes = (None, *task.batch_sizes)
+    return tuple(tensor_shapes(model, with_rows(model, example, rows)) for rows in sizes)
 
 
 def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLengths]]:
@@ -127,14 +128,14 @@ def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLeng
         yield dynamo, lengths[-1]
 
 
-def _file_agrees(module: EngineModule, model: nn.Module, example: Any) -> bool:
+def _file_agrees(module: EngineModule, task: Task) -> bool:
     """Return True if every layer of the file computes what the simulation does."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder, "model.onnx")
         path.write_bytes(module.graph_bytes())
         try:
-            report = verify_onnx(model, path, [example])
+            report = verify_onnx(task.model, path, [task.example])
         except (ExportError, MissingExtraError) as error:
             log.debug("the file could not be verified: %s", error)
             return False

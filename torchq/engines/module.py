@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torchq.engines.signature import CallSignature
 from torchq.engines.structure import Structure
 
-__all__ = ["EngineModule", "GraphInterface", "OpensGraphs", "Run"]
+__all__ = ["EngineModule", "GraphInterface", "OpensGraphs", "Run", "Shapes"]
 
+#: The shape of each input of a call, by name.
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 #: Computes the outputs of a graph, in order, from its inputs by name. Several threads may call it.
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 
@@ -28,11 +30,13 @@ class GraphInterface:
         structure: of the results.
         open_results: for each output of the graph, True if its length in dimension 0 depends on
             the inputs.
+        usual: the shapes of calls that will be common.
     """
 
     signature: CallSignature
     structure: Structure
     open_results: tuple[bool, ...]
+    usual: tuple[Shapes, ...] = ()
 
 
 class OpensGraphs(Protocol):
@@ -50,7 +54,7 @@ class OpensGraphs(Protocol):
     def device(self) -> torch.device:
         """Return where the tensors of a call have to be."""
 
-    def open(self, graph: bytes, threads: int) -> Run:
+    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
         """Return an ONNX file as a function of its inputs."""
 
     def placement(self, graph: bytes) -> str:
@@ -167,7 +171,8 @@ class EngineModule(nn.Module):
             with self._lock:
                 run = self._opened.get(threads)
                 if run is None:
-                    run = self._opened[threads] = self.settings.open(self.graph_bytes(), threads)
+                    graph, usual = self.graph_bytes(), self.interface.usual
+                    run = self._opened[threads] = self.settings.open(graph, threads, usual)
         return run
 
     def graph_bytes(self) -> bytes:

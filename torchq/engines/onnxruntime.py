@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import Run
+from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx import inspect_onnx
@@ -82,8 +82,8 @@ class OnnxRuntime(GraphEngine):
             OnnxRuntime(quantized=False, provider=self.provider),
         )
 
-    def open(self, graph: bytes, threads: int) -> Run:
-        """See :meth:`GraphEngine.open`."""
+    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+        """See :meth:`GraphEngine.open`; fixed shapes are no faster here."""
         runtime = import_optional("onnxruntime", "deploy(engine='onnxruntime')")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import Run
+from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
 from torchq.utils.optional import import_optional
@@ -80,38 +81,26 @@ class OpenVino(GraphEngine):
             found += (OpenVino(precision="bf16"), OpenVino(quantized=False, precision="bf16"))
         return found
 
-    def open(self, graph: bytes, threads: int) -> Run:
-        """See :meth:`GraphEngine.open`."""
-        compiled = self._compile(graph, threads)
-        names = [port.get_any_name() for port in compiled.inputs]
-        count = len(compiled.outputs)
-        tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
-        requests = [compiled.create_infer_request()]  # append and pop are atomic
+    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+        """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
+        opened: dict[Shapes | None, Run] = {}
+        lock = threading.Lock()
 
         def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            try:
-                request = requests.pop()
-            except IndexError:  # another thread computes with the last one
-                request = compiled.create_infer_request()
-            try:
-                for index, name in enumerate(names):
-                    array = feeds[name].numpy()
-                    request.set_input_tensor(index, tensor_of(array, shared_memory=True))
-                request.infer()
-                # Copies, because the next call overwrites what a request returns.
-                arrays = [request.get_output_tensor(i).data.copy() for i in range(count)]
-            except RuntimeError as error:
-                shapes = {name: tuple(value.shape) for name, value in feeds.items()}
-                raise ExportError(
-                    f"openvino: cannot run the model on inputs of shapes {shapes} ({error}); "
-                    "expected shapes like those of the example"
-                ) from error
-            requests.append(request)
-            return [torch.from_numpy(array) for array in arrays]
+            shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
+            key = shapes if shapes in usual else None
+            found = opened.get(key)
+            if found is None:
+                with lock:
+                    found = opened.get(key)
+                    if found is None:
+                        found = opened[key] = _bound(self._compile(graph, threads, key))
+            return found(feeds)
 
         return run
 
-    def _compile(self, graph: bytes, threads: int) -> Any:
+    def _compile(self, graph: bytes, threads: int, shapes: Shapes | None) -> Any:
+        """Return the compiled graph, for inputs of these shapes or with open lengths."""
         runtime = import_optional("openvino", _NEEDED_BY, "openvino")
         settings = {
             # A thread that is bound to one core waits where another program uses that core.
@@ -123,7 +112,10 @@ class OpenVino(GraphEngine):
         }
         try:
             core = runtime.Core()
-            return core.compile_model(core.read_model(io.BytesIO(graph)), "CPU", settings)
+            model = core.read_model(io.BytesIO(graph))
+            if shapes is not None:
+                model.reshape({name: list(shape) for name, shape in shapes})
+            return core.compile_model(model, "CPU", settings)
         except RuntimeError as error:
             raise ExportError(
                 f"deploy: openvino {runtime.__version__} cannot run the model ({error}); expected "
@@ -133,8 +125,41 @@ class OpenVino(GraphEngine):
     def placement(self, graph: bytes) -> str:
         """See :meth:`GraphEngine.placement`."""
         nodes = Counter[bool]()
-        for node in self._compile(graph, torch.get_num_threads()).get_runtime_model().get_ops():
+        for node in (
+            self._compile(graph, torch.get_num_threads(), None).get_runtime_model().get_ops()
+        ):
             info = {key: str(value.value) for key, value in node.get_rt_info().items()}
             if info.get("layerType") in _COMPUTING:
                 nodes[info.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
         return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
+
+
+def _bound(compiled: Any) -> Run:
+    """Return a compiled graph as a function that several threads may call."""
+    tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
+    names = [port.get_any_name() for port in compiled.inputs]
+    count = len(compiled.outputs)
+    requests = [compiled.create_infer_request()]  # append and pop are atomic
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        try:
+            request = requests.pop()
+        except IndexError:  # another thread computes with the last one
+            request = compiled.create_infer_request()
+        try:
+            for index, name in enumerate(names):
+                array = feeds[name].numpy()
+                request.set_input_tensor(index, tensor_of(array, shared_memory=True))
+            request.infer()
+            # Copies, because the next call overwrites what a request returns.
+            arrays = [request.get_output_tensor(i).data.copy() for i in range(count)]
+        except RuntimeError as error:
+            shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+            raise ExportError(
+                f"openvino: cannot run the model on inputs of shapes {shapes} ({error}); "
+                "expected shapes like those of the example"
+            ) from error
+        requests.append(request)
+        return [torch.from_numpy(array) for array in arrays]
+
+    return run

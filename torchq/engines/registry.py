@@ -11,10 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
+from torchq.engines.task import Task
 from torchq.utils import Registry
 
 __all__ = ["ENGINES", "Engine", "register"]
@@ -46,12 +47,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def build(self, model: nn.Module, example: Any) -> nn.Module:
-        """Return a new module that computes what ``model`` simulates.
-
-        Args:
-            model: calibrated; left unchanged.
-            example: arguments for one call, see :func:`torchq.graph.call_model`.
+    def build(self, task: Task) -> nn.Module:
+        """Return a new module that computes what the model of ``task`` simulates.
 
         Raises:
             ExportError: the engine cannot run the model, or its results differ.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from torchq.engines.registry import Engine, register
-from torchq.lowering import float_copy, lower_model
+from torchq.engines.task import Task
+from torchq.lowering import lower_model
+from torchq.utils import copy_module
 
 __all__ = ["TorchEngine"]
 
@@ -30,11 +31,12 @@ class TorchEngine(Engine):
     def check(self) -> None:
         """See :meth:`Engine.check`; torch is always there."""
 
-    def build(self, model: nn.Module, example: Any) -> nn.Module:
-        """See :meth:`Engine.build`; ``example`` may be None."""
+    def build(self, task: Task) -> nn.Module:
+        """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:
-            return float_copy(model)
-        return lower_model(model, example, reduce_range=self.reduce_range, fuse=self.fuse)
+            return copy_module(task.float_model)
+        options = {"reduce_range": self.reduce_range, "fuse": self.fuse}
+        return lower_model(task.model, task.example, **options)
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import MARK
+from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import ExampleCall, argument_names
 from torchq.onnx.ir import Model, onnx_ir
 
@@ -130,7 +131,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
                 opset_version=min(opset, TORCHSCRIPT_MAX),
                 dynamic_axes=axes or None,
                 dynamo=False,
-                custom_opsets={MARK[0]: 1},
+                custom_opsets={MARK[0]: 1} if _has_marks(call.model) else {},
             )
             model = onnx_ir.external_data.load_to_model(onnx_ir.load(file))
     except Exception as error:
@@ -139,6 +140,12 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
     model.graph.opset_imports[""] = opset
     model.ir_version = max(model.ir_version, _IR_VERSIONS.get(opset, 0))
     return model
+
+
+def _has_marks(model: nn.Module) -> bool:
+    """Return True if quantizers mark their nodes; torch prints about a domain without nodes."""
+    quantizers = (m for m in model.modules() if isinstance(m, TensorQuantizer))
+    return any(quantizer.quantizing for quantizer in quantizers)
 
 
 def _remove_prefix(model: Model) -> None:

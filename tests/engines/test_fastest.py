@@ -1,0 +1,166 @@
+"""``engine="fastest"``: what is measured, what is left out and why, and which one is taken."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from tests.contracts.engine_contract import calibrated_detector, images
+from torchq.engines import Engine, FastestReport, OnnxRuntime, TorchEngine, fastest
+from torchq.errors import ConfigError, ExportError
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+#: Seconds for each call, instead of a clock.
+TIMES = {
+    "torch quantized": 3.0,
+    "torch float": 5.0,
+    "onnxruntime quantized": 2.0,
+    "onnxruntime float": 4.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave OpenVINO out, which takes longest to open: it is a missing extra here."""
+    monkeypatch.setitem(sys.modules, "openvino", None)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> None:
+    """Let candidates take these seconds; a number, or a function of the number of images."""
+
+    def seconds(entry: Any, batch: Any, calls: int) -> float:
+        (x,) = batch if isinstance(batch, tuple) else (batch,)
+        entry.module(x)  # it must run
+        time = times[entry.engine.label]
+        return float(time(len(x)) if callable(time) else time)
+
+    monkeypatch.setattr(fastest, "_seconds", seconds)
+
+
+def deploy(**options: Any) -> Any:
+    return torchq.deploy(calibrated_detector(), images(1), engine="fastest", **options)
+
+
+@pytest.mark.parametrize("best", TIMES)
+def test_the_fastest_is_taken(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, {**TIMES, best: 1.0})
+    result = deploy()
+    assert result.report.chosen == best
+    assert result.engine == best.split()[0]
+    assert result.report.candidates[0].engine.label == best
+    assert result.report.candidates[0].seconds == {1: 1.0}
+    assert result(images(3)).scores.shape == (3, 5)
+
+
+def test_the_report_has_all_candidates_and_why_some_were_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed(monkeypatch, TIMES)
+    report = deploy().report
+    assert isinstance(report, FastestReport)
+    labels = [candidate.engine.label for candidate in report.candidates]
+    assert labels[:-1] == sorted(TIMES, key=TIMES.__getitem__)
+    assert "torchq[openvino]" in report.candidates[-1].problem
+    assert not report.candidates[-1].seconds
+    text = str(report)
+    assert "onnxruntime quantized  2e+03" in text
+    assert f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
+
+
+def test_batch_sizes_are_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one image torch takes 1.5 times as long, at eight a third: 1.5 times 1/3 is below 1."""
+    times = {**TIMES, "torch quantized": lambda n: 3.0 if n == 1 else 1.0}
+    times["onnxruntime quantized"] = lambda n: 2.0 if n == 1 else 3.0
+    timed(monkeypatch, times)
+    report = deploy(batch_sizes=[8]).report
+    assert report.chosen == "torch quantized"
+    assert report.candidates[0].seconds == {1: 3.0, 8: 1.0}
+
+
+def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, TIMES)
+    original = OnnxRuntime.open
+
+    def wrong(self: OnnxRuntime, *args: Any) -> Any:
+        run = original(self, *args)
+        return lambda feeds: [2 * result for result in run(feeds)]
+
+    monkeypatch.setattr(OnnxRuntime, "open", wrong)
+    monkeypatch.setattr(torchq.engines.graph_engine, "_file_agrees", lambda *_: False)
+    report = deploy().report
+    assert report.chosen == "torch quantized"
+    problems = [c.problem for c in report.candidates if c.engine.name == "onnxruntime"]
+    assert len(problems) == 2 and all("has relative error" in problem for problem in problems)
+
+
+def test_an_engine_that_fails_in_its_own_way_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, TIMES)
+
+    def fail(self: Engine, task: object) -> nn.Module:
+        raise KeyError("no kernel")
+
+    monkeypatch.setattr(TorchEngine, "build", fail)
+    report = deploy().report
+    assert report.chosen == "onnxruntime quantized"
+    assert [c.problem for c in report.candidates if c.engine.name == "torch"] == ["'no kernel'"] * 2
+
+
+def test_one_that_fails_at_a_batch_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_one(count: int) -> float:
+        if count > 1:
+            raise RuntimeError("one image only")
+        return 1.0
+
+    timed(monkeypatch, {**TIMES, "onnxruntime quantized": only_one})
+    report = deploy(batch_sizes=[2]).report
+    assert report.chosen == "torch quantized"
+    assert any(c.problem == "with 2 rows: one image only" for c in report.candidates)
+
+
+def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(TorchEngine, "build", lambda *_: 1 / 0)
+    with pytest.raises(ExportError, match=r"no engine runs the model \(torch quantized: division"):
+        deploy()
+
+
+def test_only_the_warnings_of_the_chosen_engine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, TIMES)
+    original = OnnxRuntime.build
+
+    def build(self: OnnxRuntime, task: Any) -> nn.Module:
+        warnings.warn(f"about {self.label}", stacklevel=1)
+        return original(self, task)
+
+    monkeypatch.setattr(OnnxRuntime, "build", build)
+    with pytest.warns(UserWarning, match="about") as seen:
+        deploy()
+    assert [str(w.message) for w in seen] == ["about onnxruntime quantized"]
+
+
+def test_the_clock_decides_without_a_fake() -> None:
+    result = deploy(batch_sizes=[2])
+    best, *rest = result.report.candidates
+    assert result.report.chosen == best.engine.label
+    assert set(best.seconds) == {1, 2} and all(s > 0 for s in best.seconds.values())
+    assert {c.engine.label for c in (best, *rest) if not c.problem} == set(TIMES)
+
+
+def test_the_report_survives_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, TIMES)
+    result = deploy()
+    assert copy.deepcopy(result).report == result.report
+
+
+def test_it_needs_an_example() -> None:
+    with pytest.raises(ConfigError, match="engine 'fastest' without an example"):
+        torchq.deploy(calibrated_detector(), engine="fastest")

@@ -1,0 +1,214 @@
+"""The engine "fastest": every engine that is there, measured on the example."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.engines.export import tensor_shapes, with_rows
+from torchq.engines.registry import ENGINES, Engine
+from torchq.engines.task import Task
+from torchq.errors import ExportError, TorchqError
+from torchq.graph import call_model
+from torchq.utils import progress_bar, table
+
+__all__ = ["Candidate", "FastestReport", "build_fastest"]
+
+log = logging.getLogger(__name__)
+
+#: The least seconds of a sample, and about the seconds of all samples of one batch size.
+_SAMPLE, _BUDGET = 0.004, 3.0
+#: Samples of each candidate, where the budget allows, and where it does not.
+_MOST, _LEAST = 40, 7
+#: Rounds after which it is dropped that is far behind.
+_FIRST = 3
+#: A candidate that takes this many times as long as the best one is measured no further.
+_HOPELESS = 1.7
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine with its settings, and how it did.
+
+    Attributes:
+        engine: the engine and its settings.
+        seconds: for one call, by batch size: the least of the samples, as interruptions only add
+            time. Empty where there is a problem.
+        problem: why the model cannot run there, or what is wrong with the results; may be empty.
+    """
+
+    engine: Engine
+    seconds: dict[int, float]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class FastestReport:
+    """What ``torchq.deploy(engine="fastest")`` measured; ``print`` it.
+
+    Attributes:
+        chosen: the label of the engine that runs the model.
+        candidates: all that were considered, the best first, those with problems last.
+        threads: the number of threads of torch during the measurement.
+    """
+
+    chosen: str
+    candidates: tuple[Candidate, ...]
+    threads: int
+
+    def __str__(self) -> str:
+        sizes = list(self.candidates[0].seconds)
+        head = ("engine", *(f"ms, batch {size}" for size in sizes), "problem")
+        rows = [
+            (
+                candidate.engine.label,
+                *(_milliseconds(candidate.seconds.get(size)) for size in sizes),
+                candidate.problem.partition("\n")[0],
+            )
+            for candidate in self.candidates
+        ]
+        return f"{table([head, *rows])}\nchosen: {self.chosen}, on {self.threads} threads"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.3g}"
+
+
+@dataclass
+class _Entry:
+    """A candidate while it is built and measured.
+
+    Attributes:
+        engine: the engine and its settings.
+        module: the model on that engine.
+        notes: the warnings of building it.
+        samples: seconds for one call, by batch size.
+        problem: see :class:`Candidate`.
+    """
+
+    engine: Engine
+    module: nn.Module | None = None
+    notes: list[str] = field(default_factory=list)
+    samples: dict[int, list[float]] = field(default_factory=dict)
+    problem: str = ""
+
+    def seconds(self) -> dict[int, float]:
+        return {} if self.problem else {rows: min(s) for rows, s in self.samples.items()}
+
+
+def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
+    """Return the model on the engine that runs the example fastest, and what was measured.
+
+    Every engine that is installed is a candidate, with the quantized model and with the float one.
+    One that cannot run the model, or whose results differ from the simulation, is left out.
+
+    Args:
+        task: the model, the example and the batch sizes to measure besides that of the example.
+
+    Raises:
+        ExportError: no engine can run the model.
+    """
+    entries = list(_entries())
+    for entry in progress_bar(entries, description="engines", unit="engine", delay=1.0):
+        if not entry.problem:
+            _build(entry, task)
+        if entry.problem:
+            log.debug("%s is no candidate: %s", entry.engine.label, entry.problem)
+    for rows in (None, *task.batch_sizes):
+        batch = with_rows(task.model, task.example, rows)
+        shapes = dict(tensor_shapes(task.model, batch)).values()
+        _measure([e for e in entries if not e.problem], batch, next(iter(shapes), (1,))[0])
+    running = [entry for entry in entries if not entry.problem]
+    if not running:
+        text = "; ".join(f"{entry.engine.label}: {entry.problem}" for entry in entries)
+        raise ExportError(f"deploy: no engine runs the model ({text}); expected one at least")
+    running = sorted(running, key=lambda entry: _cost(entry, running))
+    for text in running[0].notes:
+        warnings.warn(text, stacklevel=3)
+    rest = [entry for entry in entries if entry.problem]
+    candidates = tuple(Candidate(e.engine, e.seconds(), e.problem) for e in (*running, *rest))
+    chosen = running[0].module
+    assert chosen is not None
+    return chosen, FastestReport(candidates[0].engine.label, candidates, torch.get_num_threads())
+
+
+def _entries() -> Iterator[_Entry]:
+    """Yield every engine with the settings to measure, or the reason why it is not there."""
+    for name in ENGINES:
+        engine = ENGINES[name]()
+        try:
+            engine.check()
+        except TorchqError as error:
+            yield _Entry(engine, problem=str(error))
+            continue
+        for candidate in engine.candidates():
+            yield _Entry(candidate)
+
+
+def _build(entry: _Entry, task: Task) -> None:
+    """Build the module of a candidate, or note the problem."""
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            entry.module = entry.engine.build(task)
+        # An engine compares quantized results itself, and knows when ties explain a difference.
+        if not entry.engine.quantized:
+            entry.problem = task.check.difference(entry.module)
+    except Exception as error:  # an engine may fail in any way it likes; another one is taken
+        entry.problem = str(error) or type(error).__name__
+        return
+    entry.notes = [str(w.message) for w in seen if w.category is UserWarning]
+
+
+def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
+    """Time the candidates on one batch, all of them in each round, in rotating order.
+
+    One that is far behind takes part in the first rounds alone.
+    """
+    repeats: dict[int, int] = {}
+    for entry in list(entries):
+        try:
+            for _ in range(2):  # opening, packing, first pages
+                _seconds(entry, batch, 1)
+            once = _seconds(entry, batch, 1)
+        except Exception as error:  # see _build
+            entry.problem = f"with {rows} rows: {error}"
+            entries.remove(entry)
+            continue
+        repeats[id(entry)] = max(1, round(_SAMPLE / max(once, 1e-7)))
+        entry.samples[rows] = []
+    started = time.perf_counter()
+    for number in range(_MOST if entries else 0):
+        if number >= _LEAST and time.perf_counter() - started > _BUDGET:
+            return
+        turn = number % max(1, len(entries))
+        for entry in entries[turn:] + entries[:turn]:
+            entry.samples[rows].append(_seconds(entry, batch, repeats[id(entry)]))
+        if number >= _FIRST:
+            best = min(min(entry.samples[rows]) for entry in entries)
+            entries = [e for e in entries if min(e.samples[rows]) < _HOPELESS * best]
+
+
+def _seconds(entry: _Entry, batch: Any, calls: int) -> float:
+    """Return the seconds that one call takes, on average over a few."""
+    assert entry.module is not None
+    with torch.no_grad():
+        started = time.perf_counter()
+        for _ in range(calls):
+            call_model(entry.module, batch)
+        return (time.perf_counter() - started) / calls
+
+
+def _cost(entry: _Entry, entries: Sequence[_Entry]) -> float:
+    """Return the geometric mean over batch sizes of how far a candidate is behind the best."""
+    own = entry.seconds()
+    best = {rows: min(other.seconds()[rows] for other in entries) for rows in own}
+    return sum(math.log(own[rows] / best[rows]) for rows in own) / len(own)
