@@ -90,7 +90,7 @@ def test_resizing_keeps_tensors_from_being_negative(
     Their ReLU and convolution then stay in float.
     """
     x = torch.randn(2, 3, 8, 8)
-    net = calibrated(Pyramid(mode), x, target="onnxruntime", example=x)
+    net = calibrated(Pyramid(mode), x, target="onnxruntime")
     with pytest.warns(
         UserWarning,
         match=r"far: its output is not quantized.* put torchq\.nn\.QuantIdentity\(\) behind it",
@@ -99,3 +99,14 @@ def test_resizing_keeps_tensors_from_being_negative(
     kinds = [node.kind for node in torchq.inspect_onnx(tmp_path / "m.onnx").integer]
     assert kinds.count("QLinearConv") == convolutions
     assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_with_an_example_resized_results_are_codes(mode: str, tmp_path: Path) -> None:
+    """The convolution in front of the resizing quantizes its result, behind its ReLU."""
+    x = torch.randn(2, 3, 8, 8)
+    net = calibrated(Pyramid(mode), x, target="onnxruntime", example=x)
+    torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+    counts = torchq.inspect_onnx(tmp_path / "m.onnx").counts
+    assert counts["QLinearConv"] == 3 and "Relu" not in counts
+    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 8, 8)]).ok

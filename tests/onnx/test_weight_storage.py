@@ -70,7 +70,7 @@ class Mixed(nn.Module):
 def test_convolutions_in_float_have_float_weights(tmp_path: Path) -> None:
     """A DequantizeLinear in front of a float convolution makes it slower than in float32."""
     x = torch.randn(2, 3, 12, 12)
-    model = calibrated(Mixed(), x, target="onnxruntime", example=x)
+    model = calibrated(Mixed(), x, target="onnxruntime")
     kinds = export(model, x, tmp_path / "m.onnx")
     for layer in ("stem", "depthwise", "last"):
         assert kinds[f"{layer}.weight_quantizer/float weight"] == onnx.TensorProto.FLOAT
@@ -81,9 +81,20 @@ def test_convolutions_in_float_have_float_weights(tmp_path: Path) -> None:
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
 
 
+def test_with_an_example_convolutions_return_codes(tmp_path: Path) -> None:
+    """Their results have quantizers, but for the one that the model returns."""
+    x = torch.randn(2, 3, 12, 12)
+    model = calibrated(Mixed(), x, target="onnxruntime", example=x)
+    kinds = export(model, x, tmp_path / "m.onnx")
+    floats = [name for name in kinds if name.endswith("/float weight")]
+    assert floats == ["last.weight_quantizer/float weight"]
+    assert torchq.inspect_onnx(tmp_path / "m.onnx").counts["QLinearConv"] == 2
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x, torch.randn(2, 3, 12, 12)]).ok
+
+
 def test_a_changed_float_weight_is_named(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 12, 12)
-    model, path = calibrated(Mixed(), x, target="onnxruntime", example=x), tmp_path / "m.onnx"
+    model, path = calibrated(Mixed(), x, target="onnxruntime"), tmp_path / "m.onnx"
     export(model, x, path)
     file = onnx.load(str(path))
     (tensor,) = [t for t in file.graph.initializer if t.name.startswith("depthwise.weight")]

@@ -109,9 +109,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
         r"modules\['first'\]: got None",
     ),
     "layer has another slot": (
-        set_entry(RECORD, "modules", "first", "output", value={}),
+        set_entry(RECORD, "modules", "first", "result", value={}),
         ConfigError,
-        "expected the entries class, input, weight",
+        "expected the entries class, input, weight, output",
     ),
     "unknown field": (
         set_entry(RECORD, "modules", "first", "input", value={"bits": 8}),

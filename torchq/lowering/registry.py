@@ -37,7 +37,7 @@ from torchq.nn import (
     QuantModule,
     TensorQuantizer,
 )
-from torchq.utils import Registry
+from torchq.utils import Registry, copy_module
 
 __all__ = [
     "FLOAT_INPUT",
@@ -89,7 +89,7 @@ def uncalibrated(model: nn.Module) -> list[str]:
     ]
 
 
-def active(quantizer: nn.Module) -> TensorQuantizer | None:
+def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
     """Return the quantizer if it quantizes, else None."""
     return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
 
@@ -182,7 +182,13 @@ def _bias(module: QuantModule) -> Tensor | None:
 @LOWERINGS.register(QuantConv3d)
 def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     arguments = static_arguments(module, reduce_range)
-    return arguments if isinstance(arguments, str) else Int8Conv(module, *arguments)
+    if isinstance(arguments, str):
+        return arguments
+    layer, output = Int8Conv(module, *arguments), active(getattr(module, "output_quantizer", None))
+    if output is None:
+        return layer
+    between = [nn.ReLU()] if output.descriptor.unsigned else []
+    return nn.Sequential(layer, *between, copy_module(output))
 
 
 @LOWERINGS.register(QuantLinear)

@@ -23,6 +23,7 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name
 
 __all__ = [
+    "NO_OUTPUT",
     "QuantModule",
     "QUANTIZED",
     "register",
@@ -38,6 +39,8 @@ __all__ = [
 #: :func:`quantized_as`.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 
+#: Why a module cannot quantize its result.
+NO_OUTPUT = "cannot quantize its result; expected a convolution without an output_quantizer"
 _LEGACY_PREFIXES = ("_input_quantizer.", "_weight_quantizer.")
 
 
@@ -129,11 +132,25 @@ class QuantModule(nn.Module):
         A key is missing where these tensors have no quantizer.
         """
         found = {}
-        for name, slots in (("input", self.input_slots), ("weight", self.weight_slots)):
-            quantizer = getattr(self, f"{slots[0]}_quantizer") if slots else None
+        kinds = {"input": self.input_slots, "weight": self.weight_slots, "output": ("output",)}
+        for name, slots in kinds.items():
+            quantizer = getattr(self, f"{slots[0]}_quantizer", None) if slots else None
             if isinstance(quantizer, TensorQuantizer):
                 found[name] = quantizer.given_descriptor
         return found
+
+    @property
+    def quantizes_output(self) -> bool:
+        """True if the result has a quantizer too; see :meth:`quantize_output_`."""
+        return "output_quantizer" in self._modules
+
+    def quantize_output_(self, descriptor: QuantDescriptor) -> None:
+        """Quantize the result too, by the child ``output_quantizer``; convolutions alone can.
+
+        Args:
+            descriptor: How to quantize. Where it is unsigned, the result passes a ReLU first.
+        """
+        raise QuantizationError(f"{qualified_name(type(self))}: {NO_OUTPUT}")
 
     def on_convert(self) -> None:
         """Adjust the module once its quantizers are there; does nothing unless overridden."""
@@ -154,7 +171,7 @@ class QuantModule(nn.Module):
     def detach_quantizers(self) -> None:
         """Remove the quantizers; called by :func:`revert_`."""
         self.on_revert()
-        for slot in self.slots():
+        for slot in (*self.slots(), *(("output",) if self.quantizes_output else ())):
             delattr(self, f"{slot}_quantizer")
 
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
@@ -306,6 +323,7 @@ def convert_(
     *,
     input: QuantDescriptor | None = None,
     weight: QuantDescriptor | None = None,
+    output: QuantDescriptor | None = None,
 ) -> nn.Module:
     """Make ``module`` quantized, in place, and return it.
 
@@ -316,6 +334,8 @@ def convert_(
             quantized input.
         weight: How to quantize the weights; None leaves them alone. Ignored where the class has no
             quantized weight.
+        output: How to quantize the result of a convolution; see
+            :meth:`QuantModule.quantize_output_`. None leaves it alone.
 
     Returns:
         The same object.
@@ -346,6 +366,8 @@ def convert_(
     change_class(module, twin)
     try:
         module.attach_quantizers(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
+        if output is not None:
+            module.quantize_output_(output)  # type: ignore[operator]
     except Exception:
         for slot in twin.slots():
             if hasattr(module, f"{slot}_quantizer"):

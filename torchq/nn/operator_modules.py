@@ -30,7 +30,7 @@ from torch import fx, nn
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
 from torchq.nn.convert import QuantModule, change_class
-from torchq.nn.modules.operators import OPERATORS, Tap, stand_in
+from torchq.nn.modules.operators import Tap, operator_name, operator_named
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
@@ -69,11 +69,8 @@ class RewrittenForward(QuantModule):
 
     def replacement_record(self) -> dict[str, Any]:
         """Return what :func:`replace_recorded_operators_` needs, as JSON data."""
-        kinds = {}
-        for child in self.replacements.values():
-            module = self.get_submodule(child)
-            cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
-            kinds[child] = cls.__name__
+        children = dict.fromkeys(self.replacements.values())
+        kinds = {child: operator_name(self.get_submodule(child)) for child in children}
         return {
             "class": qualified_name(type(self).float_class),
             "nodes": dict(self.replacements),
@@ -369,5 +366,8 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
             f"{qualified_name(type(module))}: got this class; expected {record['class']}"
         )
     for child, kind in record["children"].items():
-        module.add_module(child, stand_in(OPERATORS[kind]).train(module.training))
+        operator = operator_named(kind)
+        if operator is None:
+            raise QuantizationError(f"{child}: got {kind!r}; expected the name of an operator")
+        module.add_module(child, operator.train(module.training))
     return replace_operators_(module, record["nodes"])

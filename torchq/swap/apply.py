@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,11 +23,14 @@ from torchq.swap.cost import costs_of_placements
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
+from torchq.swap.flow.outputs import decide_outputs
+from torchq.swap.flow.separate_ranges import separate_ranges_
+from torchq.swap.flow.shared_ranges import share_common_ranges_
 from torchq.swap.plan import plan
-from torchq.swap.shared_ranges import share_common_ranges_
+from torchq.swap.targets import Target
 from torchq.utils import Pattern
 
-__all__ = ["apply_", "carry_out_", "name_quantizers", "quantize_", "restore_"]
+__all__ = ["apply_", "carry_out_", "name_quantizers", "output_name", "quantize_", "restore_"]
 
 
 def quantize_(
@@ -76,11 +80,10 @@ def quantize_(
     choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
     report = plan(model, config, **choice, example=example)
     try:
-        _carry_out(model, report, example, measure=True)
+        return _carry_out(model, report, example)
     except _Costly as costly:
         report = plan(model, config, **choice, example=example).without(costly.reasons)
-        _carry_out(model, report, example, measure=False)
-    return report
+        return _carry_out(model, report, example, costly.reasons)
 
 
 class _Costly(Exception):
@@ -95,22 +98,61 @@ class _Costly(Exception):
         self.reasons = reasons
 
 
-def _carry_out(model: nn.Module, report: SwapReport, example: Any, *, measure: bool) -> None:
+def _carry_out(
+    model: nn.Module, report: SwapReport, example: Any, costly: Mapping[str, str] | None = None
+) -> SwapReport:
+    """Quantize ``model`` as a plan says, in place, and return the plan with what a run added.
+
+    Args:
+        model: the model.
+        report: the plan.
+        example: the arguments of one call, or None.
+        costly: what stays float because a measurement said so; None measures.
+    """
     with unchanged_on_error(model):
         apply_(report)
         if example is not None:
-            if measure:
+            if report.target is not None:
+                report = _fit_to_flow(model, report, report.target, example, costly or {})
+            if costly is None:
                 _check_costs(model, report, example)
             share_common_ranges_(model, example)
         name_quantizers(model)
+    return report
+
+
+def _fit_to_flow(
+    model: nn.Module, report: SwapReport, target: Target, example: Any, costly: Mapping[str, str]
+) -> SwapReport:
+    """Place what depends on the values that flow between layers, and return the new report."""
+    if target.most_unequal is not None:
+        separate_ranges_(model, example, target.most_unequal)
+    if not target.quantized_results:
+        return report
+    decided = {
+        d.name: d
+        for d in decide_outputs(model, report.decisions, example)
+        if output_name(d) not in costly
+    }
+    for decision in decided.values():
+        assert isinstance(decision.module, QuantModule) and decision.output is not None
+        decision.module.quantize_output_(decision.output)
+    return replace(report, decisions=tuple(decided.get(d.name, d) for d in report.decisions))
+
+
+def output_name(decision: Decision) -> str:
+    """Return the path of the quantizer of a layer's result."""
+    return f"{decision.name}.output_quantizer".removeprefix(".")
 
 
 def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
     placements = {}
-    for decision in report.added:
-        owner = dict(model.named_modules())[decision.name]
-        placements[decision.name] = [
-            m for m in owner.modules() if isinstance(m, TensorQuantizer) and m.quantizing
+    modules = dict(model.named_modules())
+    names = [d.name for d in report.added]
+    names += [output_name(d) for d in report.replaced if d.output is not None]
+    for name in names:
+        placements[name] = [
+            m for m in modules[name].modules() if isinstance(m, TensorQuantizer) and m.quantizing
         ]
     costs = costs_of_placements(model, placements, example)
     if costs:

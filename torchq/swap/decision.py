@@ -47,6 +47,7 @@ class Decision:
         layer: The class that it is quantized as, whose rules apply; None is its own.
         calls: The calls in its own forward that are quantized, where its class has no twin.
         note: What a target changed about it, for the report.
+        output: The descriptor of its result, or None.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class Decision:
     layer: type[nn.Module] | None = None
     calls: tuple[CallSite, ...] = ()
     note: str = ""
+    output: QuantDescriptor | None = None
 
     @property
     def is_without_twin(self) -> bool:

@@ -107,7 +107,11 @@ class SwapReport:
 def _what_text(decision: Decision) -> str:
     if decision.reason:
         return f"SKIPPED: {decision.reason}"
-    slots = (("input", decision.input), ("weight", decision.weight))
+    slots = (
+        ("input", decision.input),
+        ("weight", decision.weight),
+        ("output", decision.output),
+    )
     text = ", ".join(f"{slot} {value}" for slot, value in slots if value)
     if decision.calls:
         kinds = ", ".join(dict.fromkeys(site.kind for site in decision.calls))

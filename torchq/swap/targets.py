@@ -28,6 +28,10 @@ class Target:
         float_inputs: Patterns of modules whose input stays float, because the runtime has no
             integer kernel for them. Their weights are still stored as integers.
         per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
+        quantized_results: Quantize the results of convolutions that no operator behind them
+            quantizes; needs an example.
+        most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
+            Where the example shows a larger one, each tensor has its own. None always shares.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Target:
     one_branch: bool = False
     float_inputs: tuple[str, ...] = ()
     per_tensor_weights: tuple[str, ...] = ()
+    quantized_results: bool = False
+    most_unequal: float | None = None
 
 
 #: Name -> target. ``torchq quantize --target`` lists these names.

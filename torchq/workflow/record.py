@@ -29,7 +29,7 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
-from torchq.nn.modules.operators import OPERATORS
+from torchq.nn.modules.operators import OPERATORS, operator_named
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
@@ -39,7 +39,7 @@ __all__ = ["apply_record_", "public_state", "swap_record"]
 
 _VERSION = 2
 _MODES = frozenset(["off", "observe", "quantize", "observe+quantize"])
-_SLOTS = ("input", "weight")
+_SLOTS = ("input", "weight", "output")
 
 
 def swap_record(model: nn.Module) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         version       The version of this schema, 2.
         fusions       What :func:`torchq.fuse_` did; see :func:`torchq.fusion.fusion_record`.
         modules       Path -> the float class of a quantized module, and the descriptors of its
-                      ``input`` and ``weight``.
+                      ``input``, ``weight`` and ``output``.
         calls         Path of a module -> its class and the sites of the quantized function calls
                       in its forward; see :class:`torchq.nn.CallSite`.
         operators     Path of a module -> its class, the operators of its forward that children
@@ -211,6 +211,8 @@ def _convert_modules(model: nn.Module, record: _Record) -> None:
             set_submodule(model, path, convert_(twin_of(module), **descriptors))
         else:
             _, sites = record.calls.get(path, ("", ()))
+            if sites and "output" in descriptors:
+                raise _damaged(f"modules[{path!r}]", "output", "none for function calls")
             if sites:
                 route_calls_(module, sites, **descriptors)
             else:
@@ -339,7 +341,7 @@ def _texts(value: Any, where: str, allowed: frozenset[str] | None = None) -> dic
 def _read_layer(value: Any, where: str) -> _Layer:
     entry = _mapping(value, where)
     if not isinstance(entry.get("class"), str) or not set(entry) <= {"class", *_SLOTS}:
-        raise _damaged(where, entry, "the entries class, input, weight")
+        raise _damaged(where, entry, "the entries class, input, weight, output")
     descriptors = {
         slot: _read_descriptor(entry[slot], f"{where}.{slot}") for slot in _SLOTS if slot in entry
     }
@@ -369,8 +371,11 @@ def _read_operators(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry["class"], str):
         raise _damaged(f"{where}.class", entry["class"], "the name of a class")
     nodes = _texts(entry["nodes"], f"{where}.nodes")
-    children = _texts(entry["children"], f"{where}.children", frozenset(OPERATORS))
-    for child in children:
+    children = _texts(entry["children"], f"{where}.children")
+    for child, kind in children.items():
+        if operator_named(kind) is None:
+            expected = f"one of {', '.join(sorted(OPERATORS))}, or Cat with a number of ranges"
+            raise _damaged(f"{where}.children[{child!r}]", kind, expected)
         # The names become attributes in generated code.
         if not (child.isidentifier() and child.isascii()) or keyword.iskeyword(child):
             raise _damaged(f"{where}.children", child, "names that are Python identifiers")

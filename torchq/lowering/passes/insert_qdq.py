@@ -100,10 +100,13 @@ def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:
     module = editor.module(node)
     if not isinstance(module, QuantCat) or not set(node.kwargs) <= {"dim"} or not node.args:
         return False
-    tensors, quantizer = node.args[0], module.input_quantizer
-    if not isinstance(tensors, (list, tuple)) or not isinstance(quantizer, TensorQuantizer):
+    tensors = node.args[0]
+    if not isinstance(tensors, (list, tuple)):
         return False
-    values = _quantized_values(editor, node, tensors, [quantizer] * len(tensors))
+    if not isinstance(module.input_quantizer, TensorQuantizer):
+        return False
+    quantizers = [module.quantizer_of(index) for index in range(len(tensors))]
+    values = _quantized_values(editor, node, tensors, quantizers)
     if values is None:
         return False
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import QuantizationError
 from torchq.nn.batchnorm_folding import OutputScaling
-from torchq.nn.convert import QuantModule, register
-from torchq.utils import constant_while_tracing
+from torchq.nn.convert import NO_OUTPUT, QuantModule, register
+from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.utils import constant_while_tracing, qualified_name
 
 __all__ = [
     "QuantConv1d",
@@ -25,12 +28,26 @@ class _QuantConv(OutputScaling, QuantModule):
     """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.
 
     Only ``_conv_forward`` is overridden, so ``padding_mode``, padding ``"same"``, groups and
-    dilation are handled by torch. The bias stays float.
+    dilation are handled by torch. The bias stays float. A runtime that computes on integers between
+    quantizers alone may want the result quantized too; see :meth:`QuantModule.quantize_output_`.
     """
+
+    def quantize_output_(self, descriptor: QuantDescriptor) -> None:
+        """See :meth:`QuantModule.quantize_output_`."""
+        if self.quantizes_output:
+            raise QuantizationError(f"{qualified_name(type(self))}: {NO_OUTPUT}")
+        device = next(t.device for t in (*self.parameters(), *self.buffers()))
+        quantizer = TensorQuantizer(descriptor, device=device).train(self.training)
+        self.add_module("output_quantizer", quantizer)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input, weight = self.input_quantizer(input), self.weight_quantizer(weight)
-        return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        result: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        quantizer = getattr(self, "output_quantizer", None)
+        if quantizer is None:
+            return result
+        # An unsigned range stands for the ReLU that reads the result.
+        return quantizer(result.relu() if quantizer.descriptor.unsigned else result)
 
 
 @register(nn.Conv1d)

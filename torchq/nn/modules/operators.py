@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.input_quantized import InputQuantized
+from torchq.nn.tensor_quantizer import TensorQuantizer
 
 __all__ = [
     "Add",
@@ -30,6 +31,8 @@ __all__ = [
     "QuantTap",
     "ScaledDotProductAttention",
     "Tap",
+    "operator_name",
+    "operator_named",
     "stand_in",
 ]
 
@@ -63,11 +66,12 @@ class Cat(nn.Module):
 
     Args:
         dim: The dimension along which calls without ``dim`` concatenate.
+        ranges: The number of ranges of the quantized twin: one for all tensors, or one for each.
     """
 
-    def __init__(self, dim: int = 1) -> None:
+    def __init__(self, dim: int = 1, ranges: int = 1) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.ranges = dim, ranges
 
     def forward(self, tensors: Sequence[Tensor], dim: int | None = None) -> Tensor:
         """Return the concatenation along ``dim``, by default :attr:`dim`."""
@@ -110,6 +114,29 @@ class Tap(nn.Identity):
 OPERATORS: dict[str, type[nn.Module]] = {
     cls.__name__: cls for cls in (Add, Mul, MatMul, Cat, ScaledDotProductAttention, Tap)
 }
+#: The largest number of ranges of a concatenation that a name can ask for.
+_MOST_RANGES = 256
+
+
+def operator_name(module: nn.Module) -> str:
+    """Return the name under which :func:`operator_named` makes such a module.
+
+    Example:
+        >>> operator_name(Add()), operator_name(Cat(ranges=3))
+        ('Add', 'Cat:3')
+    """
+    cls = type(module).float_class if isinstance(module, QuantModule) else type(module)
+    ranges = f":{module.ranges}" if isinstance(module, Cat) and module.ranges > 1 else ""
+    return f"{cls.__name__}{ranges}"
+
+
+def operator_named(name: str) -> nn.Module | None:
+    """Return a new :func:`stand_in` of this name; None where the name is of no operator."""
+    kind, colon, ranges = name.partition(":")
+    if not colon:
+        return stand_in(OPERATORS[kind]) if kind in OPERATORS else None
+    count = int(ranges) if ranges.isdecimal() and len(ranges) < 4 else 0
+    return Cat(0, count) if kind == "Cat" and 1 < count <= _MOST_RANGES else None
 
 
 def stand_in(cls: type[nn.Module]) -> nn.Module:
@@ -169,16 +196,42 @@ class QuantMatMul(_QuantBinary, MatMul):
 class QuantCat(QuantModule, Cat):
     """:class:`Cat` of tensors that share one range, so that a runtime can concatenate their codes.
 
-    The one ``input_quantizer`` sees every tensor.
+    The one ``input_quantizer`` sees every tensor. With several ranges it sees the first one, and
+    ``input1_quantizer``, ``input2_quantizer``, ... the others.
     """
 
     weight_slots = ()
 
+    def quantizer_of(self, index: int) -> nn.Module:
+        """Return the quantizer of the tensor at ``index``."""
+        is_first = not 0 < index < self.ranges
+        return self.input_quantizer if is_first else self.get_submodule(f"input{index}_quantizer")
+
+    def on_convert(self) -> None:
+        """Add the quantizers of the tensors behind the first one."""
+        self.separate_ranges_(self.ranges)
+
+    def on_revert(self) -> None:
+        """Remove them."""
+        for index in range(1, self.ranges):
+            delattr(self, f"input{index}_quantizer")
+
+    def separate_ranges_(self, ranges: int) -> None:
+        """Give each of the first ``ranges`` tensors a range of its own, which is not calibrated."""
+        self.ranges = ranges
+        for index in range(1, ranges):
+            quantizer: nn.Module = nn.Identity()
+            if isinstance(self.input_quantizer, TensorQuantizer):
+                quantizer = TensorQuantizer(
+                    self.input_quantizer.given_descriptor, device=self.input_quantizer.amax.device
+                )
+                quantizer.mode = self.input_quantizer.mode
+            self.add_module(f"input{index}_quantizer", quantizer.train(self.training))
+
     def forward(self, tensors: Sequence[Tensor], dim: int | None = None) -> Tensor:
         """Return the concatenation of the quantized tensors."""
-        return super().forward(
-            [_quantized(self.input_quantizer, tensor) for tensor in tensors], dim
-        )
+        quantized = [_quantized(self.quantizer_of(i), t) for i, t in enumerate(tensors)]
+        return super().forward(quantized, dim)
 
 
 @register(Tap)

@@ -13,6 +13,7 @@ from torchq.onnx.ir import (
     add_initializer,
     add_node,
     attribute,
+    bypass,
     computed_by,
     data_type,
     fresh_name,
@@ -145,6 +146,34 @@ def widen_four_bit_weights(model: Model) -> None:
         node.attributes.pop("output_dtype", None)
 
 
+def drop_idle_relus(model: Model) -> None:
+    """Remove each ReLU behind codes that no negative value has.
+
+    The quantizer of a convolution's result stands in front of the ReLU that reads the result. Its
+    codes begin at 0, which is that ReLU.
+
+    Before::
+
+        DequantizeLinear with the zero point 0 of unsigned codes -> Relu.
+
+    After::
+
+        The DequantizeLinear.
+    """
+    for node in nodes_of(model, "Relu"):
+        pair = dequantized(node.inputs[0])
+        quantize = None if pair is None else computed_by(pair.inputs[0], "QuantizeLinear")
+        if quantize is not None and _starts_at_zero(quantize) and not is_output(node.outputs[0]):
+            bypass(node)
+
+
+def _starts_at_zero(quantize: Node) -> bool:
+    """Return True if no code of a QuantizeLinear stands for a negative value."""
+    stored = is_constant(quantize.inputs[1])
+    qparams = qparams_of(quantize) if stored else None
+    return qparams is not None and qparams.has_zero_point(qparams.quant_min)
+
+
 def store_float_weights(model: Model) -> None:
     """Store the weights of convolutions that run in float as the float values of their codes.
 
@@ -183,10 +212,7 @@ def _runs_on_integers(node: Node) -> bool:
             break
         result = activation.outputs[0]
     users = readers(result)
-    return leads_only_to_quantizers(result) and all(
-        is_constant(user.inputs[1]) and qparams_of(user).has_zero_point(qparams_of(user).quant_min)
-        for user in users
-    )
+    return leads_only_to_quantizers(result) and all(map(_starts_at_zero, users))
 
 
 def _only_reader_of(value: Value) -> Node | None:
@@ -239,6 +265,8 @@ ONNXRUNTIME = OnnxTarget(
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
+    quantized_results=True,
+    most_unequal=1.5,
     # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
@@ -248,6 +276,7 @@ ONNXRUNTIME = OnnxTarget(
         quantize_concatenated,
         split_gemms,
         widen_four_bit_weights,
+        drop_idle_relus,
         store_float_weights,
     ),
     checks=(

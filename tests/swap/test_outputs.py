@@ -1,0 +1,110 @@
+"""Results of convolutions that only a quantizer of their own quantizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import QuantizationError
+from torchq.nn import TensorQuantizer
+
+
+class Readers(nn.Module):
+    """Convolutions whose results are read by a norm, a GELU, a factor behind a ReLU, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+        self.gated, self.scaled = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.factor = nn.Parameter(torch.rand(8, 1, 1) + 0.5)
+        self.gamma, self.head = nn.Parameter(torch.rand(8)), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.deep(self.stem(x).relu())
+        x = F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)
+        x = self.factor * F.relu(self.gated(x))
+        x = self.scaled(x).mul(self.gamma.reshape(1, -1, 1, 1))
+        return self.head(x)
+
+
+def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torchq.SwapReport:
+    """Quantize and calibrate the model, in place."""
+    report = torchq.quantize_(model, target=target, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    return report
+
+
+def outputs(model: nn.Module) -> dict[str, bool]:
+    """Path of each layer with a quantizer of its result -> that quantizer is unsigned."""
+    return {
+        name.removesuffix(".output_quantizer"): module.descriptor.unsigned
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer) and name.endswith("output_quantizer")
+    }
+
+
+def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
+    """A factor straight behind a convolution is folded into it, so its result needs none."""
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    report = quantized(model, x)
+    assert outputs(model) == {"deep": False, "gated": True}
+    assert {d.name for d in report.replaced if d.output is not None} == {"deep", "gated"}
+    assert "output uint8" in str(report)
+
+
+def test_an_unsigned_result_is_that_of_the_relu() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 8, 5, 5), Readers().eval()
+    quantized(model, torch.randn(2, 3, 9, 9))
+    result = model.gated(x)
+    quantizer = model.gated.output_quantizer
+    del model.gated.output_quantizer
+    assert torch.equal(result, quantizer(model.gated(x).relu()))
+    assert bool((result == 0).any()) and not bool((result < 0).any())
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino"])
+def test_other_targets_leave_results_alone(target: str) -> None:
+    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    quantized(model, x, target)
+    assert outputs(model) == {}
+
+
+def test_results_survive_saving_copies_and_are_removed_by_restore() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    plain = copy.deepcopy(model)
+    quantized(model, x)
+    fresh = copy.deepcopy(plain)
+    torchq.save(model, "results.pt")
+    torchq.load(fresh, "results.pt")
+    assert torch.equal(fresh(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    torchq.restore_(model)
+    assert torch.equal(model(x), plain(x))
+    assert outputs(model) == {}
+
+
+def test_deployed_layers_quantize_their_results() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    quantized(model, x)
+    deployed = torchq.deploy(model, x)
+    error = (deployed(x) - model(x)).abs().max()
+    assert error <= 0.02 * model(x).abs().max()  # Codes at a border may differ by one.
+
+
+def test_only_a_convolution_takes_a_quantizer_of_its_result() -> None:
+    linear = torchq.nn.QuantLinear(2, 2)
+    with pytest.raises(QuantizationError, match="cannot quantize its result; expected a conv"):
+        linear.quantize_output_(torchq.QuantDescriptor())
+    conv = torchq.nn.QuantConv1d(2, 2, 1)
+    conv.quantize_output_(torchq.QuantDescriptor())
+    with pytest.raises(QuantizationError, match="without an output_quantizer"):
+        conv.quantize_output_(torchq.QuantDescriptor())

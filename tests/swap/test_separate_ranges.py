@@ -1,0 +1,95 @@
+"""Concatenated tensors with one range, or one for each."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import ConfigError
+from torchq.nn import Cat, QuantCat
+from torchq.nn.modules.operators import operator_name, operator_named
+
+
+class Chain(nn.Module):
+    """Layers whose results are concatenated with their input."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.last, self.factor = nn.Conv2d(12, 4, 1), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = self.first(x) * self.factor
+        return self.last(torch.cat([x, near, self.second(near)], 1))
+
+
+def chain(factor: float, target: str = "onnxruntime") -> tuple[Chain, Tensor]:
+    """A quantized and calibrated chain, and its example."""
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 4, 5, 5), Chain(factor).eval()
+    torchq.quantize_(model, target=target, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    return model, x
+
+
+def test_very_different_ranges_are_separate() -> None:
+    model, _ = chain(0.01)
+    assert isinstance(model.quant_cat, QuantCat) and model.quant_cat.ranges == 3
+    ranges = [float(model.quant_cat.quantizer_of(i).amax) for i in range(3)]
+    assert ranges[0] > 20 * ranges[1]
+    assert model.second.input_quantizer is model.quant_cat.quantizer_of(1)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnn"])
+def test_other_targets_share_one_range(target: str) -> None:
+    model, _ = chain(0.01, target)
+    assert model.quant_cat.ranges == 1
+    assert model.second.input_quantizer is model.quant_cat.input_quantizer
+
+
+def test_separate_ranges_survive_saving_copies_and_are_removed_by_restore() -> None:
+    model, x = chain(0.01)
+    fresh = Chain(0.01).eval()
+    torchq.save(model, "cat.pt")
+    torchq.load(fresh, "cat.pt")
+    assert torch.equal(fresh(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert len(list(torchq.restore_(model))) and not hasattr(model, "quant_cat")
+
+
+def test_deployed_concatenations_have_their_own_ranges() -> None:
+    model, x = chain(0.01)
+    wanted = model(x)
+    assert (torchq.deploy(model, x)(x) - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Cat:3", "Cat", "Add"])
+def test_names_of_operators_make_them_again(name: str) -> None:
+    made = operator_named(name)
+    assert made is not None and operator_name(made) == name
+
+
+@pytest.mark.parametrize("name", ["Cat:1", "Cat:999", "Cat:99999", "Cat:x", "Add:2", "Linear"])
+def test_other_names_make_nothing(name: str) -> None:
+    assert operator_named(name) is None
+
+
+def test_a_damaged_number_of_ranges_is_named() -> None:
+    from torchq.workflow import apply_record_, swap_record
+
+    model, _ = chain(0.01)
+    record = swap_record(model)
+    assert record["operators"][""]["children"]["quant_cat"] == "Cat:3"
+    record["operators"][""]["children"]["quant_cat"] = "Cat:9999"
+    with pytest.raises(ConfigError, match="or Cat with a number of ranges"):
+        apply_record_(Chain(0.01), record)
+
+
+def test_a_tensor_behind_those_with_ranges_has_the_first_range() -> None:
+    cat = torchq.nn.convert_(Cat(ranges=2), input=torchq.QuantDescriptor())
+    assert cat.quantizer_of(2) is cat.input_quantizer
+    assert cat.quantizer_of(1) is not cat.input_quantizer

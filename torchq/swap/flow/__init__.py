@@ -1,0 +1,1 @@
+"""What a run on an example decides: which tensors share a range, which results are quantized."""
