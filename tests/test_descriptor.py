@@ -12,7 +12,7 @@ import torch
 import torchq
 from torchq import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.formats import E4M3, E8M0, INT8, PerAxis, PerBlock, PerTensor, integer
+from torchq.formats import E4M3, E8M0, INT8, POWER_OF_TWO, PerAxis, PerBlock, PerTensor, integer
 from torchq.utils import short_repr
 
 
@@ -51,6 +51,11 @@ FIELDS: list[dict[str, Any]] = [
     {"block_size": 32, "block_axis": 0},
     {"block_size": 16, "scale_format": "e4m3", "num_bits": (2, 1)},
     {"dynamic": True},
+    {"symmetric": False},
+    {"symmetric": False, "unsigned": True, "amin": -0.17, "amax": 3},
+    {"symmetric": False, "axis": 0, "amin": [-1.0, 0.0], "amax": [1.0, 2.0]},
+    {"power_of_two": True},
+    {"rounding": "half_away"},
     {
         "num_bits": 4,
         "axis": 1,
@@ -99,6 +104,8 @@ def test_derived_properties() -> None:
     assert QuantDescriptor(4, unsigned="auto").format == integer(4)
     assert QuantDescriptor(4, narrow_range=True).format == integer(4, narrow=True)
     assert QuantDescriptor((4, 3)).format == E4M3
+    assert QuantDescriptor(rounding="up").format == integer(8, rounding="up")
+    assert QuantDescriptor(power_of_two=True).block_scale_format is POWER_OF_TWO
     assert QuantDescriptor(axis=1).granularity == PerAxis((1,))
     assert QuantDescriptor(block_size=32, block_axis=1).granularity == PerBlock(32, 1)
     assert QuantDescriptor(block_size=32, scale_format="e8m0").block_scale_format == E8M0
@@ -117,6 +124,10 @@ def test_text() -> None:
     assert (
         str(QuantDescriptor(block_size=8, fake_quant=False, scale_amax=0.5))
         == "int8 block=8 codes max scale_amax=0.5"
+    )
+    assert (
+        str(QuantDescriptor(unsigned=True, symmetric=False, power_of_two=True, rounding="half_up"))
+        == "uint8 per-tensor asymmetric power-of-two half_up max"
     )
     assert str(QuantDescriptor(4, unsigned="auto")) == "int4 per-tensor or unsigned max"
 
@@ -234,6 +245,30 @@ def test_is_frozen_and_replaceable() -> None:
             {"calib_options": {"percentile": [1]}},
             "calib_options: got .*; expected a mapping of keyword arguments",
         ),
+        ({"rounding": "nearest"}, "rounding: got 'nearest'; expected one of half_even, half_up"),
+        ({"rounding": None}, "rounding: got None; expected str"),
+        ({"symmetric": 0}, "symmetric: got 0; expected bool"),
+        ({"symmetric": False, "num_bits": (4, 3)}, "symmetric=False: got the float format"),
+        ({"symmetric": False, "unsigned": "auto"}, "symmetric=False: got unsigned='auto'"),
+        (
+            {"symmetric": False, "block_size": 16, "scale_format": "e4m3"},
+            "symmetric=False: got scale_format='e4m3'; expected None",
+        ),
+        ({"symmetric": False, "amax": 1.0}, "amin: got amax alone; expected both ends"),
+        ({"symmetric": False, "amin": -1.0}, "amax: got amin alone; expected both ends"),
+        ({"amin": -1.0, "amax": 1.0}, "amin: got symmetric=True; expected symmetric=False"),
+        (
+            {"symmetric": False, "amin": 0.5, "amax": 1.0},
+            "amin: got 0.5; expected a finite number <= 0 that float32 can hold",
+        ),
+        (
+            {"symmetric": False, "amin": [-1.0, -1.0], "amax": 1.0},
+            r"amin: got shape \(2,\) for amax of shape \(\); expected equal shapes",
+        ),
+        (
+            {"power_of_two": True, "block_size": 16, "scale_format": "e8m0"},
+            "power_of_two: got scale_format='e8m0' too; expected one of them",
+        ),
         ({"calib_options": {3: 1}}, "calib_options: got {3: 1}; expected a mapping"),
         ({"calib_options": "ab"}, "calib_options: got 'ab'; expected a mapping"),
         ({"calib_options": [("a", 1), ("a", 2)]}, "calib_options: got .*; expected a mapping"),
@@ -248,7 +283,7 @@ def test_errors(given: dict[str, Any], text: str) -> None:
 def test_unknown_keys_and_bad_json() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"QuantDescriptor: got unknown keys \['bits'\]; expected some of \['amax', 'axis'",
+        match=r"QuantDescriptor: got unknown keys \['bits'\]; expected some of \['amax', 'amin'",
     ):
         QuantDescriptor.from_dict({"bits": 8})
     with pytest.raises(ConfigError, match="QuantDescriptor: got unknown keys"):

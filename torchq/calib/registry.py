@@ -10,11 +10,20 @@ from torch import Tensor
 
 from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator
 from torchq.calib.mse_search import search_amax
+from torchq.calib.range_search import search_range
 from torchq.errors import ConfigError
 from torchq.formats import Format, Granularity
 from torchq.utils import Registry
 
-__all__ = ["CALIBRATORS", "SEARCHES", "find_search", "make_calibrator", "methods"]
+__all__ = [
+    "CALIBRATORS",
+    "RANGE_SEARCHES",
+    "SEARCHES",
+    "find_range_search",
+    "find_search",
+    "make_calibrator",
+    "methods",
+]
 
 #: ``factory(*, format, granularity, **options) -> Calibrator`` of the methods that do not read a
 #: histogram.
@@ -23,6 +32,10 @@ CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration me
 #: ``search(x, format, granularity, *, scale_format) -> amax``: for a tensor that exists as a whole
 #: (a weight), what a method does in place of a calibrator.
 SEARCHES: Registry[str, Callable[..., Tensor]] = Registry("range search")
+
+#: ``search(x, format, granularity, *, scale_format) -> (amin, amax)``: the same for asymmetric
+#: ranges.
+RANGE_SEARCHES: Registry[str, Callable[..., tuple[Tensor, Tensor]]] = Registry("range search")
 
 
 def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
@@ -34,6 +47,7 @@ CALIBRATORS.add("max", MaxCalibrator)
 CALIBRATORS.add("moving_average", _make_moving_average)
 CALIBRATORS.add("histogram", HistogramCalibrator)
 SEARCHES.add("mse", search_amax)
+RANGE_SEARCHES.add("mse", search_range)
 
 
 def methods() -> tuple[str, ...]:
@@ -63,6 +77,18 @@ def find_search(
     True
     """
     return None if options else SEARCHES.get(method)
+
+
+def find_range_search(
+    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what :func:`find_search` returns, for asymmetric ranges.
+
+    Args:
+        method: one of :func:`methods`.
+        options: the options of the method.
+    """
+    return None if options else RANGE_SEARCHES.get(method)
 
 
 def make_calibrator(

@@ -281,10 +281,20 @@ class PowersOfTwo(Format):
         Args:
             x: float32 or float64, >= 0. NaN and infinity stay; subnormal numbers become 0.
         """
+        if torch.onnx.is_in_onnx_export():
+            return x.copy_(_power_from_table(x))
         below = power_of_two_below(x)
         largest = 2.0 ** (126 if x.dtype is torch.float32 else 1022)
         is_power = (below == x) | (below > largest)  # Twice as much would be infinite.
         return x.copy_(torch.where(x.isfinite(), below.mul(2 - is_power.to(x.dtype)), x))
+
+
+def _power_from_table(x: Tensor) -> Tensor:
+    """Return what :meth:`PowersOfTwo.snap_` does, by operators that ONNX has."""
+    powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=x.dtype, device=x.device)
+    wide = x.unsqueeze(-1)
+    above = torch.where(powers >= wide, powers, torch.inf).amin(-1)
+    return torch.where(x < powers[0], 0.0, above)
 
 
 #: The format of power-of-two scales; see :class:`PowersOfTwo`.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
-from torchq.functional import is_dead
 from torchq.lowering.ops.params import Epilogue
 from torchq.nn import TensorQuantizer
 
@@ -22,7 +21,8 @@ SIGNED_ZERO_POINT = 128
 # and leaves that integer in the low bits of the mantissa: one pass over memory instead of the three
 # of multiplying, rounding and a (slow) conversion to uint8.
 _ROUND = 1.5 * 2.0**23
-_OFFSETS = {point: torch.tensor(_ROUND + point) for point in (0, SIGNED_ZERO_POINT)}
+# Zero points are added with it, but for the last bit: an odd one would turn ties to odd codes.
+_OFFSETS = {point: torch.tensor(_ROUND + point) for point in range(0, 256, 2)}
 #: The number of float32 values that fit a core's cache well.
 _CACHED = 2**17
 
@@ -33,7 +33,8 @@ class QParams:
 
     Attributes:
         scale: the distance of neighbouring values, > 0.
-        zero_point: the code of 0.0: 0 where no value is negative, else 128.
+        zero_point: the code of 0.0, 0 to 255: that of an asymmetric range; else 0 where no value is
+            negative, and 128 elsewhere.
         quant_min: the smallest code that is used, 0 to 255.
         quant_max: the largest code that is used, 0 to 255. A dead range has
             ``quant_min == quant_max == zero_point``.
@@ -59,13 +60,16 @@ class QParams:
             return f"format {d.format} has no 8-bit integer kernel"
         if not isinstance(d.granularity, PerTensor) or quantizer.amax.numel() != 1:
             return "activations have more than one range"
-        amax = float(quantizer.amax.detach()) * (d.scale_amax or 1.0)
-        if bool(is_dead(torch.tensor(amax), d.format)):
+        if d.rounding != "half_even":
+            return f"activations are rounded {d.rounding}"
+        if quantizer.delegate is not None:
+            return "a quantizer has a delegate"
+        if bool(quantizer.dead_ranges()):
             return cls(1.0, 0, 0, 0)
-        zero_point = SIGNED_ZERO_POINT if d.format.signed else 0
-        codes = d.format.quant_min, d.format.quant_max
-        limits = [zero_point + int(code) for code in codes]
-        return cls(float(quantizer.calculate_qparams()[0]), zero_point, *limits)
+        shift = SIGNED_ZERO_POINT if d.format.signed else 0
+        scale, zero_point = quantizer.calculate_qparams()
+        codes = zero_point, d.format.quant_min, d.format.quant_max
+        return cls(float(scale), *(shift + int(code) for code in codes))
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -149,8 +153,10 @@ class QParams:
 
     def _rounded_(self, x: Tensor) -> Tensor:
         """Return integers whose low bytes are the codes, in the memory of clamped float32."""
-        offset = _OFFSETS[self.zero_point]
-        return torch.add(offset, x, alpha=1.0 / self.scale, out=x).view(torch.int32)
+        odd = self.zero_point % 2
+        offset = _OFFSETS[self.zero_point - odd]
+        rounded = torch.add(offset, x, alpha=1.0 / self.scale, out=x).view(torch.int32)
+        return rounded.add_(1) if odd else rounded
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """Return the values of codes, float32, of the same shape."""

@@ -114,10 +114,19 @@ def integer_weight(
         return f"weight format {format} does not fit int8"
     if not _per_output(d.granularity, weight, axis):
         return "weight ranges are neither per tensor nor per output channel"
+    if problem := _unusual_weight(quantizer):
+        return problem
     if reduce_range and format.bits > 7:
-        format = integer(7, narrow=format.narrow)
+        format = integer(7, narrow=format.narrow, rounding=format.rounding)
     codes, scale = _rounded(quantizer, weight, format, axis)
     return codes.to(torch.int8), scale
+
+
+def _unusual_weight(quantizer: TensorQuantizer) -> str:
+    """Return why the codes of a weight are not those that kernels read; empty if they are."""
+    if not quantizer.descriptor.symmetric:
+        return "weight ranges are asymmetric"
+    return "" if quantizer.delegate is None else "a quantizer has a delegate"
 
 
 def _rounded(
@@ -127,8 +136,10 @@ def _rounded(
     if quantizer.pre_quant_scale is not None:
         weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
     amax = quantizer.range_for(weight).detach().to(torch.float32)
-    codes = quantize(weight, amax, format, quantizer.descriptor.granularity)
-    scale = scale_from_amax(amax, format).flatten().expand(weight.shape[axis])
+    d = quantizer.descriptor
+    codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
+    scale = scale_from_amax(amax, format, d.block_scale_format)
+    scale = scale.flatten().expand(weight.shape[axis])
     return codes.contiguous(), scale.contiguous()
 
 
@@ -219,9 +230,12 @@ def _weight_only(module: QuantModule, quantizer: TensorQuantizer) -> nn.Module |
         return "weight ranges are neither per tensor, per output channel nor per block"
     if quantizer.pre_quant_scale is not None:
         return "its weight is scaled before it is quantized"
+    if problem := _unusual_weight(quantizer):
+        return problem
     amax = quantizer.range_for(weight).detach().to(torch.float32)
-    codes = quantize(weight, amax, d.format, block).to(torch.int8).contiguous()
-    scale = scale_from_amax(amax, d.format)
+    codes = quantize(weight, amax, d.format, block, d.block_scale_format)
+    codes = codes.to(torch.int8).contiguous()
+    scale = scale_from_amax(amax, d.format, d.block_scale_format)
     if not isinstance(block, PerBlock) or scale.dim() != 2:
         scale = scale.flatten().view(-1, 1)
     scale = scale.expand(weight.shape[0], -1).contiguous()
@@ -236,12 +250,23 @@ def _dynamic(
         return f"format {d.format} has no 8-bit integer kernel"
     if x.pre_quant_scale is not None or not (d.fake_quant and w.descriptor.fake_quant):
         return "its dynamic input has a scale in front, or codes as result"
-    if problem := _not_per_token(d.granularity):
+    if problem := _not_per_token(d.granularity) or _unusual_input(x):
         return problem
     codes = integer_weight(w, weight, reduce_range)
     if isinstance(codes, str):
         return codes
     return DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
+
+
+def _unusual_input(quantizer: TensorQuantizer) -> str:
+    """Return why kernels do not compute the scales and codes of an input; empty if they do."""
+    d = quantizer.descriptor
+    if quantizer.delegate is not None:
+        return "a quantizer has a delegate"
+    if not d.symmetric:
+        return "its input has an asymmetric range of each call"
+    usual = d.rounding == "half_even" and not d.power_of_two
+    return "" if usual else "its input has power-of-two scales or another rounding"
 
 
 def _not_per_token(granularity: Granularity) -> str:
@@ -255,7 +280,7 @@ def _not_per_token(granularity: Granularity) -> str:
 
 def _fp8(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer) -> nn.Module | str:
     d, format, weight = x.descriptor, w.descriptor.format, _weight(module)
-    if problem := product_obstacle(d.format, format):
+    if problem := product_obstacle(d.format, format) or _unusual_input(x) or _unusual_weight(w):
         return problem
     if not (d.fake_quant and w.descriptor.fake_quant):
         return "a quantizer returns codes"

@@ -46,6 +46,11 @@ class OutputScaling(nn.Module):
             return None
         if not quantizer.calibrated and not quantizer.descriptor.dynamic:
             return None  # its range will be that of the folded weight
+        if not quantizer.descriptor.symmetric:
+            return (
+                "has asymmetric weight ranges, which BatchNorm may turn round; expected symmetric "
+                "ones. Fuse before quantizing"
+            )
         granularity = quantizer.descriptor.granularity
         ratio = _largest_ratio(self._per_weight(scale.abs()), granularity)
         if ratio is not None:

@@ -57,9 +57,10 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
                 f"share: {path} is {quantizer.descriptor}; expected a range per tensor, "
                 "tensors differ in their axes"
             )
-    known = [q.amax.detach() for q in quantizers if q.calibrated and not q.amax.is_meta]
+    known = [q.ends() for q in quantizers if q.calibrated and not q.amax.is_meta]
     if known:
-        first.set_amax(max(float(amax) for amax in known))
+        widest = [max(ends, key=lambda end: float(end.abs())) for ends in zip(*known, strict=True)]
+        first.set_ends(tuple(widest))
     for path in paths[1:]:
         parent, _, leaf = path.rpartition(".")
         setattr(found[parent], leaf, first)

@@ -9,14 +9,20 @@ import torch
 from torch import nn
 
 from torchq.errors import ExportError
-from torchq.functional import is_dead
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
+from torchq.onnx.targets import onnx_target
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["check_formats", "check_quantizers", "choose_exporter", "default_opset"]
+__all__ = [
+    "check_formats",
+    "check_quantizers",
+    "check_zero_points",
+    "choose_exporter",
+    "default_opset",
+]
 
 _OPSETS = range(10, 24)
 _DYNAMO_MIN = 18
@@ -107,6 +113,24 @@ def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, Te
     return active
 
 
+def check_zero_points(active: dict[str, TensorQuantizer], target: str) -> None:
+    """Raise an error where a runtime without zero points would read asymmetric ranges.
+
+    Args:
+        active: What :func:`check_quantizers` returned.
+        target: The name of the runtime.
+
+    Raises:
+        ExportError: Some ranges are asymmetric; the text names their quantizers.
+    """
+    found = [name for name, q in active.items() if not q.descriptor.symmetric]
+    if found and not onnx_target(target).zero_points:
+        raise ExportError(
+            f"{_listed(found)}: has an asymmetric range, and {target} takes no zero point but 0; "
+            "expected symmetric ranges. Quantize with symmetric=True, or export for another target"
+        )
+
+
 def _listed(names: list[str], most: int = 5) -> str:
     """Return the first names, comma separated."""
     rest = f", ... ({len(names)} in all)" if len(names) > most else ""
@@ -116,14 +140,12 @@ def _listed(names: list[str], most: int = 5) -> str:
 def _range_is(
     test: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[TensorQuantizer, bool], bool]:
-    return lambda quantizer, _: bool(test(quantizer.amax.detach()).any())
+    return lambda quantizer, _: any(bool(test(end).any()) for end in quantizer.ends())
 
 
 def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
     """Return True for an activation that was calibrated on zeros; a weight of zeros is exact."""
-    return not is_weight and bool(
-        is_dead(quantizer.amax.detach(), quantizer.descriptor.format).all()
-    )
+    return not is_weight and bool(quantizer.dead_ranges().all())
 
 
 _CALIBRATE = (
@@ -148,7 +170,11 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (_range_is(torch.isnan), f"has a NaN range; expected finite numbers. {_CALIBRATE}"),
     (_range_is(torch.isinf), f"has an infinite range; expected finite numbers. {_CALIBRATE}"),
     (
-        _range_is(lambda amax: amax < 0),
+        lambda q, _: q.delegate is not None,
+        "has a delegate, which no file can hold; expected none. Set quantizer.delegate = None",
+    ),
+    (
+        lambda q, _: bool((q.amax.detach() < 0).any()),
         "has a negative range; expected numbers >= 0. "
         "A learned range went wrong: lower its learning rate",
     ),

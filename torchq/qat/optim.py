@@ -36,7 +36,7 @@ def param_groups(
         >>> [(g["name"], len(g["params"])) for g in param_groups(model, lr=0.1)]
         [('weights', 3), ('biases_and_norms', 3), ('ranges', 2)]
     """
-    learned = {id(q.amax) for q in quantizers(model).values()}
+    learned = {id(end) for q in quantizers(model).values() for end in q.parameters(recurse=False)}
     groups: dict[str, dict[str, Any]] = {
         "weights": {"lr": lr, "weight_decay": weight_decay},
         "biases_and_norms": {"lr": lr, "weight_decay": 0.0},

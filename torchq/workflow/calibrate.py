@@ -35,7 +35,8 @@ class CalibrationReport:
 
     Attributes:
         batches: batches that ran through the model.
-        ranges: path of each quantizer that got a range -> its smallest and its largest amax.
+        ranges: path of each quantizer that got a range -> its smallest and its largest amax, or the
+            ends of an asymmetric range.
         kept: paths of the quantizers that kept a range they had before.
         unseen: paths of the quantizers that no batch reached.
     """
@@ -234,19 +235,18 @@ def _listed(names: Iterable[str], most: int = 4) -> str:
 def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[None]:
     """Give the quantizers their old ranges back, unless a CalibrationError ends the block."""
     before = [
-        (q, q.amax.detach().clone() if q.calibrated else None, q.descriptor.unsigned, q.mode)
-        for q in chosen
+        (q, q.ends() if q.calibrated else None, q.descriptor.unsigned, q.mode) for q in chosen
     ]
     try:
         yield
     except CalibrationError:
         raise
     except BaseException:
-        for quantizer, amax, unsigned, mode in before:
-            if amax is None:
+        for quantizer, ends, unsigned, mode in before:
+            if ends is None:
                 quantizer.forget_amax()
             else:
-                quantizer.set_amax(amax)
+                quantizer.set_ends(ends)
             if quantizer.descriptor.unsigned != unsigned:
                 quantizer.set_unsigned(unsigned)
             quantizer.mode = mode
@@ -300,8 +300,9 @@ def _observe_batches(
         first = group is None or dist.get_rank(group) == 0
         count = stream.run(model, first) if activations else 0
         if group is not None:
-            observers = [q.calibrator for q in activations.values() if q.calibrator]
-            sync(observers, group, timeout=timeout, names=tuple(activations))
+            named = [(name, c) for name, q in activations.items() for c in q.calibrators]
+            observers, names = [c for _, c in named], [name for name, _ in named]
+            sync(observers, group, timeout=timeout, names=names)
         elif not count:
             raise CalibrationError(
                 "calibrate: got no batch; expected at least one. A generator runs only once: "
@@ -368,5 +369,5 @@ def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count
 def _bounds(quantizer: TensorQuantizer) -> tuple[float, float]:
     if quantizer.amax.is_meta:
         return float("nan"), float("nan")
-    smallest, largest = torch.aminmax(quantizer.amax.detach())
+    smallest, largest = torch.aminmax(torch.cat([end.flatten() for end in quantizer.ends()]))
     return float(smallest), float(largest)

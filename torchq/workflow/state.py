@@ -151,7 +151,7 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     problems += [f"{key} is not expected" for key in state if key not in own]
     for key in own.keys() & state.keys():
         problem = _difference(own[key], state[key])
-        is_range = key.endswith((".amax", ".pre_quant_scale")) or key in ("amax",)
+        is_range = key.endswith((".amax", ".amin", ".pre_quant_scale")) or key in ("amax", "amin")
         if problem and not (is_range and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
     if problems:
@@ -194,10 +194,18 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     }
     for path, quantizer in quantizers(model).items():
         prefix = f"{path}." if path else ""
-        amax = state[f"{prefix}amax"]
-        problem = _range_problem(quantizer, amax, weights.get(id(quantizer)))
+        weight = weights.get(id(quantizer))
+        problem = _range_problem(quantizer, state[f"{prefix}amax"], weight)
         if problem:
             raise ConfigError(f"load: {prefix}amax: {problem}. The file is damaged")
+        amin = state.get(f"{prefix}amin")
+        if amin is not None:
+            problem = _range_problem(quantizer, -amin, weight)
+            if problem or amin.shape != state[f"{prefix}amax"].shape:
+                raise ConfigError(
+                    f"load: {prefix}amin: {problem or f'got shape {tuple(amin.shape)}'}; expected "
+                    "finite numbers <= 0 of the shape of amax. The file is damaged"
+                )
         sign = state.get(f"{prefix}unsigned")
         if sign is not None and (sign.numel() != 1 or sign.item() not in (-1, 0, 1)):
             raise ConfigError(

@@ -147,6 +147,8 @@ def _range_text(quantizer: TensorQuantizer) -> str:
         return "of each call (not calibrated)"
     if quantizer.amax.is_meta:
         return "meta"
+    if not quantizer.descriptor.symmetric:
+        return quantizer.range_text()
     smallest, largest = torch.aminmax(quantizer.amax.detach())
     if quantizer.amax.numel() == 1:
         return f"{largest:.4g}"

@@ -79,14 +79,14 @@ def retype_activations(model: Model, types: ActivationTypes) -> None:
 
     Before::
 
-        QuantizeLinear to symmetric signed codes, or to unsigned codes with the zero point 0 or
-        in the middle.
+        QuantizeLinear to signed codes, or to unsigned codes with the zero point 0 or in the middle.
 
     After::
 
         The wanted sign. Unsigned codes of a tensor that cannot be negative have the zero point
         0 and the scale times 127/255: the same range, a finer grid of values. Unsigned codes of
-        other tensors have the zero point 128: the same grid. Activations with several scales stay.
+        other tensors have the zero point 128, or 128 more than before: the same grid. Activations
+        with several scales stay.
     """
     nonnegative = nonnegative_values(model)
     quantizers = nodes_of(model, "QuantizeLinear")
@@ -107,8 +107,8 @@ def _retyped(old: NodeQParams, types: ActivationTypes, positive: bool) -> NodeQP
     if not isinstance(old.format, IntFormat) or old.format.width not in types.widths:
         return None
     wanted = types.nonnegative if positive else types.others
-    if wanted == "unsigned" and old.format.signed and old.has_zero_point(0):
-        return _unsigned(old, finer=positive)
+    if wanted == "unsigned" and old.format.signed:
+        return _unsigned(old, finer=positive and old.has_zero_point(0))
     if wanted == "signed" and types.others == "signed" and not old.format.signed:
         if old.has_zero_point(_half(old.format)):
             return _signed(old, coarser=False)
@@ -121,6 +121,8 @@ def derived_qparams(own: NodeQParams) -> tuple[NodeQParams, ...]:
     """Return the per-tensor parameters that some target writes for those of a model."""
     if not isinstance(own.format, IntFormat):
         return (own,)
+    if not own.has_zero_point(0):
+        return (own, _unsigned(own, finer=False)) if own.format.signed else (own,)
     if own.format.signed:
         return own, _unsigned(own, finer=False), _unsigned(own, finer=True)
     return own, _signed(own, coarser=True)
@@ -138,10 +140,10 @@ def _share(format: IntFormat) -> float:
 
 
 def _unsigned(old: NodeQParams, finer: bool) -> NodeQParams:
-    """Return unsigned codes: with the zero point 0 on a finer grid, or in the middle."""
+    """Return unsigned codes: with the zero point 0 on a finer grid, or moved by half the codes."""
     assert isinstance(old.format, IntFormat)
     format, scale = by_name(f"uint{old.format.width}"), old.scale
-    zero_point = torch.full_like(scale, 0 if finer else _half(old.format))
+    zero_point = torch.zeros_like(scale) if finer else old.zero_point + _half(old.format)
     return NodeQParams(scale * _share(old.format) if finer else scale, zero_point, format)
 
 

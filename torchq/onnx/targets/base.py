@@ -35,12 +35,14 @@ class OnnxTarget(Target):
         activation_types: Integer types of activations in its files; None leaves them as they are.
         passes: Rewritings of the graph, in order, after the types of activations are set.
         checks: Rules of the runtime; a finding is a warning of the export.
+        zero_points: Whether codes may have a zero point, which asymmetric ranges need.
         limits: Sentences about what the runtime does not do, which no check can see in a file.
     """
 
     activation_types: ActivationTypes | None = None
     passes: tuple[Pass, ...] = ()
     checks: tuple[Check, ...] = ()
+    zero_points: bool = True
     limits: tuple[str, ...] = ()
 
     def rewrite(self, model: Model) -> None:

@@ -164,6 +164,7 @@ TENSORRT = OnnxTarget(
     modules=(AVG_POOLS,),
     one_branch=True,
     activation_types=ActivationTypes(nonnegative="signed", others="signed"),
+    zero_points=False,
     checks=(
         check_activation_types,
         check_transposed_axis,

@@ -139,23 +139,23 @@ def _codes_as_in_file(quantizer: TensorQuantizer, found: NodeQParams, scaled: Te
 
 def _own_layout(quantizer: TensorQuantizer, found: NodeQParams) -> NodeQParams:
     """Return the parameters of the model, in the layout that the file has."""
-    scale = quantizer.calculate_qparams()[0].detach().float().cpu()
+    scale, point = (t.detach().float().cpu() for t in quantizer.calculate_qparams())
     format = quantizer.descriptor.format
     if scale.numel() != found.scale.numel():
-        return NodeQParams(scale.reshape(-1)[:1].reshape(()), torch.zeros(()), format)
-    scale = scale.reshape(found.scale.shape)
-    return NodeQParams(scale, torch.zeros_like(scale), format, found.axis, found.block_size)
+        return NodeQParams(scale.reshape(-1)[0], point.reshape(-1)[0], format)
+    scale, point = scale.reshape(found.scale.shape), point.reshape(found.scale.shape)
+    return NodeQParams(scale, point, format, found.axis, found.block_size)
 
 
 def _is_own(quantizer: TensorQuantizer, found: NodeQParams) -> bool:
     """Return True if the file has the model's scale; a zero point only shifts the codes."""
-    scale = quantizer.calculate_qparams()[0].detach().float().reshape(-1).cpu()
-    highest = found.quant_max - float(found.zero_point.reshape(-1)[0])
-    return (
-        scale.shape == found.scale.reshape(-1).shape
-        and torch.allclose(scale, found.scale.reshape(-1), rtol=_RTOL, atol=0)
-        and highest >= quantizer.descriptor.format.quant_max
-    )
+    scale, point = (t.detach().float().reshape(-1).cpu() for t in quantizer.calculate_qparams())
+    if scale.shape != found.scale.reshape(-1).shape:
+        return False
+    highest = found.quant_max - found.zero_point.reshape(-1).float()
+    own = quantizer.descriptor.format.quant_max - point
+    same_scale = torch.allclose(scale, found.scale.reshape(-1), rtol=_RTOL, atol=0)
+    return same_scale and bool((highest >= own).all())
 
 
 def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:

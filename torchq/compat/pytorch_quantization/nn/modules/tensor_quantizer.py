@@ -19,6 +19,7 @@ from torchq.compat.pytorch_quantization.nn.modules.switches import LegacySwitche
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor, tensor_quant
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.functional import reduce_amax
+from torchq.nn.quantizer_range import QuantizerRange
 
 __all__ = ["TensorQuantizer"]
 
@@ -176,7 +177,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
             amax = torch.tensor(math.nan)
         self._adopt(amax.detach().to(dtype=torch.float32, copy=True))
 
-    def _adopt(self, new: Tensor) -> None:
+    def _adopt(self, new: Tensor, end: str = "amax") -> None:
         known = self.amax
         if known is not None and known.shape == new.shape:
             known.copy_(new)
@@ -285,7 +286,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
         # .half() must not round the range; only the device of the result is taken over.
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super(core.TensorQuantizer, self)._apply(fn, recurse)
+        super(QuantizerRange, self)._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype is not buffer.dtype:
@@ -306,7 +307,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
                     old, torch.empty(value.shape, dtype=torch.float32, device=device)
                 )
             state_dict[prefix + old] = value.float()
-        super(core.TensorQuantizer, self)._load_from_state_dict(state_dict, prefix, *args)
+        super(QuantizerRange, self)._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         for key in [prefix + old for old in _SAVED.values() if prefix + old in missing]:
             missing.remove(key)  # a float checkpoint leaves the range as it is

@@ -1,0 +1,297 @@
+"""``symmetric=False``: a quantizer whose range has two ends, from calibration to checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.no_sync import NoSync
+from tests.reference import affine_fake_quantize, power_of_two_above
+from torchq import QuantDescriptor, Rule
+from torchq.calib import RangeCalibrator, methods, search_range
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.formats import INT8, UINT4, UINT8, PerAxis, PerTensor, integer
+from torchq.functional import fake_quantize
+from torchq.nn import TensorQuantizer
+from torchq.workflow import quantizers
+
+AFFINE = QuantDescriptor(unsigned=True, symmetric=False)
+
+
+def gelu(generator: torch.Generator, count: int = 6000) -> Tensor:
+    """Return what GELU makes of normal values: a short negative side."""
+    return nn.functional.gelu(torch.randn(count, generator=generator) * 2)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 3))
+
+
+def quantized(generator: torch.Generator, **fields: object) -> nn.Sequential:
+    """Return a calibrated net whose inputs have asymmetric ranges."""
+    model = net()
+    descriptor = AFFINE.replace(**fields)
+    rule = Rule("type:Linear", input=descriptor, weight=QuantDescriptor(axis=0))
+    torchq.quantize_(model, torchq.QuantConfig((rule,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torchq.calibrate(model, [torch.randn(64, 6, generator=generator)], progress=False)
+    return model
+
+
+def test_a_quantizer_computes_what_the_oracle_does() -> None:
+    q = TensorQuantizer(AFFINE.replace(amin=-0.17, amax=3.0))
+    x = torch.linspace(-1, 4, 101)
+    expected = [affine_fake_quantize(v, float(q.amin), 3.0)[2] for v in x.tolist()]
+    assert q(x).tolist() == expected
+    scale, zero_point = q.calculate_qparams()
+    assert zero_point.dtype is torch.int32 and int(zero_point) == 14
+    assert float(scale) == pytest.approx(3.17 / 255, rel=1e-6)
+    assert "range=[-0.17, 3]" in repr(q)
+
+
+def test_power_of_two_and_rounding_are_fields() -> None:
+    q = TensorQuantizer(QuantDescriptor(amax=3.0, power_of_two=True, rounding="half_away"))
+    assert float(q.scale) == power_of_two_above(3.0 / 127)
+    ties = torch.tensor([0.5, 1.5, -0.5, -2.5]) * q.scale
+    assert (q(ties) / q.scale).tolist() == [1, 2, -1, -3]
+    both = TensorQuantizer(AFFINE.replace(amin=-1.0, amax=3.0, power_of_two=True))
+    assert float(both.scale) == 2.0**-5  # 4 / 255 is a little more than 2**-6.
+
+
+@pytest.mark.parametrize("method", methods())
+def test_calibration_follows_the_data(method: str, generator: torch.Generator) -> None:
+    x = gelu(generator)
+    q = TensorQuantizer(AFFINE.replace(calib_method=method))
+    q.start_calibration()
+    for part in x.split(1000):
+        q.observe(part)
+    q.finish_calibration()
+    assert q.amin is not None and q.amin.dtype is torch.float32
+    assert float(x.min()) <= float(q.amin) < 0 < float(q.amax) <= float(x.max())
+    if method == "max":
+        assert (float(q.amin), float(q.amax)) == (float(x.min()), float(x.max()))
+
+
+def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
+    x = torch.rand(100_000, generator=generator) * 3 - 1
+    calibrator = RangeCalibrator(
+        "percentile", format=UINT8, granularity=PerTensor(), percentile=99.0
+    )
+    calibrator.collect(x)
+    low, high = calibrator.compute_range()
+    # One percent of the values, whose quantiles are straight lines; a bin is 2 / 1024 wide.
+    assert float(low) == pytest.approx(-0.97, abs=5e-3)
+    assert float(high) == pytest.approx(1.97, abs=5e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generator) -> None:
+    x = torch.cat([gelu(generator), torch.tensor([12.0])])
+    format = integer(bits, unsigned=True)
+
+    def error(ends: tuple[Tensor, Tensor]) -> float:
+        return float((fake_quantize(x, ends[1], format, amin=ends[0]) - x).square().sum())
+
+    calibrator = RangeCalibrator("mse", format=format, granularity=PerTensor())
+    calibrator.collect(x)
+    found, searched = calibrator.compute_range(), search_range(x, format)
+    largest = error((x.min(), x.max()))
+    # The histogram knows the centers of its bins alone. At 8 bits a code is four bins wide, which
+    # is too coarse to tell errors that differ by a few percent.
+    assert error(searched) <= error(found) <= largest * (1.05 if bits == 8 else 1.0)
+    assert bits == 8 or error(searched) < 0.7 * largest
+
+
+def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) -> None:
+    x = torch.cat([gelu(generator, 60_000), torch.tensor([90.0])])
+    calibrator = RangeCalibrator("entropy", format=UINT8, granularity=PerTensor())
+    calibrator.collect(x)
+    low, high = calibrator.compute_range()
+    assert float(low) == float(x.min()) and 4 < float(high) < 30
+
+
+def test_ranges_per_axis_and_dynamic(generator: torch.Generator) -> None:
+    x = torch.randn(7, 3, 5, generator=generator) * torch.tensor([1.0, 3.0, 0.1]).view(3, 1)
+    for method in ("max", "mse", "percentile"):
+        q = TensorQuantizer(AFFINE.replace(axis=1, calib_method=method))
+        q.calibrate_on(x)
+        assert q.amin is not None and q.amin.shape == q.amax.shape == (1, 3, 1)
+        assert torch.equal(q(x), fake_quantize(x, q.amax, UINT8, PerAxis((1,)), amin=q.amin))
+    dynamic = TensorQuantizer(AFFINE.replace(dynamic=True))
+    assert float(dynamic(x).sub(x).abs().max()) <= float(x.max() - x.min()) / 255 / 2 * 1.001
+
+
+def test_less_error_than_a_symmetric_range(generator: torch.Generator) -> None:
+    x = gelu(generator)
+    errors = []
+    for descriptor in (QuantDescriptor(), AFFINE):
+        q = TensorQuantizer(descriptor)
+        q.calibrate_on(x)
+        errors.append(float((q(x) - x).square().mean()))
+    # The distance of codes is (8.x + 0.17) / 255 in place of 8.x / 127: about a quarter of the
+    # squared error.
+    assert errors[1] < 0.3 * errors[0]
+
+
+def test_saved_and_loaded(generator: torch.Generator, tmp_path: Path) -> None:
+    model = quantized(generator)
+    x = torch.randn(9, 6, generator=generator)
+    torchq.save(model, tmp_path / "a.pt")
+    assert torch.equal(torchq.load(net(), tmp_path / "a.pt")(x), model(x))
+    fresh = net()
+    torchq.quantize_(fresh, torchq.QuantConfig((Rule("type:Linear", input=AFFINE),)))
+    keys = set(fresh.state_dict())
+    fresh.load_state_dict(model.state_dict(), strict=False)
+    assert set(fresh.state_dict()) == keys
+    assert torch.equal(fresh[2].input_quantizer.amin, model[2].input_quantizer.amin)
+
+
+def test_checkpoints_of_floats_and_of_half_a_range(generator: torch.Generator) -> None:
+    model = quantized(generator)
+    before = model[2].input_quantizer.ends()
+    model.load_state_dict(net().state_dict())
+    assert all(map(torch.equal, model[2].input_quantizer.ends(), before))
+    state = model.state_dict()
+    del state["2.input_quantizer.amin"]
+    with pytest.raises(RuntimeError, match=r'Missing key.* "2\.input_quantizer\.amin"'):
+        model.load_state_dict(state)
+
+
+def test_files_of_another_kind_of_range(generator: torch.Generator, tmp_path: Path) -> None:
+    symmetric = net()
+    torchq.quantize_(symmetric)
+    torchq.calibrate(symmetric, [torch.randn(8, 6, generator=generator)], progress=False)
+    torchq.save(symmetric, tmp_path / "s.pt")
+    file = torch.load(tmp_path / "s.pt", weights_only=True)
+    assert not any(key.endswith("amin") for key in file["state_dict"])
+    loaded = torchq.load(quantized(generator), tmp_path / "s.pt")
+    assert quantizers(loaded)["0.input_quantizer"].amin is None
+    file["state_dict"]["0.input_quantizer.amin"] = torch.tensor(-1.0)
+    torch.save(file, tmp_path / "bad.pt")
+    with pytest.raises(QuantizationError, match=r"0\.input_quantizer\.amin is not expected"):
+        torchq.load(net(), tmp_path / "bad.pt")
+
+
+@pytest.mark.parametrize("amin", [0.5, [-1.0, -1.0], torch.nan], ids=str)
+def test_damaged_ends(amin: object, generator: torch.Generator, tmp_path: Path) -> None:
+    torchq.save(quantized(generator), tmp_path / "a.pt")
+    file = torch.load(tmp_path / "a.pt", weights_only=True)
+    file["state_dict"]["0.input_quantizer.amin"] = torch.tensor(amin)
+    torch.save(file, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"load: 0\.input_quantizer\.amin: .* is damaged"):
+        torchq.load(net(), tmp_path / "a.pt")
+
+
+def test_copies_casts_and_the_meta_device(generator: torch.Generator) -> None:
+    model = quantized(generator)
+    q = model[2].input_quantizer
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, twin[2].input_quantizer.ends(), q.ends()))
+    half = copy.deepcopy(model).half()[2].input_quantizer
+    assert half.amin.dtype is torch.float32 and torch.equal(half.amin, q.amin)
+    meta = copy.deepcopy(model).to("meta")[2].input_quantizer
+    assert meta.amin.is_meta and "range=meta" in repr(meta)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    average.update_parameters(model)
+    assert torch.equal(average.module[2].input_quantizer.amin, q.amin)
+
+
+def test_nothing_waits_for_the_device(generator: torch.Generator) -> None:
+    model, x = quantized(generator).train(), torch.randn(5, 6, generator=generator)
+    with NoSync():
+        model(x).sum().backward()
+
+
+def test_compiles(generator: torch.Generator) -> None:
+    model, x = quantized(generator).eval(), torch.randn(5, 6, generator=generator)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_learned_ends_are_trained(generator: torch.Generator) -> None:
+    model = quantized(generator, learn_amax=True, scale_range_grad=True)
+    groups = {g["name"]: g["params"] for g in torchq.qat.param_groups(model, lr=0.01)}
+    assert len(groups["ranges"]) == 6
+    before = [p.detach().clone() for p in groups["ranges"]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.randn(64, 6, generator=generator) * 3).square().mean().backward()
+    optimizer.step()
+    moved = [not torch.equal(p, b) for p, b in zip(groups["ranges"], before, strict=True)]
+    assert all(moved)
+
+
+def test_calibration_reports_and_restores(generator: torch.Generator) -> None:
+    model = quantized(generator)
+    q, ends = model[2].input_quantizer, model[2].input_quantizer.ends()
+    assert f"[{float(ends[0]):.4g}, {float(ends[1]):.4g}]" in str(torchq.summary(model))
+
+    def interrupted() -> object:
+        yield torch.randn(4, 6, generator=generator)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torchq.calibrate(model, interrupted(), force=True, progress=False)
+    assert all(map(torch.equal, q.ends(), ends))
+    report = torchq.calibrate(model, [torch.randn(4, 6)], force=True, progress=False)
+    low, high = report.ranges["2.input_quantizer"]
+    assert low < 0 < high
+    q.forget_amax()
+    assert not q.calibrated and q.amin.numel() == 0
+
+
+def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
+    q = TensorQuantizer(AFFINE)
+    with pytest.raises(
+        ConfigError, match=r"got set_amax for uint8 .*; expected both ends. Use set_"
+    ):
+        q.set_amax(1.0)
+    with pytest.raises(ConfigError, match=r"got amin 0\.5; expected finite numbers <= 0"):
+        q.set_range(0.5, 1.0)
+    with pytest.raises(ConfigError, match=r"got amin of shape \(2,\) and amax of shape \(\)"):
+        q.set_range([-1.0, -1.0], 1.0)
+    with pytest.raises(ConfigError, match=r"got set_range for int8 .* Use set_amax"):
+        TensorQuantizer().set_range(-1.0, 1.0)
+    with pytest.raises(CalibrationError, match="got NaN or infinite values"):
+        q.calibrate_on(torch.tensor([1.0, torch.nan]))
+    assert not q.calibrated
+    with pytest.warns(UserWarning, match="got 1 ranges as small as"):
+        q.set_range(0.0, 1e-40)
+    with pytest.raises(ConfigError, match="momentum"):
+        TensorQuantizer(
+            AFFINE.replace(calib_method="moving_average", calib_options={"momentum": 2})
+        )
+
+
+def test_delegates_replace_the_function() -> None:
+    q = TensorQuantizer(QuantDescriptor(amax=1.0))
+    q.delegate = lambda x, quantizer: x * 0 + quantizer.amax
+    assert q(torch.zeros(2)).tolist() == [1.0, 1.0] and "delegated" in repr(q)
+    q.mode = "off"
+    assert q(torch.zeros(2)).tolist() == [0.0, 0.0]
+    with pytest.raises(ConfigError, match="got the delegate 3; expected a function"):
+        q.delegate = 3  # type: ignore[assignment]
+    q.mode, q.delegate = "quantize", None
+    assert q(torch.tensor([0.3])).item() == pytest.approx(38 / 127)
+    assert not any("delegate" in key for key in q.state_dict())
+
+
+def test_four_bits_and_signed_codes(generator: torch.Generator) -> None:
+    x = gelu(generator)
+    results = []
+    for unsigned in (True, False):
+        q = TensorQuantizer(QuantDescriptor(unsigned=unsigned, symmetric=False))
+        q.calibrate_on(x)
+        results.append(q(x))
+    # Signed and unsigned codes differ by a shift, so the values are the same.
+    assert torch.equal(*results)
+    assert UINT4.values == tuple(map(float, range(16))) and INT8.quant_min == -128

@@ -1,0 +1,148 @@
+"""Calibration of asymmetric ranges: the two ends of [amin, amax] from the sides of zero.
+
+Each side is the business of a calibrator of its own: one sees the positive values, one the negative
+ones. So every calibration method finds an asymmetric range, and ranks and batches agree as they do
+for symmetric ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.calib import estimators
+from torchq.calib.binning import merge_bins
+from torchq.calib.calibrator import Calibrator, HistogramCalibrator
+from torchq.calib.histogram import Histogram
+from torchq.calib.range_search import minimize_range, total_error
+from torchq.calib.registry import make_calibrator
+from torchq.formats import Format, Granularity, IntFormat, integer
+
+__all__ = ["RangeCalibrator"]
+
+
+class RangeCalibrator:
+    """Finds the range [amin, amax] of one quantizer from the tensors it is given.
+
+    * The methods ``max``, ``moving_average`` and ``percentile`` treat each side by itself. A
+      percentile of 99.9 lets 0.1 % of the values lie above the range, and 0.1 % below.
+    * ``mse`` and ``lp`` choose both ends together: first one fraction for both, then each in turn.
+    * ``entropy`` takes the threshold that it finds for the magnitudes, and no more of a side than
+      its largest value, as ONNX Runtime does.
+
+    Args:
+        method: one of :func:`torchq.calib.methods`.
+        format: an integer format.
+        granularity: which elements share one range.
+        options: of the method; see :func:`torchq.calib.make_calibrator`.
+
+    Raises:
+        ConfigError: see :func:`torchq.calib.make_calibrator`.
+
+    Example:
+        >>> from torchq.formats import UINT8, PerTensor
+        >>> calibrator = RangeCalibrator("max", format=UINT8, granularity=PerTensor())
+        >>> calibrator.collect(torch.tensor([-0.25, 0.0, 3.0]))
+        >>> calibrator.compute_range()
+        (tensor(-0.2500), tensor(3.))
+    """
+
+    def __init__(
+        self, method: str, *, format: Format, granularity: Granularity, **options: Any
+    ) -> None:
+        self.format = format
+        side = integer(format.bits, unsigned=True)
+        self.upper = make_calibrator(method, format=side, granularity=granularity, **options)
+        self.lower = make_calibrator(method, format=side, granularity=granularity, **options)
+
+    @property
+    def sides(self) -> tuple[Calibrator, Calibrator]:
+        """The calibrators of the positive and of the negative values."""
+        return self.upper, self.lower
+
+    @property
+    def batches(self) -> int:
+        """The number of non-empty tensors collected, known on the host."""
+        return self.upper.batches
+
+    @property
+    def seen(self) -> bool:
+        """True if any data was collected; reads no device memory."""
+        return self.upper.seen
+
+    def collect(self, x: Tensor) -> None:
+        """Add one tensor to the statistics; see :meth:`torchq.calib.Calibrator.collect`."""
+        self.upper.collect(x)
+        self.lower.collect(x.detach().neg())
+
+    def compute_range(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return the range for everything collected so far; waits for the device.
+
+        Args:
+            options: of the method, such as ``percentile=99.9``.
+
+        Returns:
+            ``(amin, amax)`` with ``amin <= 0 <= amax``, float32 of the shape of an amax each.
+
+        Raises:
+            CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
+        """
+        method = self.upper.method if isinstance(self.upper, HistogramCalibrator) else ""
+        if method not in ("mse", "lp", "entropy"):
+            return -self.lower.compute_amax(**options), self.upper.compute_amax(**options)
+        assert isinstance(self.upper, HistogramCalibrator)
+        assert isinstance(self.lower, HistogramCalibrator)
+        with torch.inference_mode(False), torch.no_grad():
+            upper, lower = self.upper.histogram(), self.lower.histogram()
+            if method == "entropy":
+                return _entropy_range(upper, lower, self.format)
+            options = {**self.upper.options, **options}
+            power = float(options.get("power", 2.0 if method == "mse" else 2.4))
+            return _least_error(upper, lower, self.format, power)
+
+
+def _least_error(
+    upper: Histogram, lower: Histogram, format: Format, power: float
+) -> tuple[Tensor, Tensor]:
+    """Return the range of least error of the bin centers; see :func:`torchq.calib.estimators.lp`.
+
+    The first bins are left out: their values round to 0, or nearly so, in every range.
+    """
+    device = upper.counts.device
+    upper, lower = upper.to("cpu"), lower.to("cpu")
+    centers = torch.cat([-_centers(lower), _centers(upper)], 1)
+    counts = torch.cat([lower.counts[:, 1:], upper.counts[:, 1:]], 1).double()
+
+    def error(amin: Tensor, amax: Tensor) -> Tensor:
+        return total_error(centers, counts, amin, amax, format, power)
+
+    amin, amax = minimize_range(-lower.amax, upper.amax, error)
+    return amin.view(lower.shape).to(device), amax.view(upper.shape).to(device)
+
+
+def _centers(histogram: Histogram) -> Tensor:
+    """Return the centers of all bins but the first, (groups, bins - 1) float64."""
+    index = torch.arange(1, histogram.counts.shape[1], dtype=torch.float64)
+    return (index + 0.5) * histogram.width.double().unsqueeze(1)
+
+
+def _entropy_range(upper: Histogram, lower: Histogram, format: Format) -> tuple[Tensor, Tensor]:
+    """Return the threshold of the magnitudes, on each side at most its largest value."""
+    assert isinstance(format, IntFormat)
+    width = torch.maximum(upper.width, lower.width)
+    sides = [
+        merge_bins(side.counts, torch.log2(width / side.width).round().long())
+        for side in (upper, lower)
+    ]
+    counts = sides[0] + sides[1]
+    # Each side counts the values of the other one as zeros.
+    counts[:, 0] = torch.minimum(sides[0][:, 0], sides[1][:, 0])
+    largest = torch.maximum(upper.amax, lower.amax)
+    magnitudes = Histogram(counts, width, largest, upper.shape)
+    threshold = estimators.entropy(magnitudes.to("cpu"), integer(max(2, format.bits)))
+    threshold = threshold.to(counts.device)
+    ends = (torch.minimum(threshold, side.amax.view(side.shape)) for side in (lower, upper))
+    amin, amax = ends
+    return -amin, amax
