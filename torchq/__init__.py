@@ -23,7 +23,7 @@ from torchq import (
     recipes,
     workflow,
 )
-from torchq.analysis import doctor, layer_errors, sensitivity
+from torchq.analysis import doctor, layer_errors, mixed_precision, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
@@ -76,6 +76,7 @@ __all__ = [
     "layer_errors",
     "load",
     "load_model",
+    "mixed_precision",
     "nn",
     "onnx",
     "patch",

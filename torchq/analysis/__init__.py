@@ -2,6 +2,7 @@
 
 from torchq.analysis.diagnosis import CHECKS, DoctorReport, Finding, doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
+from torchq.analysis.mixed import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
 from torchq.analysis.quantizer_statistics import QuantizerRow
 from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
 
@@ -9,6 +10,9 @@ __all__ = [
     "CHECKS",
     "DoctorReport",
     "Finding",
+    "FrontPoint",
+    "LayerChoice",
+    "MixedPrecision",
     "LayerError",
     "LayerErrors",
     "QuantizerRow",
@@ -16,5 +20,6 @@ __all__ = [
     "SensitivityRow",
     "doctor",
     "layer_errors",
+    "mixed_precision",
     "sensitivity",
 ]

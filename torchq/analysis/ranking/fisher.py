@@ -71,17 +71,18 @@ def fisher_sums(
         scores = _class_scores(output)
     if not taps.points:
         return {}
-    found = {d.key: 0.0 for d in disturbances if d.key in taps.keys}
+    gradients: list[Sequence[Tensor | None]] = []
     for number in range(probes):
         likelihood = _drawn_likelihood(scores, generator)
-        last = number == probes - 1
-        gradients = torch.autograd.grad(
-            likelihood, taps.points, retain_graph=not last, allow_unused=True
+        graph_kept = number < probes - 1
+        found = torch.autograd.grad(
+            likelihood, taps.points, retain_graph=graph_kept, allow_unused=True
         )
-        for key, total in taps.squares(gradients, size).items():
-            found[key] += total / (2 * probes)
+        gradients.append(found)
     predictions = float(scores.numel() // scores.shape[class_axis(scores)])
-    return {key: [value, predictions] for key, value in found.items()}
+    with torch.no_grad():
+        squares = taps.squares(gradients, size)
+    return {key: [value / (2 * probes), predictions] for key, value in squares.items()}
 
 
 def _class_scores(output: Any) -> Tensor:
@@ -110,16 +111,26 @@ def _drawn_likelihood(scores: Tensor, generator: torch.Generator) -> Tensor:
     return flat.gather(1, labels).sum()
 
 
+@dataclass
+class _Tap:
+    """One call of a module: its arguments, its outputs, and points where gradients are taken."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    first: int
+
+
 class _Taps:
-    """Points at the outputs of modules, where gradients are taken and disturbances are known."""
+    """Points at the outputs of modules, and what disturbances do there."""
 
     def __init__(self, disturbances: Collection[Disturbance]) -> None:
         self._by_module: dict[nn.Module, list[Disturbance]] = {}
         for disturbance in disturbances:
             self._by_module.setdefault(disturbance.module, []).append(disturbance)
         self.points: list[Tensor] = []
-        self._moves: list[list[tuple[Any, Tensor]]] = []
-        self.keys: set[Any] = set()
+        self._taps: list[_Tap] = []
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -131,32 +142,44 @@ class _Taps:
             yield
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        expected = [t for t in _flat(output) if t.is_floating_point()]
-        moves: list[list[tuple[Any, Tensor]]] = [[] for _ in expected]
-        with torch.no_grad():
-            for disturbance in self._by_module[module]:
-                moved = [t for t in _flat(disturbance.run(args, kwargs)) if t.is_floating_point()]
-                for place, (value, reference) in enumerate(zip(moved, expected, strict=False)):
-                    moves[place].append((disturbance.key, value - reference))
-                self.keys.add(disturbance.key)
-        points = [torch.zeros_like(t, requires_grad=True) for t in expected]
+        outputs = _floats(output)
+        points = [torch.zeros_like(t, requires_grad=True) for t in outputs]
+        kept = [t.detach() for t in outputs]
+        self._taps.append(_Tap(module, args, kwargs, kept, len(self.points)))
         self.points += points
-        self._moves += moves
         waiting = iter(points)
+        # The sum is a new tensor, so that code in place does not change the one that is kept.
         return _mapped(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
 
-    def squares(self, gradients: Sequence[Tensor | None], size: int) -> dict[Any, float]:
-        """Return for each key the sum over samples of the squared product with the gradient."""
-        products: dict[Any, Tensor] = {}
-        for gradient, moves in zip(gradients, self._moves, strict=True):
-            if gradient is None:
-                continue
-            for key, move in moves:
-                product = _of_samples(gradient * move, size)
-                known = products.get(key)
-                same = known is not None and known.shape == product.shape
-                products[key] = known + product if known is not None and same else product
-        return {key: float(product.double().square().sum()) for key, product in products.items()}
+    def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
+        """Return for each key the sum of squared products with the gradients.
+
+        The sum is over samples and over the gradients of all probes. The disturbances are
+        computed here, one at a time, so that they need not lie in memory together.
+        """
+        products: dict[Any, list[Tensor]] = {}
+        for tap in self._taps:
+            for disturbance in self._by_module[tap.module]:
+                moved = _floats(disturbance.run(tap.args, tap.kwargs))
+                for place, value in enumerate(moved[: len(tap.outputs)]):
+                    move = value - tap.outputs[place]
+                    found = [g[tap.first + place] for g in gradients]
+                    new = [_of_samples(g * move, size) for g in found if g is not None]
+                    known = products.get(disturbance.key)
+                    products[disturbance.key] = _added(known, new)
+        return {
+            key: sum(float(part.double().square().sum()) for part in parts)
+            for key, parts in products.items()
+        }
+
+
+def _added(known: list[Tensor] | None, new: list[Tensor]) -> list[Tensor]:
+    """Return sums, probe by probe; products of unlike shapes count by themselves."""
+    if not known:
+        return new
+    if len(known) != len(new) or any(a.shape != b.shape for a, b in zip(known, new, strict=True)):
+        return known + new
+    return [a + b for a, b in zip(known, new, strict=True)]
 
 
 def _of_samples(values: Tensor, size: int) -> Tensor:
@@ -164,6 +187,10 @@ def _of_samples(values: Tensor, size: int) -> Tensor:
     if values.dim() and size and values.shape[0] % size == 0:
         return values.reshape(size, -1).sum(1)
     return values.sum().reshape(1)
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [tensor for tensor in _flat(value) if tensor.is_floating_point()]
 
 
 def _flat(value: Any) -> list[Tensor]:

@@ -1,0 +1,283 @@
+"""The choice of a format for each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchq.analysis.batches import checked_batches
+from torchq.analysis.mixed.costs import LayerFacts, check_budget, costs_of, gather_facts
+from torchq.analysis.mixed.damage import Damages, estimated_damages, measured_damages
+from torchq.analysis.mixed.formats import (
+    FLOAT,
+    Candidate,
+    FormatChoice,
+    exact_rule,
+    make_candidate,
+    named_config,
+)
+from torchq.analysis.mixed.plan import FrontPoint, LayerChoice, MixedPrecision
+from torchq.analysis.mixed.solver import Problem, Solution
+from torchq.analysis.ranking.metrics import Evaluate, batch_size
+from torchq.errors import CalibrationError, ConfigError
+from torchq.graph import Forward, call_model
+from torchq.swap import restore_
+from torchq.utils import Pattern, copy_module, device_of, evaluating, matches
+
+__all__ = ["mixed_precision"]
+
+_WHERE = "mixed_precision"
+_POINTS = 12  # budgets that are tried for the front
+
+
+def mixed_precision(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    budget: Mapping[str, float],
+    formats: Sequence[FormatChoice] = ("w8a8", "w4a8", "w4a4"),
+    metric: str | Evaluate = "auto",
+    groups: Sequence[Sequence[Pattern] | Pattern] = (),
+    fixed: Mapping[str, FormatChoice] | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> MixedPrecision:
+    """Choose a format for each layer, so that the damage is least within a budget.
+
+    The damage of each layer in each format is estimated or measured, and taken to add up. An
+    integer program then finds the best choice. The same arguments give the same result, except
+    under a budget of latency, which is measured.
+
+    Args:
+        model: float or quantized; left unchanged. Fuse it first.
+        batches: to calibrate each format and to measure damage on; see
+            :func:`torchq.graph.call_arguments`. They are kept in memory.
+        budget: what the result may cost, by kind: ``"mean_bits"`` of the weights, their
+            ``"bytes"``, ``"bit_operations"`` (multiplications for one input, times the widths of
+            both factors), or ``"latency"`` (seconds of the deployed layers for the first batch,
+            measured one by one). Several bounds hold together.
+        formats: what a layer may have: ``"w4a8"`` (4-bit weights, 8-bit inputs), ``"w4"``
+            (weights alone), recipes such as ``"fp8"``, widths, pairs of widths, configs, and
+            ``"float"``.
+        metric: ``"auto"`` estimates the divergence of class probabilities from gradients, and
+            measures the noise of models without classes; or a metric of
+            :func:`torchq.sensitivity`.
+        groups: patterns of layers that must have one format together. Layers that share a
+            quantizer always do.
+        fixed: pattern -> the format of the layers that it matches, such as
+            ``{"conv1": "w8a8"}``.
+        exclude: layers that stay float and do not count.
+        forward: called as ``forward(model, batch)`` instead of the model itself.
+        progress: show bars.
+
+    Returns:
+        A config for :func:`torchq.quantize_`, with the choices and the front; ``print`` it.
+
+    Raises:
+        ConfigError: An argument is invalid, or no choice is within the budget.
+        CalibrationError: There was no batch.
+        MissingExtraError: scipy is not installed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> config = torchq.mixed_precision(
+        ...     model, [torch.randn(8, 4)], budget={"mean_bits": 7}, formats=[8, 4], progress=False
+        ... )
+        >>> config.costs["mean_bits"] <= 7
+        True
+    """
+    check_budget(budget)
+    kept = list(checked_batches(_WHERE, batches))
+    if not kept:
+        raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
+    base = copy_module(model).eval()
+    restore_(base)
+    chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
+    candidates = [
+        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward)
+        for choice in chosen.values()
+        if choice != FLOAT
+    ]
+    names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
+    found, metric_name = _damages(base, candidates, names, kept, metric, forward, progress)
+    run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
+    with evaluating(base):
+        facts = gather_facts(base, names, run, batch_size(kept[0]))
+    free = [_named(choice)[0] for choice in formats]
+    search = _Search(base, candidates, list(chosen), free, names, found, facts)
+    search.join(groups, fixed or {})
+    return replace(search.plan(budget), metric=metric_name)
+
+
+def _named(choice: FormatChoice) -> tuple[str, FormatChoice]:
+    return (FLOAT, FLOAT) if choice == FLOAT else (named_config(choice)[0], choice)
+
+
+def _damages(
+    base: nn.Module,
+    candidates: list[Candidate],
+    names: list[str],
+    batches: list[Any],
+    metric: str | Evaluate,
+    forward: Forward | None,
+    progress: bool,
+) -> tuple[Damages, str]:
+    """Return the damages, and the name of the metric."""
+    if metric in ("auto", "fisher"):
+        try:
+            found = estimated_damages(base, candidates, names, batches, forward, progress)
+            return found, "fisher"
+        except ConfigError:
+            if metric == "fisher":
+                raise
+            metric = "sqnr"
+    found = measured_damages(candidates, batches, metric, forward, progress)
+    return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+
+
+class _Search:
+    """Layers in groups, with their damages and costs in each format."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        candidates: list[Candidate],
+        formats: list[str],
+        free: list[str],
+        names: list[str],
+        damages: Damages,
+        facts: dict[str, LayerFacts],
+    ) -> None:
+        self.base, self.formats, self.free, self.names = base, formats, free, names
+        self.candidates = {candidate.name: candidate for candidate in candidates}
+        self.damages, self.facts = damages, facts
+        self.group_of = {name: number for number, name in enumerate(names)}
+        self.forced: dict[str, str] = {}
+
+    def join(
+        self,
+        groups: Sequence[Sequence[Pattern] | Pattern],
+        fixed: Mapping[str, FormatChoice],
+    ) -> None:
+        """Join layers that must agree, and note those whose format is given."""
+        for candidate in self.candidates.values():
+            for shared in candidate.shared:
+                self._unite([name for name in shared if name in self.group_of])
+        for patterns in groups:
+            self._unite(self._matching(patterns))
+        for pattern, choice in fixed.items():
+            self.forced |= dict.fromkeys(self._matching(pattern), _named(choice)[0])
+
+    def _matching(self, patterns: Sequence[Pattern] | Pattern) -> list[str]:
+        if isinstance(patterns, (str, type)) or callable(patterns):
+            patterns = (patterns,)
+        found = [
+            name
+            for name in self.names
+            if any(matches(p, (name,), self.base.get_submodule(name)) for p in patterns)
+        ]
+        if not found:
+            raise ConfigError(
+                f"{_WHERE}: the patterns {patterns!r} select no layer; expected one of "
+                f"{', '.join(self.names[:8])}, ..."
+            )
+        return found
+
+    def _unite(self, names: Sequence[str]) -> None:
+        if names:
+            old = {self.group_of[name] for name in names}
+            for name, number in self.group_of.items():
+                if number in old:
+                    self.group_of[name] = min(old)
+
+    def _damage(self, name: str, format: str) -> float:
+        """Return the damage; infinity where the layer cannot have the format."""
+        forced = self.forced.get(name)
+        if format != forced if forced is not None else format not in self.free:
+            return math.inf
+        if format == FLOAT:
+            return 0.0
+        if name not in self.candidates[format].decisions:
+            return math.inf
+        return self.damages.get((name, format), 0.0)
+
+    def plan(self, budget: Mapping[str, float]) -> MixedPrecision:
+        """Solve for the budget, and for others."""
+        total = sum(facts.weights for facts in self.facts.values())
+        timed = "latency" in budget
+        costs = {
+            (name, format): costs_of(
+                name,
+                self.facts[name],
+                self.candidates.get(format),
+                self.base,
+                total,
+                timed=timed,
+            )
+            for name in self.names
+            for format in self.formats
+            if math.isfinite(self._damage(name, format))
+        }
+        groups = sorted(set(self.group_of.values()))
+        members = [[n for n in self.names if self.group_of[n] == g] for g in groups]
+        kinds = list(next(iter(costs.values())))
+        problem = Problem(
+            [[sum(self._damage(n, f) for n in group) for f in self.formats] for group in members],
+            {
+                kind: [
+                    [sum(costs.get((n, f), {}).get(kind, 0.0) for n in group) for f in self.formats]
+                    for group in members
+                ]
+                for kind in kinds
+            },
+        )
+        best = problem.require(budget)
+        first = next(iter(budget))
+        others = {kind: bound for kind, bound in budget.items() if kind != first}
+        front = [self._point(members, s) for s in problem.front(first, others, _POINTS)]
+        return self._config(self._point(members, best), front, budget)
+
+    def _point(self, members: list[list[str]], solution: Solution) -> FrontPoint:
+        chosen = {
+            name: self.formats[format]
+            for group, format in zip(members, solution.choices, strict=True)
+            for name in group
+        }
+        ordered = {name: chosen[name] for name in self.names}
+        return FrontPoint(solution.costs, solution.damage, ordered)
+
+    def _config(
+        self, best: FrontPoint, front: list[FrontPoint], budget: Mapping[str, float]
+    ) -> MixedPrecision:
+        rules, choices = [], []
+        for name, format in best.formats.items():
+            decision = None if format == FLOAT else self.candidates[format].decisions[name]
+            input = None if decision is None else decision.input
+            weight = None if decision is None else decision.weight
+            rules.append(exact_rule(name, input, weight))
+            choices.append(
+                LayerChoice(
+                    name=name,
+                    format=format,
+                    damage=self._damage(name, format),
+                    weights=self.facts[name].weights,
+                    weight_bits=32 if weight is None else weight.format.bits,
+                    input_bits=32 if input is None else input.format.bits,
+                    group=self.group_of[name],
+                )
+            )
+        return MixedPrecision(
+            rules=tuple(rules),
+            name="mixed",
+            choices=tuple(choices),
+            front=tuple(front),
+            budget=dict(budget),
+            costs=best.costs,
+            damage=best.damage,
+        )
