@@ -18,10 +18,11 @@ PROMISED: dict[str, str] = {
         errors export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
         inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
-        doctor
+        doctor mixed_precision
         recipes register restore_ save sensitivity summary targets verify_onnx workflow
     """,
     "torchq.analysis": """
+        FrontPoint LayerChoice MixedPrecision mixed_precision
         CHECKS DoctorReport Finding LayerError LayerErrors QuantizerRow SensitivityReport
         SensitivityRow doctor layer_errors sensitivity
     """,

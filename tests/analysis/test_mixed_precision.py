@@ -1,0 +1,222 @@
+"""Formats layer by layer: the best choice, its budget, its groups, and the front."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, image_batches
+from torchq.analysis.mixed.solver import Problem
+from torchq.errors import CalibrationError, ConfigError
+
+pytest.importorskip("scipy")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(4)
+    parts: list[nn.Module] = []
+    for inputs, outputs in ((12, 32), (32, 8), (8, 24)):
+        parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(24, 10))
+
+
+def vectors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randn(64, 12, generator=generator) for _ in range(2)]
+
+
+def planned(**options: Any) -> torchq.analysis.MixedPrecision:
+    options = {"budget": {"mean_bits": 5}, "formats": [3, 4, 6, 8], "progress": False, **options}
+    return torchq.mixed_precision(network(), vectors(), **options)
+
+
+@cache
+def usual() -> torchq.analysis.MixedPrecision:
+    return planned()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_solution_is_the_best_of_all(seed: int) -> None:
+    """Compare with trying every choice."""
+    generator = torch.Generator().manual_seed(seed)
+    damages, bits, work = (torch.rand(5, 3, generator=generator).tolist() for _ in range(3))
+    damages[2][1] = math.inf
+    problem = Problem(damages, {"bits": bits, "work": work})
+    budget = {"bits": 2.2, "work": 2.6}
+    allowed = {}
+    for choice in itertools.product(range(3), repeat=5):
+        costs = [sum(rows[g][f] for g, f in enumerate(choice)) for rows in (bits, work)]
+        if costs[0] <= budget["bits"] and costs[1] <= budget["work"]:
+            allowed[choice] = sum(damages[g][f] for g, f in enumerate(choice))
+    found = problem.solve(budget)
+    if not allowed:
+        assert found is None
+        return
+    assert found is not None
+    assert found.choices == min(allowed, key=allowed.__getitem__)
+    assert found.damage == pytest.approx(min(allowed.values()))
+
+
+def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:
+    config = usual()
+    assert config.costs["mean_bits"] <= 5
+    model = network()
+    torchq.quantize_(model, config)
+    torchq.calibrate(model, vectors(), progress=False)
+    total = bits = 0
+    for choice in config.choices:
+        layer = model.get_submodule(choice.name)
+        assert layer.weight_quantizer.descriptor.num_bits == choice.weight_bits
+        assert layer.input_quantizer.descriptor.num_bits == choice.input_bits
+        total += layer.weight.numel()
+        bits += layer.weight.numel() * choice.weight_bits
+    assert config.costs["mean_bits"] == pytest.approx(bits / total)
+    assert config.costs["bytes"] == bits / 8
+    again = torchq.QuantConfig.from_json(config.to_json())
+    assert again.rules == config.rules
+
+
+def test_the_same_arguments_give_the_same_config() -> None:
+    assert planned() == usual()
+
+
+def test_more_budget_does_less_damage() -> None:
+    damages = [planned(budget={"mean_bits": bits}).damage for bits in (3, 4, 5, 6, 8)]
+    assert damages == sorted(damages, reverse=True)
+    assert damages[0] > damages[-1]
+    front = usual().front
+    costs = [point.costs["mean_bits"] for point in front]
+    assert costs == sorted(costs)
+    assert [p.damage for p in front] == sorted((p.damage for p in front), reverse=True)
+    assert len(front) >= 4
+    assert set(front[0].formats.values()) == {"w3a3"}
+
+
+def test_bounds_hold_together() -> None:
+    one = planned(budget={"mean_bits": 6})
+    both = planned(budget={"mean_bits": 6, "bit_operations": one.costs["bit_operations"] * 0.8})
+    assert both.costs["mean_bits"] <= 6
+    assert both.costs["bit_operations"] <= one.costs["bit_operations"] * 0.8 * (1 + 1e-6)
+    assert both.damage > one.damage
+
+
+def test_bit_operations_count_multiplications_of_one_input() -> None:
+    config = planned(formats=[8], budget={"bit_operations": 1e12})
+    products = sum(m.weight.numel() for m in network() if isinstance(m, nn.Linear))
+    assert config.costs["bit_operations"] == products * 64
+
+
+def test_latency_is_that_of_deployed_layers() -> None:
+    config = planned(formats=[8, "float"], budget={"latency": 60.0})
+    assert set(config.costs) == {"mean_bits", "bytes", "bit_operations", "latency"}
+    assert 0 < config.costs["latency"] < 60
+    assert {choice.format for choice in config.choices} == {"float"}
+
+
+def test_groups_agree_and_fixed_layers_keep_their_format() -> None:
+    free = usual()
+    assert len({c.format for c in free.choices}) > 1
+    grouped = planned(groups=[["0", "2", "4", "6"]])
+    assert len({c.format for c in grouped.choices}) == 1
+    assert {c.group for c in grouped.choices} == {0}
+    fixed = planned(fixed={"6": "w16a16"}, budget={"mean_bits": 8})
+    assert {c.name: c.format for c in fixed.choices}["6"] == "w16a16"
+    assert "w16a16" not in {c.format for c in fixed.choices if c.name != "6"}
+
+
+def test_layers_that_share_a_quantizer_agree() -> None:
+    class TwoReaders(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(12, 8), nn.Linear(12, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.a(x).relu() + self.b(x))
+
+    config = torchq.mixed_precision(
+        TwoReaders(), vectors(), budget={"mean_bits": 5}, formats=[3, 5, 8], progress=False
+    )
+    groups = {choice.name: choice.group for choice in config.choices}
+    assert groups["a"] == groups["b"] != groups["c"]
+
+
+@pytest.mark.parametrize("metric", ["sqnr", "kl", "fisher"])
+def test_every_metric_ranks_formats(metric: str) -> None:
+    config = planned(metric=metric)
+    assert config.metric == metric
+    assert 0 < config.damage < math.inf
+
+
+def test_models_without_classes_are_measured() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    config = torchq.mixed_precision(
+        Twice(), vectors(), budget={"bytes": 100}, formats=[4, 8], progress=False
+    )
+    assert config.metric == "sqnr"
+    assert config.choices[0].format == "w8a8"
+
+
+def test_a_quantized_model_is_taken_as_float_and_left_alone() -> None:
+    model = ConvNet().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, image_batches(), progress=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = torchq.mixed_precision(
+        model,
+        image_batches(),
+        budget={"bytes": 1e9},
+        formats=["w8a8", "w4"],
+        exclude=["head"],
+        progress=False,
+    )
+    assert [c.name for c in config.choices] == ["stem.0", "left.0", "right.0"]
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+
+
+def test_the_plan_prints_plots_and_serialises() -> None:
+    config = usual()
+    assert "predicted damage" in str(config)
+    assert "<table>" in config._repr_html_()
+    data = json.loads(json.dumps(config.summary()))
+    assert len(data["choices"]) == 4
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pytest.MonkeyPatch().setenv("MPLBACKEND", "agg")
+    assert config.plot().get_xlabel() == "mean_bits"
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budget": {"mean_bits": 2}}, "expected at least mean_bits=3"),
+        ({"budget": {"bits": 2}}, "got budget 'bits'; expected one of mean_bits"),
+        ({"budget": {"bytes": 0}}, "got bytes=0; expected a positive number"),
+        ({"budget": {}}, "expected a mapping such as"),
+        ({"formats": [object()]}, "expected a name such as 'w4a8'"),
+        ({"formats": ["int9"]}, "expected one of"),
+        ({"groups": ["nothing*"]}, "select no layer; expected one of 0, 2"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        planned(**options)
+
+
+def test_no_batch_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="mixed_precision: got no batch"):
+        torchq.mixed_precision(network(), [], budget={"mean_bits": 5})
