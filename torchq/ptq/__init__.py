@@ -4,18 +4,22 @@ Each function works in place on a quantized model and returns a report that name
 and what it could not. May import workflow and below.
 """
 
+from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
 from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 
 __all__ = [
+    "AdaRoundBlock",
+    "AdaRoundReport",
     "BiasReport",
     "EqualizeReport",
     "EqualizedPair",
     "GPTQLayer",
     "GPTQReport",
     "RunOptions",
+    "adaround_",
     "correct_bias_",
     "equalize_",
     "gptq_",

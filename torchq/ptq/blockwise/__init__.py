@@ -4,9 +4,10 @@ What the learned and the closed-form algorithms share: the blocks of a model, th
 outputs, and the layers inside as matrices.
 """
 
-from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks
+from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks, said_how_far
 from torchq.ptq.blockwise.grid import Grid, check_on_grid, grid_of
 from torchq.ptq.blockwise.layers import (
+    check_ready,
     find_layers,
     input_matrix,
     output_matrix,
@@ -14,7 +15,7 @@ from torchq.ptq.blockwise.layers import (
     weight_matrix,
     weight_quantizer,
 )
-from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions
+from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions, replaced_forward
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 
 __all__ = [
@@ -26,12 +27,15 @@ __all__ = [
     "RunOptions",
     "TensorStore",
     "check_on_grid",
+    "check_ready",
     "find_blocks",
     "find_layers",
     "grid_of",
     "input_matrix",
     "map_tensors",
     "output_matrix",
+    "replaced_forward",
+    "said_how_far",
     "weight_from_matrix",
     "weight_matrix",
     "weight_quantizer",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 from torchq.errors import ConfigError
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
-__all__ = ["Block", "CallCount", "find_blocks"]
+__all__ = ["Block", "CallCount", "find_blocks", "said_how_far"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -88,6 +90,28 @@ def find_blocks(
         skipped[path] = _why_not(calls.counts.get(id(layers[path]), 0))
     blocks.sort(key=lambda block: calls.order[id(next(iter(block.layers.values())))])
     return blocks, skipped
+
+
+@contextmanager
+def said_how_far(where: str, done: Collection[str], blocks: Sequence[Block]) -> Iterator[None]:
+    """Warn how many layers are done if anything ends the block early.
+
+    Args:
+        where: the start of the warning.
+        done: the layers that are done, which grow in the body.
+        blocks: all blocks.
+    """
+    try:
+        yield
+    except BaseException:
+        if done:
+            total = sum(len(block.layers) for block in blocks)
+            warnings.warn(
+                f"{where}: ended after {len(done)} of {total} layers, which keep their new "
+                "weights; the others are as before",
+                stacklevel=4,
+            )
+        raise
 
 
 def _why_not(count: int) -> str:

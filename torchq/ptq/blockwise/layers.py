@@ -6,6 +6,7 @@ for Linear and one output pixel for a convolution. Groups of a convolution are s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = [
+    "check_ready",
     "find_layers",
     "input_matrix",
     "output_matrix",
@@ -134,3 +138,30 @@ def _padded(layer: Any, x: Tensor) -> Tensor:
         amounts = [before, after, *amounts]  # F.pad begins with the last dimension
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, amounts, mode=mode)
+
+
+def check_ready(
+    where: str, model: nn.Module, layers: Mapping[str, Any], skipped: Mapping[str, str]
+) -> None:
+    """Raise an error unless there are layers to treat and every fixed range is known.
+
+    Args:
+        where: the start of error texts.
+        model: a quantized model.
+        layers: what :func:`find_layers` found.
+        skipped: the same.
+    """
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ConfigError(
+            f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
+            "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
+        )
+    weights = weight_quantizers(model)
+    for name, quantizer in quantizers(model).items():
+        is_fixed = quantizer.quantizing and not quantizer.descriptor.dynamic
+        if is_fixed and not quantizer.calibrated and id(quantizer) not in weights:
+            raise ConfigError(
+                f"{where}: {name} has no range yet; expected a calibrated model. Run "
+                "torchq.calibrate(model, batches) first"
+            )

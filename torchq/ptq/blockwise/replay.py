@@ -20,11 +20,11 @@ from torchq.graph import Forward, call_model
 from torchq.nn import Add
 from torchq.ptq.blockwise.additions import AdditionWatch
 from torchq.ptq.blockwise.blocks import Block, CallCount
-from torchq.ptq.blockwise.storage import TensorStore
+from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 from torchq.ptq.modes import quantizers_off
 from torchq.utils import device_of
 
-__all__ = ["Captured", "Replay", "RunOptions"]
+__all__ = ["Captured", "Replay", "RunOptions", "replaced_forward"]
 
 Kind = Literal["float", "quantized"]
 
@@ -188,6 +188,24 @@ class Replay:
                 self._call(index)
         return found
 
+    def block_inputs(self, number: int, index: int, kind: Kind) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments that block ``number`` is called with for batch ``index``."""
+        found: list[Any] = []
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.append(map_tensors((args, kwargs), lambda t: t.detach().clone()))
+            raise _Stop
+
+        with ExitStack() as stack:
+            stack.enter_context(quantizers_off(self.model) if kind == "float" else nullcontext())
+            stack.enter_context(self._replayed(number, index, kind))
+            module = self._blocks[number].module
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            with suppress(_Stop):
+                self._call(index)
+        args, kwargs = found[0]
+        return args, kwargs
+
     def _hook(
         self,
         stack: ExitStack,
@@ -230,7 +248,7 @@ class Replay:
                     continue
                 key = (kind, i, index)
                 function = stop if i > number else _Kept(self.store, key)
-                stack.enter_context(_replaced_forward(block.module, function))
+                stack.enter_context(replaced_forward(block.module, function))
             yield
 
     def _call(self, index: int) -> None:
@@ -254,7 +272,7 @@ def _note(found: Captured, name: str, other: Tensor, check: Callable[[], None]) 
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Call ``function`` in place of the forward of ``module``."""
     own = vars(module).get("forward")
     vars(module)["forward"] = function

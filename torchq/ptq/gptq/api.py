@@ -6,31 +6,26 @@ for the bias, Nagel et al., Data-Free Quantization (ICCV 2019), section 4.2.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.ptq.blockwise import (
-    Block,
     Replay,
     RunOptions,
     TensorStore,
+    check_ready,
     find_blocks,
     find_layers,
-    input_matrix,
-    output_matrix,
-    weight_matrix,
+    said_how_far,
 )
-from torchq.ptq.gptq.layer import GPTQLayer, Options, Target, round_layer_
-from torchq.ptq.gptq.statistics import MomentSums
+from torchq.ptq.gptq.block import BlockRounding
+from torchq.ptq.gptq.layer import GPTQLayer, Options, Target
 from torchq.utils import Pattern, evaluating, progress_bar, table
-from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = ["GPTQReport", "gptq_"]
 
@@ -129,16 +124,21 @@ def gptq_(
     options, run = Options(target, group_size, act_order, damping, refine), run or RunOptions()
     _check(options)
     layers, skipped = find_layers(model)
-    _check_model(model, layers, skipped)
+    check_ready("gptq_", model, layers, skipped)
     with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
         replay = Replay(model, batches, run, store, "gptq_")
         blocks, more = find_blocks(model, layers, replay.count_calls(), block)
         replay.use_blocks(blocks)
-        work = _Work(replay, options, run.group, progress)
-        work.run(blocks)
+        rounding = BlockRounding(replay, options, run.group)
+        with said_how_far("gptq_", rounding.done, blocks):
+            for number, one in progress_bar(
+                list(enumerate(blocks)), description="gptq_", enabled=progress, unit="block"
+            ):
+                rounding.treat(number, one)
+                replay.finish(number, "quantized")
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return GPTQReport(work.done, ordered, len(replay.batches))
+    return GPTQReport(rounding.done, ordered, len(replay.batches))
 
 
 def _check(options: Options) -> None:
@@ -151,109 +151,3 @@ def _check(options: Options) -> None:
         raise ConfigError(f"gptq_: got damping={options.damping}; expected a number > 0")
     if options.group_size is not None and options.group_size < 1:
         raise ConfigError(f"gptq_: got group_size={options.group_size}; expected at least 1")
-
-
-def _check_model(model: nn.Module, layers: Mapping[str, Any], skipped: Mapping[str, str]) -> None:
-    """Raise an error for a model that is not ready."""
-    if not layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        raise ConfigError(
-            f"gptq_: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
-            "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
-        )
-    weights = weight_quantizers(model)
-    for name, quantizer in quantizers(model).items():
-        is_fixed = quantizer.quantizing and not quantizer.descriptor.dynamic
-        if is_fixed and not quantizer.calibrated and id(quantizer) not in weights:
-            raise ConfigError(
-                f"gptq_: {name} has no range yet; expected a calibrated model. Run "
-                "torchq.calibrate(model, batches) first"
-            )
-
-
-class _Work:
-    """The treatment of the blocks, one after the other."""
-
-    def __init__(
-        self,
-        replay: Replay,
-        options: Options,
-        group: dist.ProcessGroup | None,
-        progress: bool,
-    ) -> None:
-        self.replay, self.options, self.group, self.progress = replay, options, group, progress
-        self.done: dict[str, GPTQLayer] = {}
-
-    def run(self, blocks: Sequence[Block]) -> None:
-        """Treat every block; say how far it got if anything ends it."""
-        total = sum(len(block.layers) for block in blocks)
-        try:
-            numbered = list(enumerate(blocks))
-            for number, block in progress_bar(
-                numbered, description="gptq_", enabled=self.progress, unit="block"
-            ):
-                self._treat_block(number, block)
-        except BaseException:
-            if self.done:
-                warnings.warn(
-                    f"gptq_: ended after {len(self.done)} of {total} layers, which keep their new "
-                    "weights; the others are as before",
-                    stacklevel=4,
-                )
-            raise
-
-    def _treat_block(self, number: int, block: Block) -> None:
-        if self.options.target == "weight":
-            shortcuts: set[str] = set()
-        else:
-            shortcuts = self._keep_targets(number, block)
-        for names in self.replay.layers_by_input(number):
-            self._treat_layers(number, block, names, shortcuts)
-        self.replay.finish(number, "quantized")
-
-    def _keep_targets(self, number: int, block: Block) -> set[str]:
-        """Keep the float outputs of the layers; return those that are added to a shortcut."""
-        replay, names = self.replay, list(block.layers)
-        wanted = names if self.options.target == "block" else []
-        repairing: set[str] = set()
-        for index in range(len(replay.batches)):
-            got = replay.run(number, index, "float", want_outputs=names, want_shortcuts=wanted)
-            for name, out in got.outputs.items():
-                shortcut = got.shortcuts.get(name)
-                replay.store.put(
-                    ("target", name, index), out if shortcut is None else out + shortcut
-                )
-            repairing |= got.shortcuts.keys()
-        return repairing
-
-    def _treat_layers(
-        self, number: int, block: Block, names: Sequence[str], repairing: set[str]
-    ) -> None:
-        """Treat layers that read the same input."""
-        replay = self.replay
-        sums = {name: MomentSums() for name in names}
-        wanted = [name for name in names if name in repairing]
-        for index in range(len(replay.batches)):
-            got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
-            for name in names:
-                layer = block.layers[name]
-                x = input_matrix(layer, layer.input_quantizer(got.inputs[name]))
-                key = ("target", name, index)
-                if key not in replay.store:
-                    t = _float_product(layer, x)
-                else:
-                    out = replay.store.get(key)
-                    t = output_matrix(layer, out - got.shortcuts[name] if name in wanted else out)
-                    replay.store.drop(key)
-                sums[name].add(x, t)
-        for name in names:
-            sums[name].reduce(self.group)
-            self.done[name] = round_layer_(
-                name, block.layers[name], sums[name], self.options, name in repairing
-            )
-
-
-def _float_product(layer: Any, x: Tensor) -> Tensor:
-    """Return the output of the float weight on an input matrix."""
-    product = weight_matrix(layer, layer.weight.detach()) @ x
-    return product if layer.bias is None else product + layer.bias.view(len(x), -1, 1)

@@ -59,7 +59,7 @@ class GPTQLayer:
 
 def round_layer_(
     name: str, layer: Any, sums: MomentSums, options: Options, repairs_shortcut: bool
-) -> GPTQLayer:
+) -> tuple[GPTQLayer, Tensor]:
     """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
     Args:
@@ -68,6 +68,9 @@ def round_layer_(
         sums: the statistics of its quantized inputs and its targets.
         options: how to round.
         repairs_shortcut: for the report.
+
+    Returns:
+        What happened, and the weight matrix that was rounded.
 
     Raises:
         CalibrationError: the statistics hold NaN or infinity.
@@ -106,7 +109,7 @@ def round_layer_(
     if fits_bias:
         layer.bias.copy_(_best_bias(rounded, moments).to(layer.bias.dtype))
     after = _output_error(layer, weight_matrix(layer, weight).double(), sums)
-    return GPTQLayer(before, after, used, repairs_shortcut)
+    return GPTQLayer(before, after, used, repairs_shortcut), wanted
 
 
 def _round_with_ranges(layer: Any, wanted: Tensor, h: Tensor, options: Options) -> Tensor:

@@ -1,0 +1,206 @@
+"""AdaRound, BRECQ and QDrop against the equations of their papers, and on small models."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.ptq.test_gptq import Block, batches, calibrated, net
+from torchq.errors import CalibrationError, ConfigError
+from torchq.ptq import RunOptions, adaround_, gptq_
+from torchq.ptq.adaround.learned_block import mixed
+from torchq.ptq.adaround.soft_rounding import (
+    SoftWeight,
+    decision_penalty,
+    rectified_sigmoid,
+    start_near,
+)
+
+
+def test_rectified_sigmoid_is_equation_23() -> None:
+    """h(V) = clip(sigmoid(V) (zeta - gamma) + gamma, 0, 1) with zeta = 1.1 and gamma = -0.1."""
+    for v in (-5.0, -2.0, -0.3, 0.0, 1.0, 2.5):
+        expected = min(max(1 / (1 + math.exp(-v)) * 1.2 - 0.1, 0.0), 1.0)
+        assert rectified_sigmoid(torch.tensor(v)).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_penalty_is_equation_24() -> None:
+    """f(V) = sum(1 - |2 h(V) - 1|^beta), which is 0 once everything is decided."""
+    h = torch.tensor([0.0, 0.25, 0.5, 1.0])
+    assert decision_penalty(h, 3.0).item() == pytest.approx((1 - 0.5**3) + 1)
+    assert decision_penalty(torch.tensor([0.0, 1.0]), 2.0).item() == 0
+
+
+def test_a_soft_weight_starts_at_the_weight_and_ends_on_the_grid() -> None:
+    """Equation 22: W~ = s clip(floor(W / s) + h(V), n, p)."""
+    scale = torch.full((7,), 0.5)
+    weight = torch.tensor([-9.0, -0.8, -0.3, 0.1, 0.3, 0.6, 9.0])
+    soft = SoftWeight(weight, scale, -2, 1)
+    value = soft.value().detach()
+    # h starts at least 0.02 away from 0 and 1, so this is the most that a value is off.
+    torch.testing.assert_close(value, weight.clamp(-1, 0.5), rtol=0, atol=0.02 * 0.5 + 1e-6)
+    assert torch.equal(soft.rounded(), torch.tensor([-1.0, -1.0, -0.5, 0.0, 0.5, 0.5, 0.5]))
+    assert soft.undecided() == 4
+    with torch.no_grad():
+        soft.v.copy_(torch.tensor([9.0, 9.0, 9.0, 9.0, -9.0, -9.0, -9.0]))
+    expected = torch.tensor([-0.5, -0.5, 0.0, 0.5, 0.0, 0.5, 0.5])
+    assert torch.equal(soft.rounded(), expected) and torch.equal(soft.value(), expected)
+    assert soft.undecided() == 0
+
+
+def test_a_start_rounds_to_what_was_chosen() -> None:
+    scale = torch.full((4,), 0.5)
+    rounded, wanted = torch.tensor([0.0, 0.5, 0.5, -1.0]), torch.tensor([0.2, 0.3, 1.4, -3.0])
+    start = start_near(rounded, wanted, scale)
+    torch.testing.assert_close(start, torch.tensor([0.2, 0.3, 0.725, -1.225]))
+    assert torch.equal((start / scale).round() * scale, rounded)
+
+
+def test_dropping_keeps_a_share_of_the_elements() -> None:
+    x, y = torch.zeros(100_000), torch.ones(100_000)
+    generator = torch.Generator().manual_seed(0)
+    share = 1 - mixed(x, y, 0.25, generator).mean().item()
+    # Six standard deviations of 100,000 choices.
+    assert share == pytest.approx(0.25, abs=6 * math.sqrt(0.25 * 0.75 / 100_000))
+    assert mixed(x, y, 0.0, generator) is y
+
+
+def block_error(model: nn.Module, floats: nn.Module) -> float:
+    """Return the error after the last block, on the batches that the model has seen."""
+    x = torch.cat(batches())
+    with torch.no_grad():
+        return (model[:4](x) - floats[:4](x)).square().mean().item()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"block": "layer", "start": "nearest"}, {"block": ["2", "3"], "start": "nearest"}],
+)
+def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
+    before = calibrated(bits=(2, 8))
+    model = calibrated(bits=(2, 8))
+    if arguments.get("start") != "nearest":
+        gptq_(before, batches(), progress=False)
+    report = adaround_(model, batches(), steps=100, progress=False, **arguments)
+    assert block_error(model, net()) < block_error(before, net())
+    blocks = list(report.blocks)
+    if arguments.get("block") == "layer":
+        assert blocks == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
+    else:
+        assert blocks == ["0", "2", "3", "5"]
+        assert report.blocks["2"].layers == ("2.conv1", "2.conv2")
+    assert all(block.error_after <= block.error_before for block in report.blocks.values())
+    assert "blocks from 3 batches" in str(report)
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            assert torch.equal(module.weight_quantizer(module.weight), module.weight)
+            assert module.bias.grad is None and module.bias.requires_grad
+        assert "forward" not in vars(module)
+
+
+def test_ranges_of_activations_are_learned() -> None:
+    model, before = calibrated(bits=(4, 2)), calibrated(bits=(4, 2))
+    adaround_(model, batches(), steps=20, progress=False)
+    changed = [
+        not torch.equal(a.amax, b.amax)
+        for a, b in zip(
+            (m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")),
+            (m.input_quantizer for m in before.modules() if hasattr(m, "input_quantizer")),
+            strict=True,
+        )
+    ]
+    assert any(changed)
+
+
+def small() -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    data = [torch.rand(40, 6)]
+    torchq.quantize_(model, torchq.recipes.integer(2, 3))
+    torchq.calibrate(model, data, progress=False)
+    return model, data
+
+
+def test_the_seed_decides_the_result() -> None:
+    models = []
+    for seed in (1, 1, 2):
+        model, data = small()
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        adaround_(model, data, steps=80, start="nearest", seed=seed, drop=0.5, progress=False)
+        assert torch.equal(torch.get_rng_state(), state)
+        models.append(model.state_dict())
+    first, again, other = models
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_call_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.pt"
+    whole, model, runs = calibrated(), calibrated(), 0
+    before = copy.deepcopy(model.state_dict())
+    arguments: dict[str, Any] = {"steps": 4, "progress": False, "checkpoint": path}
+    adaround_(whole, batches(), steps=4, progress=False)
+
+    def interrupted(model: nn.Module, batch: Tensor) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 40:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(UserWarning, match="adaround_: ended after"),
+    ):
+        adaround_(model, batches(), run=RunOptions(forward=interrupted), **arguments)
+    done = len(torch.load(path, weights_only=True)["blocks"])
+    assert 0 < done < 4
+    changed = [name for name, t in model.state_dict().items() if not torch.equal(t, before[name])]
+    assert {name.split(".")[0] for name in changed} <= set(["0", "2", "3", "5"][:done])
+    fresh = calibrated()
+    report = adaround_(fresh, batches(), **arguments)
+    assert len(report.blocks) == 4
+    assert all(torch.equal(t, whole.state_dict()[n]) for n, t in fresh.state_dict().items())
+    with pytest.raises(ConfigError, match=r"checkpoint .*: got a file for .*'steps': 4"):
+        adaround_(calibrated(), batches(), **{**arguments, "steps": 11})
+    path.write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"checkpoint .*: not readable"):
+        adaround_(calibrated(), batches(), **arguments)
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = calibrated()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CalibrationError, match="adaround_: got no batch"):
+        adaround_(model, [], progress=False)
+    for start in ("gptq", "nearest"):
+        with pytest.raises(CalibrationError, match=r"(got|became) NaN or infinite"):
+            adaround_(model, [batches()[0] * torch.nan], start=start, progress=False)  # type: ignore
+    with pytest.raises(ConfigError, match="adaround_: got steps=0; expected at least 1"):
+        adaround_(model, batches(), steps=0)
+    with pytest.raises(ConfigError, match="adaround_: got start='zero'"):
+        adaround_(model, batches(), start="zero")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="adaround_: got drop=1; expected at least 0"):
+        adaround_(model, batches(), drop=1)
+    with pytest.raises(ConfigError, match="adaround_: got no layer to treat"):
+        adaround_(net(), batches())
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_formats_without_integer_codes_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Block(4))
+    torchq.quantize_(model, torchq.recipes.integer(4, 8))
+    weight = torchq.QuantDescriptor((4, 3), axis=0)
+    model[1].conv1.weight_quantizer = torchq.TensorQuantizer(weight)
+    torchq.calibrate(model, batches(), progress=False)
+    report = adaround_(model, batches(), steps=2, progress=False)
+    assert report.skipped == {"1.conv1": "its weight has no integer codes"}
+    assert report.blocks["1"].layers == ("1.conv2",)

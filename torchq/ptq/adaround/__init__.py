@@ -1,0 +1,5 @@
+"""Learned rounding: AdaRound layer by layer, BRECQ and QDrop block by block."""
+
+from torchq.ptq.adaround.api import AdaRoundBlock, AdaRoundReport, adaround_
+
+__all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]

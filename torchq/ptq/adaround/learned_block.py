@@ -1,0 +1,140 @@
+"""The learned part of one block: soft weights, activation ranges and biases, in its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.functional import learned_fake_quantize
+from torchq.nn import TensorQuantizer
+from torchq.ptq.adaround.soft_rounding import SoftWeight, start_near
+from torchq.ptq.blockwise import (
+    Block,
+    check_on_grid,
+    grid_of,
+    replaced_forward,
+    weight_from_matrix,
+    weight_quantizer,
+)
+
+__all__ = ["LearnedBlock", "LearnedRange", "biases_learned", "mixed"]
+
+
+class LearnedRange:
+    """The range of an activation quantizer, learned as a logarithm.
+
+    Args:
+        quantizer: calibrated, symmetric.
+        drop: the probability that an element is not quantized (QDrop).
+        generator: of the random choices.
+    """
+
+    def __init__(self, quantizer: TensorQuantizer, drop: float, generator: torch.Generator) -> None:
+        self.quantizer, self._drop, self._generator = quantizer, drop, generator
+        self._start = quantizer.amax.detach().clone()
+        self.log = torch.zeros_like(self._start, requires_grad=True)
+
+    def amax(self) -> Tensor:
+        """Return the range now."""
+        return self._start * self.log.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` fake quantized in the learned range, but for dropped elements."""
+        q = self.quantizer
+        if q.pre_quant_scale is not None:
+            x = x * q.pre_quant_scale.to(x.dtype)
+        d = q.descriptor
+        amax = self.amax() if d.scale_amax is None else self.amax() * d.scale_amax
+        y = learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format)
+        return mixed(x, y, self._drop, self._generator)
+
+
+def mixed(x: Tensor, y: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Return ``y`` with elements of ``x`` in its place, each with a probability."""
+    if not probability:
+        return y
+    # Random bytes cost a quarter of random floats.
+    chance = torch.empty(x.shape, dtype=torch.uint8, device=generator.device)
+    chance.random_(generator=generator)
+    return torch.where((chance < round(256 * probability)).to(x.device), x, y)
+
+
+class LearnedBlock:
+    """What is learned of a block.
+
+    Args:
+        block: its layers are quantized with integer formats.
+        wanted: path of a layer -> the weight matrix that its weight was rounded from.
+        ranges: the activation quantizers whose ranges are learned.
+        drop: see :class:`LearnedRange`.
+        generator: of the random choices.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        wanted: dict[str, Tensor],
+        ranges: list[TensorQuantizer],
+        drop: float,
+        generator: torch.Generator,
+    ) -> None:
+        self.block = block
+        self.weights = {n: _soft_weight(m, wanted.get(n)) for n, m in block.layers.items()}
+        self.ranges = [LearnedRange(q, drop, generator) for q in ranges]
+        self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the output of the block with its soft weights; differentiable."""
+        with self._learned_forwards(lambda soft: soft.value()):
+            return self.block.module(*args, **kwargs)
+
+    @contextmanager
+    def _learned_forwards(self, value: Callable[[SoftWeight], Tensor]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, soft in self.weights.items():
+                quantizer = weight_quantizer(self.block.layers[name])
+                stack.enter_context(replaced_forward(quantizer, lambda _, s=soft: value(s)))
+            for learned in self.ranges:
+                stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
+            yield
+
+    def apply_(self, where: str) -> None:
+        """Write the rounded weights and the learned ranges into the block."""
+        for name, soft in self.weights.items():
+            layer = self.block.layers[name]
+            weight = soft.rounded().to(layer.weight.dtype)
+            check_on_grid(where, name, layer, weight)
+            layer.weight.copy_(weight)
+        for learned in self.ranges:
+            learned.quantizer.set_amax(learned.amax().detach())
+
+
+def _soft_weight(layer: Any, wanted: Tensor | None) -> SoftWeight:
+    """Return the soft weight of a layer, which starts from its rounding if there is one."""
+    grid, weight = grid_of(layer), layer.weight.detach()
+    scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
+    start = weight.to(scale.dtype)
+    if wanted is not None:
+        start = start_near(start, weight_from_matrix(layer, wanted).to(scale.dtype), scale)
+    # A dead range has an infinite divisor, and all of its codes are 0.
+    start = torch.where(divisor.isinf(), 0.0, start)
+    return SoftWeight(start, scale, grid.format.quant_min, grid.format.quant_max)
+
+
+@contextmanager
+def biases_learned(biases: list[nn.Parameter]) -> Iterator[None]:
+    """Let gradients reach the biases; give them their flags and gradients back."""
+    before = [(bias, bias.requires_grad, bias.grad) for bias in biases]
+    try:
+        for bias in biases:
+            bias.requires_grad_()
+            bias.grad = None
+        yield
+    finally:
+        for bias, required, grad in before:
+            bias.requires_grad_(required)
+            bias.grad = grad
