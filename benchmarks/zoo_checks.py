@@ -24,6 +24,7 @@ import torchq
 from benchmarks.weight_calls import count
 from benchmarks.zoo_models import Entry, build, call
 from torchq.nn import QuantModule
+from torchq.swap.cost import HARMLESS, MOST
 
 __all__ = ["CHECKS", "Subject", "run_checks"]
 
@@ -271,12 +272,15 @@ def check_fuse(subject: Subject) -> Fields:
 
 
 def check_target(subject: Subject) -> Fields:
-    """Check that the quantizers placed for ONNX Runtime cost at most 3 dB."""
+    """Check that the quantizers placed for ONNX Runtime cost 3 dB at most, or leave 35 dB.
+
+    They are chosen so on ranges of their own; shared ranges, which come later, may cost some more.
+    """
     plain = decibels(outputs(subject.quantized, subject.entry.example), subject.expected)
     model = subject.targeted
     placed = decibels(outputs(model, subject.entry.example), subject.expected)
     left = count(model, lambda: call(model, subject.entry.example)).floating
-    good = placed > plain - 3
+    good = placed > min(plain - MOST, HARMLESS) - 0.5
     return {
         "target": verdict(good, f"{placed} dB, without {plain} dB"),
         "target_db": placed,

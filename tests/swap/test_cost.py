@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq import QuantConfig, Rule
-from torchq.swap.cost import costs_of_placements
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.swap.cost import MOST, costs_of_placements
 from torchq.workflow import quantizers
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def test_measuring_changes_no_mode_and_no_range() -> None:
     torchq.quantize_(model, target="openvino")
     before = {n: (q.mode, q.calibrated) for n, q in quantizers(model).items()}
     added = {"quant_cat": [model.quant_cat.input_quantizer]}
-    assert set(costs_of_placements(model, added, X)) == {"quant_cat"}
+    assert set(costs_of_placements(model, added, X).costly) == {"quant_cat"}
     assert {n: (q.mode, q.calibrated) for n, q in quantizers(model).items()} == before
 
 
@@ -120,3 +120,63 @@ def test_an_input_that_a_target_leaves_float_is_named() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Conv2d(4, 4, 1))
     decision = torchq.plan(model, target="onnxruntime").replaced[0]
     assert decision.note == "its input stays float, as onnxruntime has no integer kernel for it"
+
+
+class Branches(nn.Module):
+    """Sixteen branches side by side, each ending in a place where a target might quantize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 4, 1) for _ in range(16))
+        self.taps = nn.ModuleList(torchq.nn.Tap() for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([tap(conv(x)) for conv, tap in zip(self.convs, self.taps, strict=True)], 1)
+
+
+def test_what_costs_little_alone_and_much_together_is_left_out_in_part() -> None:
+    model = Branches().eval()
+    torchq.quantize_(
+        model, torchq.recipes.int8().with_rules(Rule("taps.*", input=QuantDescriptor()))
+    )
+    torchq.calibrate(model, [X], progress=False)
+    placements = {name: [q] for name, q in quantizers(model).items() if "taps" in name}
+    for (quantizer,) in placements.values():
+        quantizer.set_amax(2.5 * quantizer.amax)
+    costs = costs_of_placements(model, placements, X)
+    assert 0 < len(costs.costly) < len(placements)
+    assert all(0 < cost < MOST for cost in costs.costly.values())
+
+
+class Sizes(nn.Module):
+    """Computes with sizes that a trace cannot tell from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = size
+        return self.conv(x).flatten(2)[:, :, : height * width]
+
+
+class CallsSizes(nn.Module):
+    """Passes them on, as CoaT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Sizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, (x.shape[2], x.shape[3]))
+
+
+def test_operators_on_numbers_get_no_quantizer() -> None:
+    model = CallsSizes().eval()
+    report = torchq.quantize_(model, target="openvino", example=X)
+    assert {d.name: d.reason for d in report.skipped} == {
+        "inner.quant_mul": "its operands are no tensors in the run on the example, or it does not "
+        "run"
+    }
+    torchq.calibrate(model, [X], progress=False)
+    assert model(X).shape == (4, 4, 64)

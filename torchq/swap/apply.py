@@ -58,9 +58,10 @@ def quantize_(
         target: as for :func:`plan`.
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
-            become one, so that its readers agree on its range whatever training does. And what a
-            target adds is measured: a quantizer that costs more than 3 dB at the output, and
-            leaves less than 25 dB, is left out, unless a rule names it.
+            become one, so that its readers agree on its range whatever training does. What a
+            target adds is measured too. Where it costs more than 3 dB at the output, and leaves
+            less than 35 dB, the most harmful additions, concatenations and the like stay float
+            until the rest costs no more, unless a rule names them.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.
@@ -87,7 +88,7 @@ def quantize_(
 
 
 class _Costly(Exception):
-    """Some quantizers that a target adds cost too much; raised to undo a whole swap.
+    """Some quantizers that a target adds cost too much or see nothing; raised to undo a whole swap.
 
     Args:
         reasons: path -> why it stays float.
@@ -155,14 +156,18 @@ def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
             m for m in modules[name].modules() if isinstance(m, TensorQuantizer) and m.quantizing
         ]
     costs = costs_of_placements(model, placements, example)
-    if costs:
-        raise _Costly(
-            {
-                name: f"its quantizers cost {cost:.1f} dB at the output on the example; name it in "
-                "a rule to quantize it all the same"
-                for name, cost in costs.items()
-            }
+    operators = {decision.name for _, decision in report.operators}
+    reasons = {name: _NO_TENSOR for name in costs.unreached if name in operators}
+    for name, cost in costs.costly.items():
+        reasons[name] = (
+            f"its quantizers cost {cost:.1f} dB at the output on the example; name it in a rule to "
+            "quantize it all the same"
         )
+    if reasons:
+        raise _Costly(reasons)
+
+
+_NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
 
 
 def apply_(report: SwapReport) -> None:
