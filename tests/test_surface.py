@@ -15,8 +15,8 @@ PROMISED: dict[str, str] = {
     "torchq": """
         CalibrationReport FuseReport QuantConfig QuantDescriptor Rule SwapReport
         TensorQuantizer __version__ analysis calib calibrate deploy disabled engines
-        errors export_onnx formats freeze_ from_mxnet from_onnx frontends functional fuse_ fusion
-        inspect_onnx
+        errors export_onnx formats freeze_ from_caffe from_mxnet from_onnx frontends
+        functional fuse_ fusion inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
         doctor mixed_precision
         recipes register restore_ save sensitivity summary targets verify_onnx workflow

@@ -27,7 +27,7 @@ from torchq.analysis import doctor, layer_errors, mixed_precision, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
-from torchq.frontends import from_mxnet, from_onnx
+from torchq.frontends import from_caffe, from_mxnet, from_onnx
 from torchq.fusion import FuseReport, fuse_
 from torchq.nn import TensorQuantizer, register
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
@@ -65,6 +65,7 @@ __all__ = [
     "export_onnx",
     "formats",
     "freeze_",
+    "from_caffe",
     "from_mxnet",
     "from_onnx",
     "frontends",

@@ -4,7 +4,8 @@ The result can be fused, quantized, calibrated, trained, deployed and exported l
 in PyTorch.
 """
 
+from torchq.frontends.caffe import from_caffe
 from torchq.frontends.mxnet import from_mxnet
 from torchq.frontends.onnx import from_onnx
 
-__all__ = ["from_mxnet", "from_onnx"]
+__all__ = ["from_caffe", "from_mxnet", "from_onnx"]

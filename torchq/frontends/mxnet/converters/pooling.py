@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.pooling import pool
 from torchq.frontends.mxnet.functions import pooling
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
@@ -43,9 +44,7 @@ def _pooling(node: SymbolContext) -> Value:
     if not 1 <= spatial <= 3 or {len(stride), len(pad)} != {spatial}:
         node.refuse(f"got the kernel {kernel}, stride {stride}, pad {pad}; expected 1 to 3 sizes")
     if kind not in _MODULES or not _as_torch(kernel, stride, pad, convention):
-        return node.call(
-            pooling.pool, node.inputs[0], kind, kernel, stride, pad, convention, include, p
-        )
+        return node.call(pool, node.inputs[0], kind, kernel, stride, pad, convention, include, p)
     ceil_mode = convention == "full"
     counted = {} if kind == "max" else {"count_include_pad": include}
     module = _MODULES[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)

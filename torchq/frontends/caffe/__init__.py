@@ -1,0 +1,11 @@
+"""The reader of Caffe's files.
+
+A reader of messages, an importer, converters of layers, and the functions that graphs call.
+"""
+
+from torchq.frontends.caffe import converters
+from torchq.frontends.caffe.importer import from_caffe
+from torchq.frontends.caffe.node import CaffeLayer
+from torchq.frontends.caffe.registry import CONVERTERS, converter
+
+__all__ = ["CONVERTERS", "CaffeLayer", "converter", "converters", "from_caffe"]

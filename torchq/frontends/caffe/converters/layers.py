@@ -1,0 +1,165 @@
+"""Layers with weights: convolutions, inner products, embeddings, norms by stored statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.frontends.building import Value
+from torchq.frontends.caffe.functions import arithmetic, movement
+from torchq.frontends.caffe.node import CaffeLayer, Settings
+from torchq.frontends.caffe.registry import converter
+
+__all__ = ["sizes"]
+
+_CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_TRANSPOSE: dict[int, type[Any]] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+_BATCH: dict[int, type[Any]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+
+
+def sizes(
+    layer: CaffeLayer, settings: Settings, spatial: int, repeated: str, pair: str, default: int
+) -> list[int]:
+    """Return one size for each dimension of a window.
+
+    Args:
+        layer: for errors.
+        settings: of a convolution or pooling.
+        spatial: the number of dimensions.
+        repeated: the field with one size for all dimensions, or one for each.
+        pair: begins the names of the fields with the sizes of height and width.
+        default: where nothing is given; -1 if something must be.
+    """
+    named = [f"{pair}_h", f"{pair}_w"]
+    if any(settings.has(name) for name in named):
+        if spatial != 2:
+            layer.refuse(f"got {named[0]} for {spatial} dimensions; expected {repeated}")
+        return [settings.integer(name, default if default >= 0 else None) for name in named]
+    found = settings.integers(repeated) or ([default] if default >= 0 else [])
+    if len(found) == 1:
+        found = found * spatial
+    if len(found) != spatial:
+        layer.refuse(f"{repeated} is {found}; expected {spatial} sizes")
+    return found
+
+
+@converter(
+    "Convolution", "Deconvolution", "DepthwiseConvolution", "ConvolutionDepthwise", "ConvolutionDW"
+)
+def _convolution(layer: CaffeLayer) -> Value:
+    settings = layer.settings("convolution_param")
+    transposed = layer.op_type == "Deconvolution"
+    weight = layer.blob(0, "weight")
+    spatial = weight.tensor.dim() - 2
+    if spatial not in _CONV or settings.integer("axis", 1) != 1:
+        layer.refuse(f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1")
+    kernel = sizes(layer, settings, spatial, "kernel_size", "kernel", -1)
+    stride = sizes(layer, settings, spatial, "stride", "stride", 1)
+    pad = sizes(layer, settings, spatial, "pad", "pad", 0)
+    dilation = sizes(layer, settings, spatial, "dilation", "dilation", 1)
+    out, with_bias = settings.integer("num_output"), settings.flag("bias_term", True)
+    groups = settings.integer("group", 1)
+    if "epthwise" in layer.op_type or layer.op_type == "ConvolutionDW":
+        groups = out
+    first, second = weight.tensor.shape[:2]
+    inputs = first if transposed else second * groups
+    expected = [inputs, out // max(groups, 1)] if transposed else [out, second]
+    if list(weight.tensor.shape) != [*expected, *kernel]:
+        shape = tuple(weight.tensor.shape)
+        layer.refuse(f"its weight has the shape {shape}; expected {[*expected, *kernel]}")
+    options = {"groups": groups, "bias": with_bias, "dilation": dilation, "device": "meta"}
+    table = _TRANSPOSE if transposed else _CONV
+    module = table[spatial](inputs, out, kernel, stride, pad, **options)
+    module.weight = layer.builder.parameter(weight)
+    if with_bias:
+        module.bias = layer.builder.parameter(layer.vector(1, "bias", out))
+    return layer.module(module, layer.inputs[0])
+
+
+@converter("InnerProduct")
+def _inner_product(layer: CaffeLayer) -> Value:
+    settings = layer.settings("inner_product_param")
+    out, with_bias = settings.integer("num_output"), settings.flag("bias_term", True)
+    axis, weight = layer.axis(settings), layer.blob(0, "weight")
+    if weight.tensor.numel() % max(out, 1):
+        layer.refuse(f"its weight has the shape {tuple(weight.tensor.shape)} for {out} outputs")
+    if settings.flag("transpose", False):
+        form = weight.tensor.reshape(-1, out).t()
+    else:
+        form = weight.tensor.reshape(out, -1)
+    x = layer.inputs[0]
+    if layer.ndims[0] != axis + 1:
+        x = layer.call(torch.flatten, x, axis)
+    module = nn.Linear(form.shape[1], out, with_bias, device="meta")
+    module.weight = layer.builder.parameter(weight, "matrix", form)
+    if with_bias:
+        module.bias = layer.builder.parameter(layer.vector(1, "bias", out))
+    layer.result_ndim = axis + 1
+    return layer.module(module, x)
+
+
+@converter("Embed")
+def _embed(layer: CaffeLayer) -> Value:
+    settings = layer.settings("embed_param")
+    rows, columns = settings.integer("input_dim"), settings.integer("num_output")
+    weight = layer.blob(0, "weight", rows * columns)
+    module = nn.Embedding(rows, columns, device="meta")
+    module.weight = layer.builder.parameter(weight, "rows", weight.tensor.reshape(rows, columns))
+    indices = layer.call(movement.whole_numbers, layer.inputs[0])
+    result = layer.module(module, indices)
+    layer.result_ndim = None if layer.ndims[0] is None else layer.ndims[0] + 1
+    if settings.flag("bias_term", True):
+        result = layer.call(torch.add, result, layer.vector(1, "bias", columns))
+    return result
+
+
+@converter("BatchNorm")
+def _batch_norm(layer: CaffeLayer) -> Value:
+    settings = layer.settings("batch_norm_param")
+    eps = settings.number("eps", 1e-5)
+    if not settings.flag("use_global_stats", True):
+        layer.refuse("it uses the statistics of each batch; expected the stored ones")
+    mean = layer.vector(0, "running_mean").tensor
+    variance = layer.vector(1, "running_var", mean.numel()).tensor
+    # The stored sums are divided by the factor that the third blob holds.
+    count = float(layer.blob(2, "factor", 1).tensor.reshape(()))
+    factor = 0.0 if count == 0 else 1 / count
+    mean, variance = mean * factor, variance * factor
+    ndim = layer.ndims[0]
+    if ndim not in _BATCH:
+        return layer.call(arithmetic.batch_norm, layer.inputs[0], mean, variance, eps)
+    scale = _mergeable(layer, mean.numel())
+    module = _BATCH[ndim](mean.numel(), eps, affine=scale is not None)
+    module.running_mean, module.running_var = mean, variance
+    if scale is not None:
+        module.weight = layer.builder.parameter(scale.vector(0, "weight"))
+        bias = scale.vector(1, "bias", mean.numel()) if len(scale.blobs) > 1 else None
+        module.bias = nn.Parameter(torch.zeros_like(mean))
+        if bias is not None:
+            module.bias = layer.builder.parameter(bias)
+        layer.scale_done = True
+    return layer.module(module, layer.inputs[0])
+
+
+def _mergeable(layer: CaffeLayer, channels: int) -> CaffeLayer | None:
+    """Return the Scale layer behind a BatchNorm if it has one factor for each channel."""
+    scale = layer.scale
+    if scale is None or len(scale.layer.bottoms) != 1 or not scale.blobs:
+        return None
+    settings = scale.settings("scale_param")
+    plain = settings.integer("axis", 1) == 1 and settings.integer("num_axes", 1) == 1
+    with_bias = settings.flag("bias_term", False)
+    scale.check_all_read()
+    fits = scale.blobs[0].numel() == channels and len(scale.blobs) == 1 + with_bias
+    return scale if plain and fits else None

@@ -1,0 +1,193 @@
+"""A network as Caffe describes it: layers in order, each with the values that it reads.
+
+The differences between generations of the format end here: inputs of five kinds, layers of version
+1 with types in capitals, layers for one phase, and layers that overwrite what they read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchq.errors import FrontendError
+from torchq.frontends.caffe.text import Message, parse_text
+
+__all__ = ["Layer", "Network", "Output", "read_network"]
+
+#: (number of a layer, number of its output). Inputs of the network have negative layer numbers.
+Output = tuple[int, int]
+
+#: Types of version 1 whose new name is not the old one in camel case.
+_V1_TYPES = {
+    "ABSVAL": "AbsVal",
+    "ARGMAX": "ArgMax",
+    "BNLL": "BNLL",
+    "CONTRASTIVE_LOSS": "ContrastiveLoss",
+    "ELTWISE": "Eltwise",
+    "HDF5_DATA": "HDF5Data",
+    "HDF5_OUTPUT": "HDF5Output",
+    "IM2COL": "Im2col",
+    "LRN": "LRN",
+    "MVN": "MVN",
+    "PRELU": "PReLU",
+    "RELU": "ReLU",
+    "SIGMOID_CROSS_ENTROPY_LOSS": "SigmoidCrossEntropyLoss",
+    "SOFTMAX_LOSS": "SoftmaxWithLoss",
+    "TANH": "TanH",
+}
+_DATA = frozenset(
+    {
+        "AnnotatedData", "Data", "DummyData", "HDF5Data", "ImageData", "Input", "MemoryData",
+        "VideoData", "WindowData",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        name: of the layer.
+        type: in the names of the current format, such as ``"InnerProduct"``.
+        bottoms: the values that it reads.
+        tops: the names of its outputs.
+        message: all of its fields.
+    """
+
+    name: str
+    type: str
+    bottoms: tuple[Output, ...]
+    tops: tuple[str, ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Network:
+    """Layers and inputs.
+
+    Attributes:
+        name: of the network.
+        inputs: name and shape of each input, the shape None where it is not stated.
+        layers: in order.
+        readers: how many layers read each value.
+        names: of each value.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, tuple[int, ...] | None], ...]
+    layers: tuple[Layer, ...]
+    readers: Counter[Output]
+    names: dict[Output, str]
+
+
+def read_network(source: Any, where: str) -> Network:
+    """Read the description of a network.
+
+    Args:
+        source: a path, or the text.
+        where: how errors begin.
+
+    Raises:
+        FrontendError: the file cannot be read, or describes no network.
+    """
+    message = parse_text(_text_of(source, where), where)
+    old = message.messages("layers")
+    layers = [*old, *message.messages("layer")]
+    if any(layer.messages("layer") for layer in layers):
+        raise FrontendError(
+            f"{where}: got layers of version 0; expected version 1 or newer. Caffe's tool "
+            "upgrade_net_proto_text rewrites such files"
+        )
+    if not layers:
+        raise FrontendError(f"{where}: got no layers; expected a network")
+    typed = [(_type_of(layer, layer in old), layer) for layer in layers if _runs_in_test(layer)]
+    return _Reader(message, typed, where).run()
+
+
+def _text_of(source: Any, where: str) -> str:
+    if isinstance(source, str) and "{" in source:
+        return source
+    try:
+        return Path(os.fspath(source)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FrontendError(f"{where}: cannot read the network ({error})") from None
+
+
+def _runs_in_test(layer: Message) -> bool:
+    """Return True if a layer belongs to the phase of testing."""
+    included, excluded = layer.messages("include"), layer.messages("exclude")
+    if included:
+        return any(rule.text("phase", "TEST") == "TEST" for rule in included)
+    return not any(rule.text("phase", "TRAIN") == "TEST" for rule in excluded)
+
+
+class _Reader:
+    """Follows the names of values, which a layer may give to its output again."""
+
+    def __init__(self, message: Message, layers: list[tuple[str, Message]], where: str) -> None:
+        self._message, self._layers, self._where = message, layers, where
+        self._inputs: list[tuple[str, tuple[int, ...] | None]] = []
+        self._current: dict[str, Output] = {}
+        self._names: dict[Output, str] = {}
+
+    def run(self) -> Network:
+        self._declared_inputs()
+        layers: list[Layer] = []
+        readers: Counter[Output] = Counter()
+        for kind, message in self._layers:
+            if kind in _DATA:
+                self._input_layer(kind, message)
+                continue
+            bottoms = tuple(self._find(name, message) for name in message.texts("bottom"))
+            tops = tuple(message.texts("top"))
+            readers.update(bottoms)
+            for place, top in enumerate(tops):
+                self._enter(top, (len(layers), place))
+            layers.append(Layer(message.text("name"), kind, bottoms, tops, message))
+        name = self._message.text("name", "CaffeModel")
+        return Network(name, tuple(self._inputs), tuple(layers), readers, self._names)
+
+    def _enter(self, name: str, output: Output) -> None:
+        self._current[name] = output
+        self._names[output] = name
+
+    def _find(self, name: str, layer: Message) -> Output:
+        if name not in self._current:
+            raise FrontendError(
+                f"{self._where}: layer {layer.text('name')!r} reads {name!r}, "
+                "which no layer before it gives"
+            )
+        return self._current[name]
+
+    def _add_input(self, name: str, shape: list[Any] | None) -> None:
+        sizes = None if not shape else tuple(int(size) for size in shape)
+        self._inputs.append((name, sizes))
+        self._enter(name, (-len(self._inputs), 0))
+
+    def _declared_inputs(self) -> None:
+        names = self._message.texts("input")
+        shapes = [shape.scalars("dim") for shape in self._message.messages("input_shape")]
+        sizes = self._message.scalars("input_dim")
+        shapes += [sizes[i : i + 4] for i in range(0, len(sizes), 4)]
+        for number, name in enumerate(names):
+            self._add_input(name, shapes[number] if number < len(shapes) else None)
+
+    def _input_layer(self, kind: str, message: Message) -> None:
+        shapes = [s.scalars("dim") for s in message.message("input_param").messages("shape")]
+        tops = message.texts("top")
+        if kind == "Input" and len(shapes) == 1:
+            shapes *= len(tops)
+        for number, top in enumerate(tops):
+            self._add_input(top, shapes[number] if number < len(shapes) else None)
+
+
+def _type_of(message: Message, old: bool) -> str:
+    """Return the type of a layer; those of version 1 are written in capitals."""
+    text = message.text("type")
+    if not old:
+        return text
+    return _V1_TYPES.get(text, "".join(part.title() for part in text.split("_")))

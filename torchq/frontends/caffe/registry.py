@@ -1,0 +1,34 @@
+"""The layers that can be converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchq.frontends.building import Value
+from torchq.frontends.caffe.node import CaffeLayer
+from torchq.utils import Registry
+
+__all__ = ["CONVERTERS", "Converter", "converter"]
+
+Converter = Callable[[CaffeLayer], "Value | Sequence[Value]"]
+
+#: From the type of a layer to its converter.
+CONVERTERS: Registry[str, Converter] = Registry("Caffe layer")
+
+
+def converter(*types: str) -> Callable[[Converter], Converter]:
+    """Enter the decorated function as the converter of types of layers.
+
+    Args:
+        types: names such as ``"Convolution"``.
+
+    Raises:
+        ConfigError: one of the types has a converter already.
+    """
+
+    def enter(function: Converter) -> Converter:
+        for name in types:
+            CONVERTERS.add(name, function)
+        return function
+
+    return enter
