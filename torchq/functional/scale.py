@@ -27,6 +27,7 @@ __all__ = [
     "amax_from_scale",
     "compute_dtype",
     "divisor",
+    "slope_divisor",
     "is_dead",
     "is_dead_range",
     "range_from_qparams",
@@ -203,3 +204,18 @@ def divisor(amax: Tensor, scale: Tensor) -> Tensor:
     # Only a dead range has the scale 1 with an amax below 1: in a live one amax is at least
     # qmax / 2 there, and qmax is at least 1.
     return torch.where((scale == 1) & (amax < 0.5) | (scale == 0), torch.inf, scale)
+
+
+def slope_divisor(amax: Tensor, scale: Tensor) -> Tensor:
+    """Return what data is divided by for the gradient of a range.
+
+    It is :func:`divisor`, but for a dead range a tiny number: the gradient is then that of a range
+    that clips every value, and one that training drove to zero can grow again.
+
+    Args:
+        amax: float32 or float64, any shape.
+        scale: What :func:`scale_from_amax` returned for it.
+    """
+    by = divisor(amax, scale)
+    is_dead_now = torch.isinf(by) & (scale == 1)
+    return torch.where(is_dead_now, torch.finfo(scale.dtype).tiny, by)

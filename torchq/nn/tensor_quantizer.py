@@ -93,8 +93,10 @@ class TensorQuantizer(QuantizerCalibration):
             self.observe(x)
         if not self.quantizing:
             return x
-        if self._delegate is not None:
-            return self._delegate(x, self)
+        return self.apply_own(x) if self._delegate is None else self._delegate(x, self)
+
+    def apply_own(self, x: Tensor) -> Tensor:
+        """Return ``x`` quantized by the quantizer's own function, whatever the delegate does."""
         d = self.descriptor
         function: Callable[..., Tensor] = learned_fake_quantize if d.learn_amax else fake_quantize
         if not d.fake_quant:

@@ -1,9 +1,12 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
 from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
-from torchq.qat.distill import Distillation, feature_loss, float_twin, logit_loss
+from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
+from torchq.qat.estimators import ESTIMATORS, Estimator, Grid, use_estimator_
 from torchq.qat.optim import param_groups
+from torchq.qat.oscillation import Oscillations, dampening_loss
 from torchq.qat.prepare import Preparation, prepare
+from torchq.qat.ranges import learn_ranges_, step_in_log2_
 from torchq.qat.reparam import BranchReport, quantize_branches_
 from torchq.qat.schedule import (
     bits_at_,
@@ -18,22 +21,31 @@ from torchq.qat.shared_ranges import share_range_
 __all__ = [
     "BranchReport",
     "Distillation",
+    "ESTIMATORS",
+    "Estimator",
+    "Grid",
+    "Oscillations",
     "Preparation",
     "Reestimate",
     "bits_at_",
     "change_bits_",
+    "dampening_loss",
     "feature_loss",
+    "first_logits",
     "float_twin",
     "freeze_bn_",
     "freeze_bn_from_",
     "freeze_ranges_from_",
+    "learn_ranges_",
     "logit_loss",
     "observing",
     "param_groups",
     "prepare",
-    "quantize_from_",
     "quantize_branches_",
+    "quantize_from_",
     "reestimate_bn_",
     "share_range_",
+    "step_in_log2_",
     "unfreeze_bn_",
+    "use_estimator_",
 ]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.formats import Format
+from torchq.formats import Format, round_
 from torchq.functional import (
     compute_dtype,
-    divisor,
     scale_and_zero_point,
     scale_from_amax,
     straight_through,
 )
+from torchq.functional.scale import divisor
 from torchq.nn import TensorQuantizer
 from torchq.utils import Pattern, Registry
 from torchq.workflow import select_quantizers
@@ -57,7 +57,7 @@ class Grid:
         """Return the nearest code, without gradient."""
         with torch.no_grad():
             if self.format.is_integer:
-                return self.clamp(self.format.round_(v.detach().clone()))
+                return self.clamp(round_(v.detach().clone(), self.format.rounding))
             return self.format.snap_(v.detach().clone())
 
 
@@ -79,7 +79,7 @@ class Estimator:
     def __call__(self, x: Tensor, quantizer: TensorQuantizer) -> Tensor:
         """Return ``x`` as training computes with it, or quantized outside training."""
         if not quantizer.training or torch.onnx.is_in_onnx_export():
-            return quantizer.fake_quantize(x)
+            return quantizer.apply_own(x)
         d = quantizer.descriptor
         amin, amax = quantizer.ends_for(x)
         parts, dtype = d.granularity.split(x), compute_dtype(x.dtype)

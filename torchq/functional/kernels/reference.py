@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format, round_
-from torchq.functional.scale import divisor, scale_from_amax
+from torchq.functional.scale import divisor, scale_from_amax, slope_divisor
 
 __all__ = [
     "affine_gradients",
@@ -90,7 +90,9 @@ def learned_gradients(
         scale_format: see :func:`fake_quantize`.
     """
     scale = scale_from_amax(amax, format, scale_format)
-    v = torch.div(x.to(scale.dtype), divisor(amax, scale))
+    v = torch.div(x.to(scale.dtype), slope_divisor(amax, scale))
+    # An infinite value would make NaN of the 0 that is outside.
+    v = v.clamp(format.quant_min - 1.0, format.quant_max + 1.0)
     inside = (x <= amax) & (x >= amax * (format.quant_min / format.qmax))
     upstream = grad.to(scale.dtype)
     slope = format.snap_(v.clone()) - v * inside

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchq.formats import Format, round_
 from torchq.functional.kernels.layout import memory_order, merged_dims
-from torchq.functional.scale import divisor, scale_from_amax
+from torchq.functional.scale import divisor, scale_from_amax, slope_divisor
 
 __all__ = [
     "fake_quantize",
@@ -150,7 +150,7 @@ def learned_gradients(
         grad_x,
         amax,
         amax * (format.quant_min / format.qmax),
-        divisor(amax, scale),
+        slope_divisor(amax, scale),
         grad_amax,
     ]
     buffers = torch.empty(4, min(x.numel(), _tile()), dtype=scale.dtype)
@@ -159,6 +159,7 @@ def learned_gradients(
     ):
         v, slope, inside, work = buffers[:, : x_t.numel()].view(4, *x_t.shape).unbind(0)
         torch.div(work.copy_(x_t), divisor_t, out=v)
+        v.clamp_(format.quant_min - 1.0, format.quant_max + 1.0)
         # In floats, because torch does not vectorise booleans.
         torch.le(work, amax_t, out=inside).mul_(work.ge_(lowest_t))
         format.snap_(slope.copy_(v)).sub_(v.mul_(inside))

@@ -33,6 +33,7 @@ class StepQuantizer:
         self._noted: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` quantized, or note it for :meth:`finish`."""
         if self._notes:
             self._noted.append(x)
             return x
@@ -52,7 +53,8 @@ def fixed_range(quantizer: nn.Module) -> Tensor | None:
         return None  # Somebody wants to see each call.
     d = quantizer.descriptor
     has_one = quantizer.calibrated and not d.dynamic and isinstance(d.granularity, PerTensor)
-    plain = d.fake_quant and not d.learn_amax and d.scale_amax is None
+    plain = d.fake_quant and d.symmetric and not d.learn_amax and d.scale_amax is None
+    plain = plain and d.block_scale_format is None and quantizer.delegate is None
     if not has_one or not plain or quantizer.pre_quant_scale is not None:
         return None
     return quantizer.amax if quantizer.amax.numel() == 1 else None

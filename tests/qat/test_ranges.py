@@ -1,0 +1,230 @@
+"""Learned ranges: gradients against formula and differences, starts, and steps in the exponent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, image_batches
+from torchq import QuantDescriptor, TensorQuantizer
+from torchq.errors import ConfigError
+from torchq.qat import learn_ranges_, param_groups, step_in_log2_, use_estimator_
+from torchq.workflow import quantizers
+
+
+def calibrated(recipe: torchq.QuantConfig | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = ConvNet().train()
+    torchq.quantize_(model, recipe or torchq.recipes.integer(4, 4))
+    torchq.calibrate(model, image_batches(), progress=False)
+    return model
+
+
+@pytest.mark.parametrize("method", ["lsq", "pact"])
+def test_ranges_become_parameters_and_nothing_else_changes(method: str) -> None:
+    model = calibrated().eval()
+    x = image_batches()[0]
+    expected, keys = model(x), set(model.state_dict())
+    assert len(learn_ranges_(model, method)) == 8
+    assert torch.equal(model(x), expected) and set(model.state_dict()) == keys
+    ranges = [g for g in param_groups(model, lr=0.1) if g["name"] == "ranges"]
+    assert len(ranges[0]["params"]) == 8
+    model.train()(x).sum().backward()
+    assert all(p.grad is not None for p in ranges[0]["params"])
+
+
+def test_both_ends_are_learned() -> None:
+    model = calibrated(torchq.recipes.integer(4, 4, unsigned=False)).eval()
+    x = image_batches()[0]
+    expected = model(x)
+    names = learn_ranges_(model, "lsq+", "*.input_quantizer")
+    assert names == ("stem.0.input_quantizer", "left.0.input_quantizer", *names[2:])
+    # -8 * scale .. 7 * scale is the same grid with two ends.
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    model.train()(x).square().sum().backward()
+    for name in names:
+        quantizer = quantizers(model)[name]
+        assert isinstance(quantizer.amin, nn.Parameter) and quantizer.amin.grad is not None
+
+
+def surrogate(x: Tensor, low: Tensor, high: Tensor, codes: int, error: Tensor) -> Tensor:
+    """Return what the straight-through estimator differentiates: rounding adds a constant.
+
+    ``error`` is that of the codes at the point of the derivative, and 0 where values are clipped.
+    """
+    scale = (high - low) / codes
+    return torch.minimum(torch.maximum(x, low), high) + error * scale
+
+
+@pytest.mark.parametrize("layout", [{}, {"axis": 0}, {"block_size": 5}])
+@pytest.mark.parametrize("end", ["amin", "amax"])
+def test_gradients_of_both_ends_by_finite_differences(layout: dict[str, Any], end: str) -> None:
+    """In float64, of the surrogate whose zero point is not rounded either."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 10, generator=generator, dtype=torch.float64)
+    d = QuantDescriptor(4, unsigned=True, symmetric=False, learn_amax=True, **layout)
+    quantizer = TensorQuantizer(d)
+    # Ends at whole multiples of the scale: the zero point rounds nothing.
+    shape = d.granularity.amax_shape(x.shape)
+    quantizer.set_range(torch.full(shape, -0.75), torch.full(shape, 1.125))
+    weight = torch.linspace(-1, 1, 20, dtype=torch.float64).view(2, 10)
+    (quantizer(x) * weight).sum().backward()
+    ends = {n: getattr(quantizer, n).detach().double() for n in ("amin", "amax")}
+
+    def aligned(values: dict[str, Tensor]) -> list[Tensor]:
+        return [d.granularity.align(values[n], x.shape) for n in ("amin", "amax")]
+
+    parts = d.granularity.split(x)
+    low, high = aligned(ends)
+    scale = (high - low) / 15
+    is_inside = (parts >= low) & (parts <= high)
+    error = torch.where(is_inside, (parts / scale).round() - parts / scale, 0.0)
+    step, differences = 1e-6, []
+    for index in range(ends[end].numel()):
+        found = []
+        for delta in (step, -step):
+            moved = {n: value.clone() for n, value in ends.items()}
+            moved[end].view(-1)[index] += delta
+            y = surrogate(parts, *aligned(moved), 15, error)
+            found.append((d.granularity.join(y, x.shape) * weight).sum())
+        differences.append((found[0] - found[1]) / (2 * step))
+    grad = getattr(quantizer, end).grad
+    expected = torch.stack(differences).view_as(grad).float()
+    # The gradient is float32, as the range is.
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{}, {"axis": 0}, {"block_size": 5}])
+def test_lsq_starts_from_the_mean_magnitude(layout: dict[str, Any]) -> None:
+    layer = nn.Linear(10, 4)
+    model = nn.Sequential(layer)
+    weight = QuantDescriptor(4, **layout)
+    torchq.quantize_(model, torchq.QuantConfig((torchq.Rule("0", weight=weight),)))
+    torchq.calibrate(model, progress=False)
+    learn_ranges_(model, "lsq", start="lsq")
+    rows = layer.weight.detach().abs()
+    if layout == {"axis": 0}:
+        mean = rows.mean(1)
+    elif layout:
+        mean = rows.view(4, 2, 5).mean(2).flatten()
+    else:
+        mean = rows.mean().view(1)
+    scale = 2 * mean / math.sqrt(7)
+    torch.testing.assert_close(layer.weight_quantizer.amax.detach().flatten(), scale * 7)
+
+
+def test_a_float_checkpoint_loads_strictly_into_learned_ranges() -> None:
+    model = calibrated()
+    for method in ("lsq", "lsq+"):
+        learn_ranges_(model, method, "*.input_quantizer")
+        before = {n: q.amax.detach().clone() for n, q in quantizers(model).items()}
+        model.load_state_dict(ConvNet().state_dict(), strict=True)
+        after = {n: q.amax for n, q in quantizers(model).items()}
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_learned_state_loads_into_another_model_of_the_same_kind() -> None:
+    first, second = calibrated(), calibrated()
+    for model in (first, second):
+        learn_ranges_(model, "lsq+", "*.input_quantizer")
+    with torch.no_grad():
+        for quantizer in quantizers(first).values():
+            quantizer.amax.mul_(1.5)
+    second.load_state_dict(first.state_dict(), strict=True)
+    x = image_batches()[0]
+    assert torch.equal(first.eval()(x), second.eval()(x))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_steps_in_the_exponent_are_those_of_the_logarithm_itself(kind: str) -> None:
+    make = {
+        "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        "adam": lambda groups: torch.optim.Adam(groups, lr=0.1),
+    }[kind]
+    amax = nn.Parameter(torch.tensor([0.3, 4.0]))
+    exponent = nn.Parameter(torch.tensor([0.3, 4.0]).log2())
+    optimizer = make([{"params": [amax], "name": "ranges"}])
+    reference = make([{"params": [exponent]}])
+    step_in_log2_(optimizer)
+    for _ in range(5):
+        for value, own in ((amax, optimizer), (exponent.exp2(), reference)):
+            own.zero_grad()
+            (value.square().sum() - value.prod()).backward()
+            own.step()
+    # exp2 and log2 of float32 round once each in every step.
+    torch.testing.assert_close(amax.detach(), exponent.exp2().detach(), rtol=1e-5, atol=0.0)
+
+
+def test_steps_in_the_exponent_keep_the_sign_and_never_reach_zero() -> None:
+    ranges = nn.Parameter(torch.tensor([-0.5, 0.5]))
+    optimizer = torch.optim.SGD([{"params": [ranges], "name": "ranges"}], lr=5.0)
+    handles = step_in_log2_(optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        ranges.square().sum().backward()
+        optimizer.step()
+    low, high = ranges.tolist()
+    assert -0.5 < low < 0 < high < 0.5
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+    ranges.sum().backward()
+    optimizer.step()
+    assert ranges[1] < -1
+
+
+def test_a_power_of_two_scale_is_learned() -> None:
+    model = calibrated()
+    learn_ranges_(model, "tqt")
+    optimizer = torch.optim.SGD(param_groups(model, lr=0.02, range_lr=10.0))
+    step_in_log2_(optimizer)
+    x = image_batches()[0]
+    before = {n: q.amax.detach().clone() for n, q in quantizers(model).items()}
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    for name, quantizer in quantizers(model).items():
+        scale = quantizer.calculate_qparams()[0]
+        assert torch.equal(scale.log2(), scale.log2().round()), name
+        assert not torch.equal(quantizer.amax, before[name]), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("dead", [0.0, -0.3])
+def test_a_range_that_was_driven_to_zero_recovers(backend: str, dead: float) -> None:
+    """Its gradient is the limit of a range that clips everything: it grows if that helps."""
+    quantizer = TensorQuantizer(QuantDescriptor(4, amax=1.0, learn_amax=True))
+    with torch.no_grad():
+        quantizer.amax.fill_(dead)
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 64)
+    with torchq.functional.kernels.use_backend(backend):
+        for _ in range(60):
+            loss = (quantizer(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert quantizer.amax > 0.5
+
+
+def test_errors_change_nothing() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torchq.quantize_(model)
+    torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    with pytest.raises(ConfigError, match="got method 'lsq2' and start 'calibrated'"):
+        learn_ranges_(model, "lsq2")
+    model[1].input_quantizer.forget_amax()
+    with pytest.raises(ConfigError, match=r"1\.input_quantizer: got learn_ranges_ for a range tha"):
+        learn_ranges_(model)
+    assert not isinstance(model[0].input_quantizer.amax, nn.Parameter)
+    use_estimator_(model, "ste", "0.input_quantizer")
+    with pytest.raises(ConfigError, match="got method 'pact' for a quantizer with a delegate"):
+        learn_ranges_(model, "pact", "0.input_quantizer")
+    with pytest.raises(ConfigError, match="got an optimizer without a group 'ranges'"):
+        step_in_log2_(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,195 @@
+"""Ranges that are learned: their gradient, where they start, and steps in their exponent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchq.descriptor import QuantDescriptor
+from torchq.errors import ConfigError
+from torchq.functional import amax_from_scale
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.qat.estimators import Estimator
+from torchq.utils import Pattern
+from torchq.workflow import select_quantizers
+
+__all__ = ["learn_ranges_", "step_in_log2_"]
+
+#: Method -> changes of the descriptor. Each also learns, with LSQ's gradient scale.
+_METHODS: dict[str, dict[str, Any]] = {
+    "lsq": {},
+    "lsq+": {"symmetric": False},
+    "pact": {},
+    "tqt": {"power_of_two": True},
+}
+
+
+def learn_ranges_(
+    model: nn.Module,
+    method: str = "lsq",
+    patterns: Sequence[Pattern] | Pattern = "*",
+    *,
+    start: Literal["calibrated", "lsq"] = "calibrated",
+) -> tuple[str, ...]:
+    """Make the ranges of the selected quantizers parameters that training learns, in place.
+
+    ====== =========================================================================
+    method what is learned
+    ====== =========================================================================
+    lsq    amax, from rounding and clipping (Esser et al., ICLR 2020)
+    lsq+   both ends of the range (Bhalgat et al., CVPR Workshops 2020)
+    pact   amax, from the clipped values alone (Choi et al. 2018, section 3)
+    tqt    amax behind a scale that is a power of two (Jain et al., MLSys 2020); make
+           the optimizer step in its exponent with :func:`step_in_log2_`
+    ====== =========================================================================
+
+    All gradients have the scale of LSQ, so that plain SGD can train them. Make the optimizer
+    afterwards, with :func:`torchq.qat.param_groups`.
+
+    Args:
+        model: a calibrated model.
+        method: see the table.
+        patterns: as for :func:`torchq.disabled`.
+        start: ``"calibrated"`` starts from the known ranges; ``"lsq"`` starts symmetric ranges of
+            weights from ``scale = 2 * mean(|w|) / sqrt(qmax)`` (Esser et al., section 2.1).
+
+    Returns:
+        The paths of the quantizers whose ranges learn now.
+
+    Raises:
+        ConfigError: an unknown method or start, a range that is not known or taken from each
+            call, a format that the method cannot do, or a pattern that selects no quantizer. The
+            model is unchanged then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> _ = torchq.quantize_(model), torchq.calibrate(model, [torch.ones(1, 2)], progress=False)
+        >>> learn_ranges_(model, "lsq+", "*.input_quantizer")
+        ('0.input_quantizer',)
+    """
+    if method not in _METHODS or start not in ("calibrated", "lsq"):
+        raise ConfigError(
+            f"learn_ranges_: got method {method!r} and start {start!r}; expected one of "
+            f"{', '.join(_METHODS)}, and 'calibrated' or 'lsq'"
+        )
+    chosen = select_quantizers(model, patterns)
+    descriptors = {path: _learned(path, q, method) for path, q in chosen.items()}
+    weights = _weights(model)
+    for path, quantizer in chosen.items():
+        first = weights.get(id(quantizer)) if start == "lsq" else None
+        _make_parameters(quantizer, descriptors[path], first)
+        if method == "pact":
+            quantizer.delegate = Estimator("ste", "clipped")
+    return tuple(chosen)
+
+
+def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescriptor:
+    """Return the descriptor with which a quantizer learns its range."""
+    if not quantizer.calibrated or quantizer.descriptor.dynamic:
+        raise ConfigError(
+            f"{path}: got learn_ranges_ for a range that is not known; expected a calibrated one. "
+            "Run torchq.calibrate first"
+        )
+    if method == "pact" and quantizer.delegate is not None:
+        raise ConfigError(
+            f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
+        )
+    try:
+        return quantizer.descriptor.replace(
+            learn_amax=True, scale_range_grad=True, **_METHODS[method]
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _weights(model: nn.Module) -> dict[int, Tensor]:
+    """Return the weight of each weight quantizer, by the quantizer's id."""
+    return {
+        id(quantizer): weight.detach()
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for quantizer, weight in module.quantized_weights()
+    }
+
+
+def _make_parameters(
+    quantizer: TensorQuantizer, descriptor: QuantDescriptor, weight: Tensor | None
+) -> None:
+    amax = quantizer.amax.detach().clone()
+    if weight is not None and descriptor.symmetric:
+        amax = _lsq_start(weight, descriptor).to(amax).view_as(amax)
+    ends = {"amax": amax}
+    if not descriptor.symmetric:
+        known = quantizer.amin
+        if known is None:  # The range was symmetric; unsigned codes start at 0.
+            low = quantizer.descriptor.format.quant_min / quantizer.descriptor.format.quant_max
+            known = amax * low
+        ends["amin"] = known.detach().clone()
+    quantizer.descriptor = descriptor
+    for name, value in ends.items():
+        delattr(quantizer, name)
+        quantizer.register_parameter(name, nn.Parameter(value))
+
+
+def _lsq_start(weight: Tensor, descriptor: QuantDescriptor) -> Tensor:
+    """Return the amax that LSQ starts from."""
+    granularity = descriptor.granularity
+    parts = granularity.split(weight.float()).abs()
+    dims = granularity.reduce_dims(parts.dim())
+    mean = parts.mean(dims, keepdim=True) if dims else parts
+    scale = 2 * mean / math.sqrt(descriptor.format.qmax)
+    return amax_from_scale(scale, descriptor.format).reshape(granularity.amax_shape(weight.shape))
+
+
+def step_in_log2_(
+    optimizer: torch.optim.Optimizer, group: str = "ranges"
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let ``optimizer`` step in the base-2 logarithm of some ranges, from now on.
+
+    A step then changes a range by a factor, whatever its size, and a range can neither reach zero
+    nor change its sign. The optimizer sees the logarithms as its parameters, with their exact
+    gradients; everything else sees the ranges. Call it again for an optimizer that is restored.
+    It does not fit optimizers that evaluate the model inside a step (LBFGS).
+
+    Args:
+        optimizer: with parameter groups of :func:`torchq.qat.param_groups`.
+        group: the name of the groups whose parameters are meant.
+
+    Returns:
+        Two handles; ``remove()`` of both ends it.
+
+    Raises:
+        ConfigError: the optimizer has no group of this name.
+
+    Reference: Jain et al., Trained Quantization Thresholds (MLSys 2020), section 3.
+    """
+    ranges = [p for g in optimizer.param_groups if g.get("name") == group for p in g["params"]]
+    if not ranges:
+        raise ConfigError(
+            f"step_in_log2_: got an optimizer without a group {group!r}; expected the groups of "
+            "torchq.qat.param_groups, of a model with learned ranges"
+        )
+    signs: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def enter(*_: Any) -> None:
+        for parameter in ranges:
+            if parameter.grad is not None:
+                signs[id(parameter)] = torch.where(parameter < 0, -1.0, 1.0)
+                parameter.grad.mul_(parameter * math.log(2))
+                smallest = torch.finfo(parameter.dtype).tiny
+                parameter.copy_(parameter.abs().clamp_min(smallest).log2())
+
+    @torch.no_grad()
+    def leave(*_: Any) -> None:
+        for parameter in ranges:
+            sign = signs.pop(id(parameter), None)
+            if sign is not None:
+                parameter.copy_(parameter.exp2() * sign)
+
+    return optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
