@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +28,18 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, parse, parser
-from benchmarks.qat_networks import depthwise, kept, train_depthwise
+from benchmarks.qat_networks import (
+    LanguageModel,
+    Text,
+    depthwise,
+    kept,
+    read_text,
+    train_depthwise,
+    train_language_model,
+)
 from benchmarks.qat_training import Training, fit
 from benchmarks.repvgg import repvgg_cifar
-from torchq.qat import Distillation, prepare, reestimate_bn_
+from torchq.qat import Distillation, Oscillations, dampening_loss, prepare, reestimate_bn_
 
 __all__ = ["main"]
 
@@ -42,6 +51,8 @@ _WIDTHS = {
     "w3a3": (3, 3, 1500, 0.02),
     "w2a2": (2, 2, 3000, 0.03),
 }
+#: The factor of the dampening loss at the end, and the thresholds of freezing.
+_DAMPING, _FREEZE_FROM, _FREEZE_TO = 1e-3, 0.04, 0.01
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "lp")
 
 
@@ -73,6 +84,9 @@ _CASES = [
     Case("resnet20", "w4a8", "lsq, distilled"),
     Case("resnet20", "w8a8", "lsq, distilled"),
     Case("resnet20", "w4a4", "lsq"),
+    *(Case("depthwise", "w4a4", f"lsq, distilled, {more}") for more in ("damped", "frozen")),
+    *(Case("language model", widths, "ptq max") for widths in ("w8a8", "w4a8")),
+    *(Case("language model", widths, "qat, distilled") for widths in ("w8a8", "w4a8")),
 ]
 
 
@@ -81,6 +95,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.oscillating = 0.0
         self._networks: dict[str, nn.Module] = {}
 
     @cached_property
@@ -105,16 +120,28 @@ class Bench:
             return resnet20(options.data)
         if name == "repvgg":
             return repvgg_cifar(options.data)
-        path = options.work / f"{name}.pt"
+        path = options.work / f"{name.replace(' ', '_')}.pt"
+        if name == "language model":
+            steps = options.float_steps // 2
+            return kept(path, LanguageModel(), lambda: train_language_model(self.text, steps))
         return kept(path, depthwise(), lambda: train_depthwise(self.train, options.float_steps))
 
+    @cached_property
+    def text(self) -> Text:
+        """Return the text of the language model."""
+        return read_text()
+
     def score(self, model: nn.Module) -> float:
-        """Return the accuracy in percent."""
+        """Return the accuracy in percent, or the perplexity of a language model."""
+        if isinstance(model, LanguageModel):
+            return round(_perplexity(model, self.text.test_pieces(self.options.images // 20)), 4)
         return round(100 * accuracy(logits(model, self.test), self.test), 2)
 
     def run(self, case: Case) -> dict[str, object]:
         """Return the figures of one case."""
         model = copy.deepcopy(self.float_network(case.network))
+        if isinstance(model, LanguageModel):
+            return self._run_language_model(model, case)
         model = model.to(memory_format=torch.channels_last)
         batches = self.train.batches(64)[: max(1, self.options.calibration // 64)]
         if case.method.startswith("ptq"):
@@ -122,7 +149,29 @@ class Bench:
             return {"accuracy": self.score(model)}
         steps = self._train(model, case, batches)
         torchq.fuse_(model.eval(), batches[0], progress=False)
-        return {"accuracy": self.score(model), "steps": steps, "lr": _WIDTHS[case.widths][3]}
+        found = {"accuracy": self.score(model), "oscillating": self.oscillating}
+        return found | {"steps": steps, "lr": _WIDTHS[case.widths][3]}
+
+    def _run_language_model(self, model: nn.Module, case: Case) -> dict[str, object]:
+        text, generator = self.text, torch.Generator().manual_seed(case.seed)
+        batches = [text.batch(generator)[:, :-1] for _ in range(8)]
+        weight, activation, *_ = _WIDTHS[case.widths]
+        bits = torchq.QuantDescriptor(weight, axis=0)
+        rule = torchq.Rule("lstm", input=torchq.QuantDescriptor(activation), weight=bits)
+        teacher, config = copy.deepcopy(model), torchq.recipes.int8().with_rules(rule)
+        prepare(model, batches, config, progress=False)
+        if case.method.startswith("ptq"):
+            return {"perplexity": self.score(model.eval())}
+        steps, lr = 1 if self.options.quick else round(400 * self.options.scale), 3e-4
+        with Distillation(model, teacher) as distillation:
+
+            def loss(generator: torch.Generator) -> Tensor:
+                model(text.batch(generator)[:, :-1])
+                return distillation.loss()
+
+            plan = Training(steps, lr, optimizer="adam", clip=1.0, seed=case.seed)
+            fit(model, loss, plan, label=str(case))
+        return {"perplexity": self.score(model), "steps": steps, "lr": lr}
 
     def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> int:
         """Train as the case says, with fresh statistics of BatchNorm; return the steps."""
@@ -142,13 +191,38 @@ class Bench:
                 index = torch.randint(len(data.labels), (64,), generator=generator)
                 images, labels = data.augmented(index, generator)
                 y = model(images)
-                if "distilled" in case.method:
+                if "distilled" not in case.method:
+                    return nn.functional.cross_entropy(y, labels)
+                if "damped" not in case.method:
                     return distillation.loss()
-                return nn.functional.cross_entropy(y, labels)
+                return distillation.loss() + _DAMPING * progress[0] * dampening_loss(model)
 
-            fit(model, loss, Training(steps, lr, seed=case.seed), label=str(case))
+            # The share of the steps that are done: both remedies begin gently.
+            progress = [0.0]
+            frozen = _FREEZE_FROM if "frozen" in case.method else None
+            oscillations = Oscillations(model, freeze_above=frozen)
+
+            def after(step: int) -> None:
+                progress[0] = step / steps
+                if frozen is not None:
+                    share = 0.5 + 0.5 * math.cos(math.pi * progress[0])
+                    oscillations.freeze_above = _FREEZE_TO + (_FREEZE_FROM - _FREEZE_TO) * share
+                oscillations.update_()
+
+            fit(model, loss, Training(steps, lr, seed=case.seed), after=after, label=str(case))
+        self.oscillating = round(oscillations.share(), 5)
         reestimate_bn_(model, batches, progress=False)
         return steps
+
+
+@torch.no_grad()
+def _perplexity(model: nn.Module, pieces: Tensor) -> float:
+    """Return the perplexity per byte of the second half of each piece, which has a context."""
+    half, losses = pieces.shape[1] // 2, []
+    for part in pieces.split(50):
+        found = model(part[:, :-1])[:, half:].transpose(1, 2)
+        losses.append(nn.functional.cross_entropy(found, part[:, half + 1 :], reduction="none"))
+    return torch.cat(losses).mean().exp().item()
 
 
 def _recipe(case: Case, learn: bool) -> torchq.QuantConfig:
@@ -217,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ):
                 figure = bench.score(bench.float_network(case.network))
                 done.append({"network": case.network, "method": "fp32"})
-                report.value(network=case.network, widths="fp32", method="fp32", accuracy=figure)
+                name = "perplexity" if case.network == "language model" else "accuracy"
+                report.value(network=case.network, widths="fp32", method="fp32", **{name: figure})
             report.value(**case.key(), **bench.run(case))
 
 

@@ -179,7 +179,7 @@ def test_steps_in_the_exponent_keep_the_sign_and_never_reach_zero() -> None:
 
 
 def test_a_power_of_two_scale_is_learned() -> None:
-    model = calibrated()
+    model = calibrated().eval()
     learn_ranges_(model, "tqt")
     optimizer = torch.optim.SGD(param_groups(model, lr=0.02, range_lr=10.0))
     step_in_log2_(optimizer)
