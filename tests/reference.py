@@ -171,10 +171,13 @@ def fake_quantize(
     unsigned: bool = False,
     narrow: bool = False,
     working: FloatSpec = FLOAT32,
+    power_of_two: bool = False,
+    rounding: str = "half_even",
 ) -> tuple[int, float]:
     """Return the code ``clamp(round(x / scale))`` and the value ``code * scale``.
 
-    The scale is ``amax / quant_max``; everything is 0 where it is no normal number of ``working``.
+    The scale is ``amax / quant_max``, rounded up if ``power_of_two``; everything is 0 where it is
+    no normal number of ``working``.
     Each operation is rounded to ``working``, which ``x`` (finite
     or infinite) and ``amax`` (finite, >= 0) must be numbers of.
     """
@@ -182,11 +185,13 @@ def fake_quantize(
     scale = round_to(Fraction(amax) / quant_max, working)
     if scale < working.smallest_normal:
         return 0, 0.0
+    scale = power_of_two_above(scale) if power_of_two else scale
     if math.isinf(x):
         code = quant_max if x > 0 else quant_min
     else:
         ratio = round_to(Fraction(x) / Fraction(scale), working)
-        code = _clamp(_half_even(ratio), quant_min, quant_max)
+        code = ratio if math.isinf(ratio) else rounded(ratio, rounding)
+        code = _clamp(code, quant_min, quant_max)
     return code, round_to(code * Fraction(scale), working)
 
 

@@ -156,7 +156,7 @@ def check_results(block: str, names: dict[str, Any]) -> None:
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"(?<![\w./])(?:\w+/)+\w+\.(?:py|md)", MAP))
 PIPELINES = ["fusion", "swap", "nn", "calib", "workflow", "functional", "lowering", "onnx"]
-PIPELINES += ["frontends"]
+PIPELINES += ["frontends", "backends", "recipes"]
 
 
 def test_the_map_names_files_that_exist() -> None:

@@ -46,7 +46,12 @@ PROMISED: dict[str, str] = {
         scale_and_zero_point scale_from_amax
     """,
     "torchq.recipes": """
-        RECIPES by_name int8 int8_per_tensor integer int4_weight w4a4 fp8 mxfp8 nvfp4
+        PLATFORMS Platform RECIPES by_name int8 int8_per_tensor integer int4_weight platform
+        w4a4 fp8 mxfp8 nvfp4
+    """,
+    "torchq.backends": """
+        GEMMLOWP SINGLE_ROUNDING Backend Call FixedPoint fixed_point integer_average_pooling
+        quantize_multiplier register_delegate register_handler shift_leaky_relu shift_right
     """,
     "torchq.calib": """
         CALIBRATORS ESTIMATORS Calibrator Histogram HistogramCalibrator MaxCalibrator

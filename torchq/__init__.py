@@ -9,6 +9,7 @@ torch.Size([1, 2])
 
 from torchq import (
     analysis,
+    backends,
     calib,
     engines,
     errors,
@@ -55,6 +56,7 @@ __all__ = [
     "TensorQuantizer",
     "__version__",
     "analysis",
+    "backends",
     "calib",
     "calibrate",
     "deploy",

@@ -23,12 +23,7 @@ from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.ir import Model, run_passes, save_model
 from torchq.onnx.passes import EXPORT_PASSES
-from torchq.onnx.preflight import (
-    check_quantizers,
-    check_zero_points,
-    choose_exporter,
-    default_opset,
-)
+from torchq.onnx.preflight import check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
@@ -104,9 +99,7 @@ def export_onnx(
         onnx_target(target)  # An unknown name is an error before any work is done.
     opset = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, opset)
-    active = check_quantizers(model, opset, modern)
-    if target is not None:
-        check_zero_points(active, target)
+    active = check_quantizers(model, opset, modern, target)
     if not active:
         warnings.warn(
             f"export_onnx: {type(model).__name__} has no active quantizer; "

@@ -19,7 +19,6 @@ from torchq.workflow import quantizers, weight_quantizers
 __all__ = [
     "check_formats",
     "check_quantizers",
-    "check_zero_points",
     "choose_exporter",
     "default_opset",
 ]
@@ -89,13 +88,16 @@ def check_formats(model: nn.Module) -> None:
             _needed_opset(name, quantizer)
 
 
-def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, TensorQuantizer]:
+def check_quantizers(
+    model: nn.Module, opset: int, modern: bool, target: str | None = None
+) -> dict[str, TensorQuantizer]:
     """Return the quantizers that are switched on, by dotted path.
 
     Args:
         model: The model to export.
         opset: The opset of the file.
         modern: The exporter that is based on ``torch.export`` will write the quantizers.
+        target: The name of the runtime that the file is for, if it is known.
 
     Raises:
         ExportError: A quantizer has no fixed range, a range that cannot be right, codes as output,
@@ -110,19 +112,13 @@ def check_quantizers(model: nn.Module, opset: int, modern: bool) -> dict[str, Te
             raise ExportError(f"{_listed(found)}: {text}")
     for name, quantizer in active.items():
         _check_opset(name, quantizer, opset, modern)
+    if target is not None:
+        _check_zero_points(active, target)
     return active
 
 
-def check_zero_points(active: dict[str, TensorQuantizer], target: str) -> None:
-    """Raise an error where a runtime without zero points would read asymmetric ranges.
-
-    Args:
-        active: What :func:`check_quantizers` returned.
-        target: The name of the runtime.
-
-    Raises:
-        ExportError: Some ranges are asymmetric; the text names their quantizers.
-    """
+def _check_zero_points(active: dict[str, TensorQuantizer], target: str) -> None:
+    """Raise an error where a runtime without zero points would read asymmetric ranges."""
     found = [name for name, q in active.items() if not q.descriptor.symmetric]
     if found and not onnx_target(target).zero_points:
         raise ExportError(

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torchq.errors import ConfigError
-from torchq.graph.runner.execution import Execution, Hook, PostHook, PreHook
+from torchq.graph.runner.execution import Execution, Hook, NodeBackend, PostHook, PreHook
 from torchq.graph.runner.meta import MetaRecorder, NodeMeta
 from torchq.graph.runner.names import NameTable, module_path
 from torchq.graph.runner.plan import RunPlan, plan_run
@@ -63,6 +63,7 @@ class GraphRunner:
         outputs: str | Sequence[str] | None = None,
         hooks: Mapping[str, Hook] | None = None,
         grad: bool = False,
+        backend: NodeBackend | None = None,
     ) -> Any:
         """Run the graph and return the values asked for.
 
@@ -82,6 +83,8 @@ class GraphRunner:
                 arguments, and a post hook returns a value. Hooks of nodes that do not run are not
                 called; for given values only the post hook is.
             grad: record gradients.
+            backend: what computes the nodes, such as a :class:`torchq.backends.Backend`; None is
+                torch.
 
         Returns:
             A list of values in the order of ``outputs``; one value if ``outputs`` is a string;
@@ -95,11 +98,11 @@ class GraphRunner:
         where = "GraphRunner.run"
         fed = self._fed(where, inputs, self._placeholders)
         if outputs is None:
-            values = self._execute(where, fed, [self._output], hooks, grad, with_effects=True)
+            values = self._execute(where, fed, [self._output], hooks, grad, backend, True)
             return self._graph.process_outputs(values[0])
         names = [outputs] if isinstance(outputs, str) else list(outputs)
         nodes = [self._names.result(f"{where}: outputs", name) for name in names]
-        values = self._execute(where, fed, nodes, hooks, grad)
+        values = self._execute(where, fed, nodes, hooks, grad, backend)
         return values[0] if isinstance(outputs, str) else values
 
     def run_range(
@@ -215,6 +218,7 @@ class GraphRunner:
         nodes: Sequence[fx.Node],
         hooks: Mapping[str, Hook] | None,
         grad: bool,
+        backend: NodeBackend | None = None,
         with_effects: bool = False,
     ) -> list[Any]:
         found: dict[fx.Node, tuple[PreHook | None, PostHook | None]] = {}
@@ -228,7 +232,8 @@ class GraphRunner:
         if missing:
             raise _missing(where, missing)
         with torch.set_grad_enabled(grad):
-            kept = self._execution.fresh().execute(plan, fed, frozenset(nodes), found)
+            run = self._execution.fresh()
+            kept = run.execute(plan, fed, frozenset(nodes), found, backend)
         return [kept[node] for node in nodes]
 
     def _plan(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
@@ -12,7 +13,7 @@ from torchq.errors import GraphError
 from torchq.graph.runner.names import module_path, source_line
 from torchq.graph.runner.plan import RunPlan
 
-__all__ = ["Execution", "Hook", "PostHook", "PreHook"]
+__all__ = ["Execution", "Hook", "NodeBackend", "PostHook", "PreHook"]
 
 #: Called with the arguments of a node; returns None or the pair to use instead.
 PreHook = Callable[
@@ -22,6 +23,31 @@ PreHook = Callable[
 PostHook = Callable[[Any], Any]
 #: A post hook, or a pre and a post hook, of which one may be None.
 Hook = PostHook | tuple[PreHook | None, PostHook | None]
+
+_CALLS = ("call_function", "call_method", "call_module")
+
+
+class NodeBackend(Protocol):
+    """What computes nodes in place of torch; :mod:`torchq.backends` has some."""
+
+    def call(
+        self,
+        graph_module: fx.GraphModule,
+        node: fx.Node,
+        default: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the value of a node that calls something.
+
+        Args:
+            graph_module: the graph and its modules.
+            node: the node.
+            default: computes the value as torch does, from the arguments.
+            args: the arguments.
+            kwargs: the keyword arguments.
+        """
+        ...
 
 
 class Execution(fx.Interpreter):
@@ -33,6 +59,7 @@ class Execution(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self._backend: NodeBackend | None = None
 
     def fresh(self) -> Execution:
         """Return an interpreter of the same graph that holds no values."""
@@ -46,6 +73,7 @@ class Execution(fx.Interpreter):
         fed: Mapping[fx.Node, Any],
         requested: frozenset[fx.Node],
         hooks: Mapping[fx.Node, tuple[PreHook | None, PostHook | None]],
+        backend: NodeBackend | None = None,
     ) -> dict[fx.Node, Any]:
         """Run ``plan`` and return the requested values.
 
@@ -54,11 +82,13 @@ class Execution(fx.Interpreter):
             fed: values of nodes that do not run.
             requested: nodes whose values are returned.
             hooks: node -> pre hook and post hook.
+            backend: what computes the nodes; None is torch.
 
         Raises:
             GraphError: A node failed; the message names it.
         """
         kept: dict[fx.Node, Any] = {}
+        self._backend = backend
         try:
             for node, value in fed.items():
                 value = _copied(value) if node in plan.copied else value
@@ -90,16 +120,29 @@ class Execution(fx.Interpreter):
         try:
             args, kwargs = self.fetch_args_kwargs_from_env(node)
             if hooks is None:
-                return getattr(self, node.op)(node.target, args, kwargs)
+                return self._computed(node, args, kwargs)
             if hooks[0] is not None:
                 args, kwargs = _before(hooks[0], args, kwargs)
-            return _after(getattr(self, node.op)(node.target, args, kwargs), hooks)
+            return _after(self._computed(node, args, kwargs), hooks)
         except Exception as error:
             raise GraphError(f"{_place(node)}: got {type(error).__name__}: {error}") from error
+
+    def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = getattr(self, node.op)
+        if self._backend is None or node.op not in _CALLS:
+            return run(node.target, args, kwargs)
+        default = partial(_called, run, node.target)
+        assert isinstance(self.module, fx.GraphModule)
+        return self._backend.call(self.module, node, default, args, kwargs)
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the default of an argument that was not given; the runner has checked it."""
         return args[0]
+
+
+def _called(run: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a node computes from plain arguments."""
+    return run(target, args, kwargs)
 
 
 def _before(

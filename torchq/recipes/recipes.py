@@ -19,6 +19,7 @@ from torchq.utils import Registry, short_repr
 __all__ = [
     "RECIPES",
     "by_name",
+    "compute_layers",
     "fp8",
     "int4_weight",
     "int8",
@@ -42,7 +43,7 @@ _OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 
 _FEW_BITS = 4
 
 
-def _compute_layers(
+def compute_layers(
     input: QuantDescriptor | None,
     weight: QuantDescriptor | None,
     *,
@@ -67,6 +68,7 @@ def integer(
     weight_method: str = "max",
     input_method: str | None = None,
     learn_ranges: bool = False,
+    symmetric: bool = True,
 ) -> QuantConfig:
     """Return a recipe of any integer widths.
 
@@ -85,6 +87,7 @@ def integer(
             "max" above.
         learn_ranges: train the ranges too, with LSQ's gradient scale; for QAT. With
             ``first_last`` the ranges of the first and last layer stay as calibrated.
+        symmetric: False gives inputs asymmetric ranges, with a zero point; see :func:`int8`.
 
     Raises:
         ConfigError: no width at all, or a width out of range.
@@ -97,6 +100,8 @@ def integer(
     if weight_bits is None and input_bits is None:
         raise ConfigError("recipes.integer: got neither weight_bits nor input_bits; expected one")
 
+    if not symmetric and unsigned in (None, "auto"):
+        unsigned = True
     if unsigned is None:
         unsigned = "auto" if input_bits is not None and input_bits <= _FEW_BITS else False
 
@@ -104,11 +109,11 @@ def integer(
         weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
     ) -> list[Rule]:
         learn = learn_ranges and position is None
-        descriptors = (
-            _learnable(input, input_method, unsigned, learn),
-            _learnable(weight, weight_method, False, learn),
-        )
-        return _compute_layers(*descriptors, per_channel=per_channel, position=position)
+        inputs = _learnable(input, input_method, unsigned, learn)
+        if inputs is not None:
+            inputs = inputs.replace(symmetric=symmetric)
+        descriptors = (inputs, _learnable(weight, weight_method, False, learn))
+        return compute_layers(*descriptors, per_channel=per_channel, position=position)
 
     found = rules(weight_bits, input_bits)
     if first_last is not None:
@@ -137,7 +142,7 @@ def _learnable(
 
 
 @RECIPES.register("int8")
-def int8(*, reduce_range: bool = False) -> QuantConfig:
+def int8(*, reduce_range: bool = False, symmetric: bool = True) -> QuantConfig:
     """Return INT8 weights per output channel and INT8 activations per tensor.
 
     TensorRT, ONNX Runtime and OpenVINO run this form fastest.
@@ -146,17 +151,19 @@ def int8(*, reduce_range: bool = False) -> QuantConfig:
         reduce_range: True uses 7 bits for weights, stored as int8. It is meant for x86 CPUs
             without VNNI or AMX: their kernels add two products of uint8 and int8 in 16 bits,
             which 8-bit weights overflow. On other CPUs it only costs accuracy.
+        symmetric: False gives activations uint8 codes with a zero point, so that their range ends
+            where their values end. That is finer behind GELU, SiLU and other functions with a short
+            negative side. ONNX Runtime, OpenVINO, QNN and ``deploy`` run it; TensorRT does not.
     """
-    rules = _compute_layers(
-        QuantDescriptor(), QuantDescriptor(7 if reduce_range else 8), per_channel=True
-    )
-    return QuantConfig(tuple(rules), name="int8")
+    input = QuantDescriptor(unsigned=not symmetric, symmetric=symmetric)
+    rules = compute_layers(input, QuantDescriptor(7 if reduce_range else 8), per_channel=True)
+    return QuantConfig(tuple(rules), name="int8" if symmetric else "int8_asymmetric")
 
 
 @RECIPES.register("int8_per_tensor")
 def int8_per_tensor() -> QuantConfig:
     """Return INT8 weights and activations with one range per tensor."""
-    rules = _compute_layers(QuantDescriptor(), QuantDescriptor(), per_channel=False)
+    rules = compute_layers(QuantDescriptor(), QuantDescriptor(), per_channel=False)
     return QuantConfig(tuple(rules), name="int8_per_tensor")
 
 
@@ -179,7 +186,7 @@ def w4a4(*, first_last: int | None = 8) -> QuantConfig:
 def fp8() -> QuantConfig:
     """Return FP8 E4M3 weights per output channel and activations per tensor."""
     descriptor = QuantDescriptor((4, 3))
-    return QuantConfig(tuple(_compute_layers(descriptor, descriptor, per_channel=True)), name="fp8")
+    return QuantConfig(tuple(compute_layers(descriptor, descriptor, per_channel=True)), name="fp8")
 
 
 @RECIPES.register("int4_weight")

@@ -1,0 +1,248 @@
+"""Backends: handlers in a graph, and the three that come with torchq, in Python integers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.backends.test_fixed_point import tflite_multiply
+from tests.reference import rounded
+from torchq import QuantConfig, QuantDescriptor, Rule
+from torchq.backends import (
+    SINGLE_ROUNDING,
+    Backend,
+    Call,
+    fixed_point,
+    integer_average_pooling,
+    register_delegate,
+    register_handler,
+    shift_leaky_relu,
+)
+from torchq.errors import ConfigError, GraphError
+from torchq.graph import GraphRunner, trace
+from torchq.nn import TensorQuantizer
+
+AFFINE = QuantDescriptor(symmetric=False)
+
+
+def quantized(
+    *layers: nn.Module, x: Tensor, input: QuantDescriptor | None = None, **rules: Any
+) -> nn.Sequential:
+    """Return a calibrated model; layers with weights and those in ``rules`` have quantizers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers).eval()
+    input = input or QuantDescriptor()
+    config = QuantConfig(
+        (
+            Rule("type:Conv2d", input=input, weight=QuantDescriptor(axis=0), optional=True),
+            Rule("type:Linear", input=input, weight=QuantDescriptor(), optional=True),
+            *(Rule(f"type:{kind}", input=d) for kind, d in rules.items()),
+        )
+    )
+    torchq.quantize_(model, config)
+    torchq.calibrate(model, [x], progress=False)
+    return model
+
+
+def runner(model: nn.Module, x: Tensor) -> GraphRunner:
+    return GraphRunner(trace(model, x).graph_module)
+
+
+def codes(x: Tensor, quantizer: TensorQuantizer) -> list[int]:
+    """Return the codes of values on the grid of a quantizer."""
+    scale, zero_point = quantizer.calculate_qparams()
+    return ((x.detach().double() / scale.double()).round() + zero_point).long().flatten().tolist()
+
+
+def test_handlers_of_functions_methods_and_modules(generator: torch.Generator) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.act(x).relu())
+
+    seen: list[tuple[str, bool]] = []
+
+    def handler(call: Call, x: Tensor) -> Tensor:
+        seen.append((call.node.op, call.module is not None))
+        return call.default(x) + 1
+
+    backend = Backend()
+    register_handler(handler, "relu", backend)
+    run = runner(Net(), torch.zeros(2))
+    assert run.run(torch.zeros(2), backend=backend).tolist() == [3.0, 3.0]
+    assert seen == [("call_module", True), ("call_method", False), ("call_function", False)]
+    assert run.run(torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def test_handlers_form_a_chain() -> None:
+    first = Backend("fpga").register("relu", lambda call, x: call.default(x) * 2)
+    second = Backend().register("relu", lambda call, x: call.default(x) + 1)
+    run = runner(nn.Sequential(nn.ReLU()), torch.ones(1))
+    assert run.run(torch.ones(1), backend=second.over(first)).item() == 3.0
+    assert run.run(torch.ones(1), backend=first.over(second)).item() == 4.0
+    assert first.over(second).platform == "fpga"
+    assert run.run(torch.ones(1), backend=first).item() == 2.0
+
+
+def test_threads_may_use_different_backends() -> None:
+    run = runner(nn.Sequential(*[nn.ReLU() for _ in range(20)]), torch.ones(1))
+    results: dict[int, float] = {}
+
+    def work(number: int) -> None:
+        backend = Backend().register("relu", lambda call, x: call.default(x) + number)
+        results[number] = run.run(torch.ones(1), backend=backend).item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: 1.0 + 20 * number for number in range(6)}
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got platform 'tpu'; expected one of tensorrt, "):
+        Backend("tpu")
+    with pytest.raises(ConfigError, match="got the platform 'fpga'; expected a Backend"):
+        register_handler(lambda call, x: x, "relu", "fpga")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got the handler 3 for 'relu'; expected a function"):
+        register_handler(3, "relu", Backend())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got the operation .*; expected its name"):
+        register_handler(lambda call, x: x, nn.ReLU, Backend())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="register_delegate: got ReLU"):
+        register_delegate(nn.ReLU(), lambda x, quantizer: x)  # type: ignore[arg-type]
+
+
+def test_errors_of_handlers_name_the_node() -> None:
+    def broken(call: Call, x: Tensor) -> Tensor:
+        raise ValueError("no such chip")
+
+    run = runner(nn.Sequential(nn.ReLU()), torch.ones(1))
+    with pytest.raises(GraphError, match=r"0 \(node _0\).*ValueError: no such chip"):
+        run.run(torch.ones(1), backend=Backend().register("relu", broken))
+
+
+def test_delegates(generator: torch.Generator) -> None:
+    x = torch.randn(4, 3, generator=generator)
+    model = quantized(nn.Linear(3, 2), x=x)
+    before = model(x)
+    register_delegate(model[0].input_quantizer, lambda x, quantizer: x)
+    assert torch.equal(model[0].input_quantizer(x), x) and not torch.equal(model(x), before)
+    register_delegate(model[0].input_quantizer, None)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+def test_leaky_relu_shifts_codes(
+    shift: int, descriptor: QuantDescriptor, generator: torch.Generator
+) -> None:
+    x = torch.randn(200, generator=generator)
+    model = quantized(nn.LeakyReLU(0.1), x=x, LeakyReLU=descriptor)
+    y = runner(model, x).run(x, backend=shift_leaky_relu(shift))
+    q = model[0].input_quantizer
+    zero_point = int(q.calculate_qparams()[1])
+    before = [code - zero_point for code in codes(q(x), q)]
+    expected = [code if code >= 0 else code >> shift for code in before]
+    assert [code - zero_point for code in codes(y, q)] == expected
+    assert min(expected) < 0
+    with pytest.raises(ConfigError, match="got shift=0; expected 1 to 15"):
+        shift_leaky_relu(0)
+
+
+def test_what_is_not_quantized_is_left_to_torch(generator: torch.Generator) -> None:
+    x = torch.randn(5, 2, 6, 6, generator=generator)
+    model = nn.Sequential(nn.LeakyReLU(0.1), nn.AvgPool2d(2), nn.Conv2d(2, 3, 3))
+    backend = fixed_point().over(shift_leaky_relu()).over(integer_average_pooling())
+    assert torch.equal(runner(model, x).run(x, backend=backend), model(x))
+
+
+@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_average_pooling_divides_integers(
+    descriptor: QuantDescriptor, size: int, generator: torch.Generator
+) -> None:
+    x = torch.randn(2, 3, 6, 6, generator=generator)
+    model = quantized(nn.AvgPool2d(size), x=x, AvgPool2d=descriptor)
+    q = model[0].input_quantizer
+    y = runner(model, x).run(x, backend=integer_average_pooling())
+    grid = torch.tensor(codes(q(x), q)).view(x.shape)
+    windows = grid.unfold(2, size, size).unfold(3, size, size).flatten(4).sum(-1)
+    expected = [rounded(int(s) / size**2, "half_away") for s in windows.flatten()]
+    assert codes(y, q) == expected
+    adaptive = quantized(nn.AdaptiveAvgPool2d(6 // size), x=x, AdaptiveAvgPool2d=descriptor)
+    again = runner(adaptive, x).run(x, backend=integer_average_pooling())
+    assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+def test_layers_are_those_of_integer_chips(
+    descriptor: QuantDescriptor, generator: torch.Generator
+) -> None:
+    """Every code of a small network, from sums and multipliers in Python integers."""
+    x = torch.randn(2, 2, 4, 4, generator=generator)
+    layers = (nn.Conv2d(2, 3, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(75, 4))
+    model = quantized(*layers, x=x, input=descriptor)
+    run = runner(model, x)
+    conv, linear = model[0], model[3]
+    result = run.run(x, backend=fixed_point())
+    q_in, q_out = conv.input_quantizer, linear.input_quantizer
+    z_in, z_out = (int(q.calculate_qparams()[1]) for q in (q_in, q_out))
+    image = torch.tensor(codes(q_in(x), q_in)).view(x.shape) - z_in
+    image = nn.functional.pad(image, [1, 1, 1, 1])
+    weight = (conv.weight / conv.weight_quantizer.scale).round().long()
+    s_in, s_out = float(q_in.scale), float(q_out.scale)
+    hidden = torch.empty(2, 3, 5, 5, dtype=torch.int64)
+    for n, o, i, j in itertools.product(range(2), range(3), range(5), range(5)):
+        s_w = float(conv.weight_quantizer.scale.flatten()[o])
+        total = int((image[n, :, i : i + 2, j : j + 2] * weight[o]).sum())
+        total += rounded(float(conv.bias[o].detach().double() / (s_in * s_w)), "half_away")
+        code = tflite_multiply(total, s_in * s_w / s_out) + z_out
+        hidden[n, o, i, j] = max(min(max(code, -128), 127), z_out)  # ReLU ends at zero.
+    inner = run.run(x, outputs=linear_input(run), backend=fixed_point())
+    assert codes(inner, q_out) == hidden.flatten().tolist()
+    w = (linear.weight / linear.weight_quantizer.scale).round().long()
+    s_w = float(linear.weight_quantizer.scale)
+    bias = [rounded(float(b.double() / (s_out * s_w)), "half_away") for b in linear.bias.detach()]
+    sums = (hidden.flatten(1) - z_out) @ w.t() + torch.tensor(bias)
+    assert torch.equal(result, (sums.double() * (s_out * s_w)).float())
+    # And it is close to what torch simulates, but not the same.
+    assert not torch.equal(result, model(x))
+    assert torch.allclose(result, model(x), atol=3 * s_out * float(w.abs().max()) * s_w)
+
+
+def linear_input(run: GraphRunner) -> str:
+    """Return the node of the last activation quantizer."""
+    return [name for name in run.node_names if name.endswith("input_quantizer")][-1]
+
+
+def test_arithmetics_differ(generator: torch.Generator) -> None:
+    x = torch.randn(8, 4, 9, 9, generator=generator)
+    model = quantized(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), x=x)
+    run = runner(model, x)
+    results = [run.run(x, backend=fixed_point(a)) for a in (SINGLE_ROUNDING, _SHORT)]
+    assert not torch.equal(*results)
+    assert torch.allclose(*results, atol=0.2)
+
+
+_SHORT = torchq.backends.FixedPoint("single", 7, "half_even")
+
+
+def test_sums_beyond_int32_are_an_error() -> None:
+    x = torch.ones(1, 70000)
+    layer = nn.Linear(70000, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    model = quantized(layer, x=x, input=QuantDescriptor(9))
+    model[0].weight_quantizer.descriptor = QuantDescriptor(9)
+    model[0].weight_quantizer.calibrate_on(layer.weight)
+    with pytest.raises(GraphError, match=r"got a sum of .*; expected sums within int32"):
+        runner(model, x).run(x, backend=fixed_point())
