@@ -1,8 +1,11 @@
-"""Every Python block of README.md and docs/*.md runs, with small stand-ins for the names it uses.
+"""Every Python block of README.md and the pages below docs/ runs, and prints what the page shows.
 
 The blocks of a page run in order and share their names, as a reader would type them. A block that
 imports torch or torchq is a program of its own and starts with fresh names; so does every block of
-the pages in ``FRESH``. ``STAND_INS`` says which names a page may use without defining them.
+the pages in ``FRESH``. ``STAND_INS`` says which names a page may use without defining them; pages
+in ``COMPLETE`` define everything themselves, as they are to be copied into an empty folder.
+
+A ``text`` block right behind a Python block is what the latter prints; tests/printed.py compares.
 """
 
 from __future__ import annotations
@@ -20,19 +23,29 @@ from torch import Tensor, nn
 
 import torchq
 from tests import models
+from tests.printed import differences
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from torchq.compat import pytorch_quantization
 from torchq.utils.registry import Registry
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = ["README.md"]
+PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?", re.MULTILINE | re.DOTALL
+)
+COMPLETE = ("docs/quickstart.md", "docs/tutorials/", "docs/howto/")
+# What the pages show was printed by this version of torch or a newer one.
+SHOWN_SINCE = (2, 11)
+IMPORTED = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 PROGRAM = re.compile(r"^import torch(q(\.\w+)*)?$", re.MULTILINE)
 FRESH = {"docs/fuse.md", "docs/migration.md"}
 
 
-def blocks(page: str) -> list[str]:
-    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+def blocks(page: str) -> list[tuple[str, str | None]]:
+    """Return the Python blocks of a page, each with the output that the page shows, if any."""
+    found = BLOCK.finditer((ROOT / page).read_text(encoding="utf-8"))
+    return [(match["code"], match["shown"]) for match in found]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -115,24 +128,41 @@ def registries_and_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def need_packages(code: str) -> None:
+    """Skip the test if an optional package that the code imports is missing."""
+    for name in IMPORTED.findall(code):
+        pytest.importorskip(name, reason=f"the page is about {name}")
+    if "onnx" in code:
+        pytest.importorskip("onnxscript")
+    if "dynamo=True" in code and not hasattr(torch.onnx, "ops"):
+        pytest.skip("this torch's exporter does not work with the installed onnxscript")
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_the_code_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if any("onnx" in block for block in blocks(page)):
-        pytest.importorskip("onnxscript")
-    if any("dynamo=True" in block for block in blocks(page)) and not hasattr(torch.onnx, "ops"):
-        pytest.skip("this torch's exporter does not work with the installed onnxscript")
+    need_packages("".join(code for code, _ in blocks(page)))
     monkeypatch.chdir(tmp_path)
-    stand_ins = STAND_INS.get(page, common)
+    stand_ins = dict if page.startswith(COMPLETE) else STAND_INS.get(page, common)
     names = stand_ins()
-    for block in blocks(page):
-        if page in FRESH or PROGRAM.search(block):
+    for code, shown in blocks(page):
+        if page in FRESH or PROGRAM.search(code):
             names = stand_ins()
-        exec(compile(block, page, "exec"), names)
-        if "print(" in block:
-            assert capsys.readouterr().out.strip()
-        check_results(block, names)
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        if "print(" in code:
+            assert printed.strip()
+        if shown is not None and torch_version() >= SHOWN_SINCE:
+            assert differences(shown, printed) == []
+        if not page.startswith(COMPLETE):
+            check_results(code, names)
+
+
+def torch_version() -> tuple[int, int]:
+    """Return the first two numbers of torch's version."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def check_results(block: str, names: dict[str, Any]) -> None:

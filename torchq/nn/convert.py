@@ -54,7 +54,8 @@ class QuantModule(nn.Module):
     :class:`torch.nn.Identity`.
 
     Args:
-        *args, **kwargs: The arguments of the float class.
+        *args: Positional arguments of the float class.
+        **kwargs: Its keyword arguments.
         input_descriptor: How to quantize the inputs. Default: INT8, one range per tensor.
         weight_descriptor: How to quantize the weights. Default: INT8, one range per output channel.
 

@@ -39,7 +39,8 @@ class QuantBranches(OutputScaling, QuantModule, Branches):
     :func:`torchq.fuse_` turns the module into a quantized convolution.
 
     Args:
-        *args, **kwargs: those of :class:`torchq.fusion.Branches`, and the descriptors of
+        *args: those of :class:`torchq.fusion.Branches`.
+        **kwargs: those of :class:`torchq.fusion.Branches`, and the descriptors of
             :class:`QuantModule`.
     """
 

@@ -1,0 +1,184 @@
+"""The drawings of README and of the page on concepts. What they show is computed here, by torchq."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from benchmarks.picture_style import Theme, bars, figure
+from torchq.cli.demo_data import DemoNet, load_digits, train
+from torchq.functional import fake_quantize
+
+if TYPE_CHECKING:
+    from benchmarks.plots import Measured
+
+__all__ = ["DRAWINGS"]
+
+
+@cache
+def _trained_weights() -> Tensor:
+    """Return the weights of one convolution of the demo's network, trained on digits."""
+    torch.manual_seed(0)
+    model = DemoNet()
+    data, _ = load_digits(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+    train(model, data, optimizer, epochs=4, seed=0)
+    torchq.fuse_(model.eval(), data.images[:8])
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    return layers[2].weight.detach()
+
+
+def _no_left_axis(place: Any) -> None:
+    place.set_yticks([])
+    place.spines["left"].set_visible(False)
+
+
+def overview(measured: Measured, theme: Theme) -> Any:
+    """Draw weights before and after rounding to codes, and what INT8 costs and gains."""
+    fig, (before, cost, time, size) = figure(theme, 4, (10.0, 2.5))
+    weights = _trained_weights()[0].flatten()
+    rounded = fake_quantize(weights, weights.abs().amax(), torchq.formats.INT4)
+    before.hist(weights.numpy(), bins=60, color=theme.quiet)
+    for value in rounded.unique().tolist():
+        before.axvline(value, color=theme.accent, linewidth=0.8)
+    before.set_title("weights and their grid")
+    _no_left_axis(before)
+    lookup = {"bench": "accuracy_resnet20"}
+    values = [100 * measured.value("accuracy", case="fp32", **lookup)]
+    values.append(100 * measured.value("accuracy", case="int8", calibration="entropy", **lookup))
+    bars(cost, ["FP32", "INT8"], values, theme, "{:.1f} %")
+    cost.set_title("accuracy, ResNet-20")
+    lookup = {"bench": "deploy_native", "model": "resnet50", "batch": 1, "threads": 1}
+    speedup = measured.value("speedup", candidate="int8 residual", **lookup)
+    bars(time, ["FP32", "INT8"], [1.0, 1 / speedup], theme, "{:.2f}", labels=False)
+    time.set_title("time, ResNet-50")
+    lookup = {"bench": "deploy_memory", "model": "resnet50"}
+    key = "one_size_anonymous_mib"
+    candidates = ("fp32", "int8, released")
+    values = [measured.value(key, candidate=name, **lookup) for name in candidates]
+    bars(size, ["FP32", "INT8"], values, theme, "{:.0f} MiB", labels=False)
+    size.set_title("memory, ResNet-50")
+    return fig
+
+
+def scale(measured: Measured, theme: Theme) -> Any:
+    """Draw symmetric codes of four bits: every value goes to the nearest point of the grid."""
+    del measured
+    fig, (place,) = figure(theme, 1, (8.0, 1.9))
+    amax, form = torch.tensor(2.1), torchq.formats.INT4
+    step = float(torchq.functional.scale_from_amax(amax, form))
+    codes = torch.arange(-7, 8)
+    place.plot(codes * step, torch.zeros(15), "|", color=theme.accent, markersize=22)
+    for code in codes.tolist():
+        place.annotate(str(code), (code * step, -0.45), ha="center", va="top", color=theme.accent)
+    values = torch.tensor([-1.93, -0.72, 0.1, 0.52, 1.36, 2.6])
+    for value, rounded in zip(values, fake_quantize(values, amax, form), strict=True):
+        start, end = (float(value), 0.95), (float(rounded), 0.2)
+        arrow = {"arrowstyle": "->", "color": theme.quiet}
+        place.annotate("", end, start, arrowprops=arrow)
+        place.annotate(f"{float(value):.2f}", start, ha="center", va="bottom")
+    place.annotate("code", (-2.45, -0.45), ha="right", va="top", color=theme.accent)
+    place.annotate("value", (-2.45, 0.95), ha="right", va="bottom")
+    place.set_ylim(-1.1, 1.4)
+    place.set_xlim(-2.9, 2.9)
+    place.axis("off")
+    place.set_title(f"amax = 2.1, scale = 2.1 / 7 = {step:.1f}; 2.60 is clipped")
+    return fig
+
+
+def granularity(measured: Measured, theme: Theme) -> Any:
+    """Draw the error of one scale for a tensor beside one scale for each output channel."""
+    del measured
+    weight = _trained_weights().flatten(1)[:16] * torch.logspace(0, -1.5, 16)[:, None]
+    fig, axes = figure(theme, 2, (8.0, 2.6))
+    granularities = {
+        "one scale for the tensor": torchq.formats.PerTensor(),
+        "one scale for each output channel": torchq.formats.PerAxis((0,)),
+    }
+    for place, (title, kept) in zip(axes, granularities.items(), strict=True):
+        amax = torchq.functional.reduce_amax(weight, kept)
+        error = fake_quantize(weight, amax, torchq.formats.INT4, kept) - weight
+        relative = error.norm(dim=1) / weight.norm(dim=1)
+        place.bar(range(16), relative, color=theme.accent)
+        place.set_ylim(0, 1.05)
+        place.set_xticks([0, 15], ["channel 0, large", "channel 15, small"])
+        place.set_title(title)
+    axes[0].set_ylabel("relative error, 4 bits")
+    return fig
+
+
+def gradient(measured: Measured, theme: Theme) -> Any:
+    """Draw the staircase of fake quantization and the gradient that training uses."""
+    del measured
+    x = torch.linspace(-1.6, 1.6, 801, requires_grad=True)
+    y = fake_quantize(x, torch.tensor(1.0), torchq.formats.integer(3, narrow=True))
+    y.sum().backward()
+    fig, (forward, backward) = figure(theme, 2, (8.0, 2.4))
+    forward.plot(x.detach(), x.detach(), color=theme.quiet, linewidth=1)
+    forward.plot(x.detach(), y.detach(), color=theme.accent)
+    forward.set_title("forward: three bits, amax = 1")
+    backward.plot(x.detach(), x.grad, color=theme.second)
+    backward.set_ylim(-0.1, 1.2)
+    backward.set_title("backward: 1 inside the range, 0 where it clips")
+    return fig
+
+
+def _boxes(place: Any, texts: list[str], theme: Theme, colour: str, height: float) -> None:
+    """Draw a chain of boxes from left to right, centred at 5."""
+    width = 2.4
+    left = 5 - width * (len(texts) - 1) / 2
+    for number, text in enumerate(texts):
+        x = left + number * width
+        style = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": colour}
+        place.text(x, height, text, ha="center", va="center", bbox=style)
+        if number:
+            arrow = {"arrowstyle": "->", "color": theme.quiet, "shrinkA": 0, "shrinkB": 0}
+            start = x - width + 0.3 + 0.09 * len(texts[number - 1])
+            end = x - 0.3 - 0.09 * len(text)
+            place.annotate("", (end, height), (start, height), arrowprops=arrow)
+
+
+def fuse(measured: Measured, theme: Theme) -> Any:
+    """Draw what fusing does to a chain of layers."""
+    del measured
+    fig, (place,) = figure(theme, 1, (8.0, 1.9))
+    place.set_xlim(-2, 12)
+    place.set_ylim(0, 3)
+    place.axis("off")
+    _boxes(place, ["Conv2d", "BatchNorm2d", "ReLU"], theme, theme.quiet, 2.3)
+    _boxes(place, ["Conv2d", "ReLU"], theme, theme.accent, 0.7)
+    place.annotate("", (5, 1.15), (5, 1.85), arrowprops={"arrowstyle": "->", "color": theme.ink})
+    place.text(5.2, 1.5, "the same function, one weight to quantize", va="center")
+    return fig
+
+
+def target(measured: Measured, theme: Theme) -> Any:
+    """Draw where quantizers stand without a target, and with one that adds on integers."""
+    del measured
+    fig, (plain, placed) = figure(theme, 2, (10.0, 1.5))
+    chains = {
+        "layers alone": ["Q", "Conv", "float add", "ReLU"],
+        'target="onnxruntime"': ["Q", "Conv", "Q", "add", "Q"],
+    }
+    for place, (title, texts) in zip((plain, placed), chains.items(), strict=True):
+        place.set_xlim(-0.6, 10.6)
+        place.set_ylim(0.4, 1.6)
+        place.axis("off")
+        place.set_title(title)
+        _boxes(place, texts, theme, theme.accent, 1.0)
+    return fig
+
+
+DRAWINGS: dict[str, Callable[[Any, Theme], Any]] = {
+    "overview": overview,
+    "scale": scale,
+    "granularity": granularity,
+    "gradient": gradient,
+    "fuse": fuse,
+    "target": target,
+}

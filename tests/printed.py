@@ -1,0 +1,46 @@
+"""Compare what a page shows with what its code prints.
+
+Words must be equal. Numbers may be those of another machine: trained weights and what follows from
+them differ a little where sums are added in another order. So a number may be off by a tenth or by
+two units of its last digit, and one in exponent notation, which is a rounding error, may be any
+number. White space and the length of rulers do not count, and ``...`` stands for any words.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import zip_longest
+
+__all__ = ["differences"]
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_RULER = re.compile(r"-{3,}")
+
+
+def differences(shown: str, printed: str) -> list[str]:
+    """Return one sentence for each line that is not as shown; no sentence if all agree."""
+    lines = zip_longest(_lines(shown), _lines(printed), fillvalue="(no line)")
+    return [f"shown {ours!r}, printed {theirs!r}" for ours, theirs in lines if not _same(ours, theirs)]
+
+
+def _lines(text: str) -> list[str]:
+    lines = (_RULER.sub("---", " ".join(line.split())) for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def _same(shown: str, printed: str) -> bool:
+    words = r"(.*)".join(re.escape(part) for part in _NUMBER.sub("#", shown).split("..."))
+    if "..." in shown:
+        return re.fullmatch(words, _NUMBER.sub("#", printed)) is not None
+    if _NUMBER.sub("#", shown) != _NUMBER.sub("#", printed):
+        return False
+    pairs = zip(_NUMBER.findall(shown), _NUMBER.findall(printed), strict=True)
+    return all(_near(ours, theirs) for ours, theirs in pairs)
+
+
+def _near(shown: str, printed: str) -> bool:
+    if "e" in shown or "e" in printed:
+        return True
+    ours, theirs = float(shown.replace(",", "")), float(printed.replace(",", ""))
+    last_digit = 10.0 ** -len(shown.partition(".")[2])
+    return abs(ours - theirs) <= max(0.1 * abs(ours), 2 * last_digit)
