@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-oldest style types imports doctests check ci bench-env clean
+.PHONY: install demo test test-oldest style types imports doctests docs package plots check ci \
+	bench-env clean
 
 install:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -e ".[all]"
+	$(BIN)/pip install -e ".[all,docs]" -c docs/requirements.txt
 
 demo:
 	$(BIN)/torchq demo
@@ -16,8 +17,12 @@ demo:
 test:
 	$(BIN)/python -m pytest -n 2
 
-style types imports doctests:
+style types imports doctests docs package:
 	.ci/checks $@
+
+# The pictures of README and of the site, from benchmarks/results/.
+plots:
+	$(BIN)/python -m benchmarks.plots
 
 check:
 	.ci/checks
@@ -39,5 +44,5 @@ bench-env:
 	.venv-bench/bin/pip install -e ".[all]" nvidia-modelopt brevitas torchao requests huggingface_hub
 
 clean:
-	rm -rf .venv .venv-oldest .venv-bench build dist torchq.egg-info
+	rm -rf .venv .venv-oldest .venv-bench build dist torchq.egg-info docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

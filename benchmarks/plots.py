@@ -68,7 +68,11 @@ def speed(measured: Measured, theme: Theme) -> Any:
     """Draw how much faster deployed networks are than FP32 in PyTorch."""
     networks = {"ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2"}
     fig, axes = figure(theme, len(networks), (8.0, 2.4))
-    engines = {"FP32 eager": None, "torchq": "int8 residual", "ONNX Runtime INT8": "int8 onnxruntime"}
+    engines = {
+        "FP32 eager": None,
+        "torchq": "int8 residual",
+        "ONNX Runtime INT8": "int8 onnxruntime",
+    }
     for place, (title, model) in zip(axes, networks.items(), strict=True):
         lookup = {"bench": "deploy_native", "model": model, "batch": 1, "threads": 1}
         values = [

@@ -7,6 +7,7 @@ be Markdown.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torchq
@@ -56,7 +57,8 @@ autosummary_generate = False
 def of_torch(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
     """Leave out what a class only borrows from torch."""
     del app, what, name, options
-    return skip or str(getattr(obj, "__module__", "")).startswith("torch.")
+    borrowed = inspect.isbuiltin(obj) or str(getattr(obj, "__module__", "")).startswith("torch.")
+    return skip or borrowed
 
 
 def setup(app: Any) -> None:

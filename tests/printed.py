@@ -20,7 +20,9 @@ _RULER = re.compile(r"-{3,}")
 def differences(shown: str, printed: str) -> list[str]:
     """Return one sentence for each line that is not as shown; no sentence if all agree."""
     lines = zip_longest(_lines(shown), _lines(printed), fillvalue="(no line)")
-    return [f"shown {ours!r}, printed {theirs!r}" for ours, theirs in lines if not _same(ours, theirs)]
+    return [
+        f"shown {ours!r}, printed {theirs!r}" for ours, theirs in lines if not _same(ours, theirs)
+    ]
 
 
 def _lines(text: str) -> list[str]:
