@@ -16,31 +16,22 @@ from torch import nn
 import torchq
 
 
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images, torch.tensor(data.target)
-
-
 def network() -> nn.Module:
     def block(inputs: int, outputs: int) -> nn.Module:
         convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 
-    layers = block(1, 16), block(16, 32), nn.MaxPool2d(2), block(32, 32)
+    layers = block(1, 16), nn.MaxPool2d(2), block(16, 32)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    return (model.eval()(images).argmax(1) == labels).float().mean().item()
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> str:
+    return f"{(model.eval()(images).argmax(1) == labels).float().mean().item():.1%}"
 
 
-def train(
-    model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer, *data: torch.Tensor
-) -> None:
+def train(model: nn.Module, ema: nn.Module | None, optimizer, images, labels) -> None:
     """Train for an epoch under autocast; ``ema`` follows the weights, and the ranges with them."""
-    images, labels = data
     for rows in torch.randperm(1400).split(64):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -59,13 +50,15 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    images, labels = digits()
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
     test = images[1400:], labels[1400:]
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(options.epochs):
         train(model, None, optimizer, images, labels)
-    print(f"float: {accuracy(model, *test):.1%}")
+    print(f"float: {accuracy(model, *test)}")
 
     torchq.quantize_(model, torchq.recipes.w4a4())
     torchq.calibrate(model, images[:256].split(64), progress=False)
@@ -75,14 +68,14 @@ def main() -> None:
         train(model, ema, optimizer, images, labels)
         states = {"model": model.state_dict(), "ema": ema.state_dict()}
         torch.save({**states, "optimizer": optimizer.state_dict()}, options.checkpoint)
-        print(f"epoch {epoch}: {accuracy(ema, *test):.1%} with EMA")
+        print(f"epoch {epoch}: {accuracy(ema, *test)} with EMA")
 
     again = network()
     torchq.quantize_(again, torchq.recipes.w4a4())
     state = torch.load(options.checkpoint, weights_only=True)
     again.load_state_dict(state["ema"])  # strict: the ranges are in it
     torchq.fuse_(again.eval(), images[:8])
-    print(f"loaded and folded: {accuracy(again, *test):.1%}")
+    print(f"loaded and folded: {accuracy(again, *test)}")
 
 
 if __name__ == "__main__":

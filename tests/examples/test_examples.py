@@ -92,6 +92,13 @@ def test_onnx_in_onnx_out(photos: Path, tmp_path: Path) -> None:
     assert "all codes equal" in run("onnx_to_onnx.py", *arguments, folder=tmp_path)
 
 
+def test_the_layer_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    printed = run("find_the_layer.py", "--epochs", "8", folder=tmp_path)
+    few, mixed = (float(line.split()[-1].rstrip("%")) for line in printed.splitlines()[1::7])
+    assert mixed > few + 5
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_scripts_are_short_and_listed(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 80

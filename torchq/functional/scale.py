@@ -130,9 +130,9 @@ def scale_and_zero_point(
             two.
 
     Returns:
-        scale: the shape and dtype of ``amax``; 1 for a dead range, else a normal number.
-        zero_point: a whole number from ``quant_min`` to ``quant_max``, of the same shape and dtype.
-            Roundings pass gradients straight through.
+        The scale and the zero point, both of the shape and dtype of ``amax``. A scale is 1 for a
+        dead range and else a normal number; a zero point is a whole number from ``quant_min`` to
+        ``quant_max``. Roundings pass gradients straight through.
 
     Example:
         >>> from torchq.formats import UINT8

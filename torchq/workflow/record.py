@@ -65,19 +65,6 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         model: any module; left unchanged.
 
     Returns:
-        version       The version of this schema, 2.
-        fusions       What :func:`torchq.fuse_` did; see :func:`torchq.fusion.fusion_record`.
-        modules       Path -> the float class of a quantized module, and the descriptors of its
-                      ``input``, ``weight`` and ``output``.
-        calls         Path of a module -> its class and the sites of the quantized function calls
-                      in its forward; see :class:`torchq.nn.CallSite`.
-        operators     Path of a module -> its class, the operators of its forward that children
-                      stand for (``nodes``), and the float classes of these children.
-        quantizers    Path -> the descriptor of a quantizer that the author of the model placed.
-        shared        Lists of the paths of one quantizer.
-        modes         Path of every quantizer -> its mode.
-        ============  ============================================================================
-=======
         The dictionary.
     """
     modules, operators, calls = {}, {}, {}
