@@ -1,4 +1,4 @@
-"""The drawings of README and of the page on concepts. What they show is computed here, by torchq."""
+"""The drawings of README and of the page on concepts, of numbers that torchq computes."""
 
 from __future__ import annotations
 

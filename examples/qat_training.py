@@ -66,14 +66,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(torchq.qat.param_groups(model, lr=1e-3, weight_decay=1e-3))
     for epoch in range(options.epochs):
         train(model, ema, optimizer, images, labels)
-        states = {"model": model.state_dict(), "ema": ema.state_dict()}
-        torch.save({**states, "optimizer": optimizer.state_dict()}, options.checkpoint)
+        torch.save({"model": model.state_dict(), "ema": ema.state_dict()}, options.checkpoint)
         print(f"epoch {epoch}: {accuracy(ema, *test)} with EMA")
 
     again = network()
     torchq.quantize_(again, torchq.recipes.w4a4())
-    state = torch.load(options.checkpoint, weights_only=True)
-    again.load_state_dict(state["ema"])  # strict: the ranges are in it
+    # Strict: the ranges are in it.
+    again.load_state_dict(torch.load(options.checkpoint, weights_only=True)["ema"])
     torchq.fuse_(again.eval(), images[:8])
     print(f"loaded and folded: {accuracy(again, *test)}")
 
