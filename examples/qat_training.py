@@ -53,8 +53,7 @@ def main() -> None:
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
-    test = images[1400:], labels[1400:]
-    model = network()
+    model, test = network(), (images[1400:], labels[1400:])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(options.epochs):
         train(model, None, optimizer, images, labels)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests import models
-from tests.printed import differences
 from tests.fusion.blocks.repvgg import RepVGGBlock
+from tests.printed import differences
 from torchq.compat import pytorch_quantization
 from torchq.utils.registry import Registry
 
