@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.cli.files import is_network_file, read_network, reader_text
 from torchq.errors import ConfigError, MissingExtraError
-from torchq.frontends import from_onnx
 
 __all__ = ["Images", "evenly_ordered", "load_batches", "load_model", "load_object", "load_text"]
 
@@ -57,17 +57,18 @@ def load_model(name: str, weights: str | None) -> nn.Module:
 
     Args:
         name: ``torchvision:resnet18``; or ``package.module:factory``, a function without
-            arguments, or a module; or the path of an ONNX file.
+            arguments, or a module; or the path of a file of ONNX, MXNet or Caffe.
         weights: a file with a state dict, which may be its entry ``state_dict`` or ``model``; or
-            None.
+            the weights of MXNet or Caffe; or None.
 
     Raises:
         ConfigError: The name, the file or the keys do not fit.
     """
     if name.startswith("torchvision:"):
         model = _torchvision(name.partition(":")[2])
-    elif name.endswith(".onnx"):
-        model = from_onnx(name)
+    elif is_network_file(name):
+        model = read_network(name, weights)
+        weights = weights if name.endswith(".onnx") else None
     else:
         model = load_object(name, "--model")
         model = model if isinstance(model, nn.Module) else model()
@@ -116,15 +117,16 @@ def _load_weights(model: nn.Module, path: str) -> None:
         raise ConfigError(f"--weights {path}: {error}") from None
 
 
-def load_text(name: str, path: str) -> str:
+def load_text(name: str, path: str, weights: str | None = None) -> str:
     """Return the Python code that loads a saved model.
 
     Args:
         name: the model, as for :func:`load_model`.
         path: the file that :func:`torchq.save` wrote.
+        weights: as for :func:`load_model`.
     """
-    if name.endswith(".onnx"):
-        return f"import torchq; model = torchq.load(torchq.from_onnx({name!r}), {path!r})"
+    if is_network_file(name):
+        return f"import torchq; model = torchq.load({reader_text(name, weights)}, {path!r})"
     module, _, attribute = name.partition(":")
     if module == "torchvision":
         build = f"torchvision.models.get_model({attribute!r}, weights=None)"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torchq
 from torchq.calib import methods
+from torchq.cli.convert import add_convert, run_convert
 from torchq.cli.demo import run_demo
 from torchq.cli.quantize import run_quantize
 from torchq.errors import TorchqError
@@ -23,7 +24,8 @@ _EXAMPLES = """examples:
   torchq quantize --model mypackage.models:build --data mypackage.data:loader \\
       --exclude 'head.*' --save model.pt
   torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run
-  torchq quantize float.onnx --data photos/ --export int8.onnx"""
+  torchq quantize float.onnx --data photos/ --export int8.onnx
+  torchq convert resnet-symbol.json --to resnet.pt2"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
             "in about a minute",
         )
     )
+    add_convert(commands)
     quantize = commands.add_parser("quantize", help="quantize, calibrate and export your own model")
     _add_source(quantize.add_argument_group("what to quantize"))
     _add_data(quantize.add_argument_group("calibration data"))
@@ -74,9 +77,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_source(group: Any) -> None:
     either = group.add_mutually_exclusive_group(required=True)
-    either.add_argument("file", nargs="?", metavar="MODEL.onnx", help="an ONNX file")
+    either.add_argument("file", nargs="?", metavar="MODEL", help="a file of ONNX, MXNet or Caffe")
     either.add_argument("--model", help="torchvision:NAME, or package.module:factory")
-    group.add_argument("--weights", metavar="FILE", help="state dict to load first")
+    group.add_argument(
+        "--weights", metavar="FILE", help="state dict to load first, or the weights beside the file"
+    )
     group.add_argument("--device", default="cpu", help="where to calibrate (default: %(default)s)")
 
 
@@ -176,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "demo":
             run_demo(args.out, seed=args.seed, epochs=args.epochs)
+        elif args.command == "convert":
+            run_convert(args)
         else:
             args.model = args.model or args.file
             run_quantize(args)

@@ -131,7 +131,8 @@ def _example(batch: Any) -> Tensor:
 def _write(model: nn.Module, example: Tensor, batches: list[Any], args: argparse.Namespace) -> None:
     if args.save:
         torchq.save(model, args.save)
-        print(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save)}")
+        how = load_text(args.model, args.save, args.weights)
+        print(f"wrote {args.save}: load it with\n  {how}")
     if args.export:
         torchq.export_onnx(model, (example[:1],), args.export, opset=args.opset, target=args.target)
         print(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")

@@ -86,6 +86,7 @@ class GraphBuilder:
         name: str,
         input_names: Sequence[str],
         output_names: Sequence[str],
+        input_shapes: Sequence[Sequence[int | None] | None],
     ) -> fx.GraphModule:
         """Return the result, in eval mode, without what no output needs.
 
@@ -94,6 +95,7 @@ class GraphBuilder:
             name: of its class.
             input_names: of the file.
             output_names: of the file.
+            input_shapes: as far as the file states them, None for an open size or shape.
         """
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         name = identifier(name)
@@ -102,5 +104,6 @@ class GraphBuilder:
         draft.graph.lint()
         module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
         module.input_names = list(input_names)  # type: ignore[assignment]
+        module.input_shapes = list(input_shapes)  # type: ignore[assignment]
         module.output_names = list(output_names)  # type: ignore[assignment]
         return module.eval()

@@ -83,7 +83,9 @@ class _Importer:
         end = CaffeLayer(self._builder, self._network.layers[-1], [], [], [])
         outputs = [end.tensor(self._values[output]) for output in found]
         names = [self._network.names[output] for output in found]
-        return self._builder.finish(outputs, self._network.name, inputs, names)
+        stated = dict(self._network.inputs)
+        shapes = [stated[name] for name in inputs]
+        return self._builder.finish(outputs, self._network.name, inputs, names, shapes)
 
     def _refuse_unknown(self) -> None:
         kept = [

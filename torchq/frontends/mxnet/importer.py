@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 from typing import Any
 
 from torch import Tensor, fx
@@ -83,7 +84,16 @@ class _Importer:
         end = SymbolContext(self._builder, "output", "output", {}, [], [], 1)
         outputs = [end.tensor(self._value(entry)) for entry in self._symbol.heads]
         names = [self._symbol.nodes[number].name for number, _ in self._symbol.heads]
-        return self._builder.finish(outputs, "MxnetModel", inputs, names)
+        return self._builder.finish(outputs, "MxnetModel", inputs, names, self._shapes(inputs))
+
+    def _shapes(self, inputs: list[str]) -> list[list[int] | None]:
+        """Return the shapes that variables state; 0 stands for a size that is not known."""
+        stated = {}
+        for node in self._symbol.nodes:
+            text = node.attributes.get("__shape__", "")
+            if node.is_variable and re.fullmatch(r"[(\[][\d, L]+[)\]]", text):
+                stated[node.name] = [int(size) for size in re.findall(r"\d+", text)]
+        return [stated.get(name) for name in inputs]
 
     def _refuse_unknown(self) -> None:
         operators = [node.op for node in self._symbol.nodes if not node.is_variable]

@@ -38,9 +38,10 @@ def from_onnx(source: Any) -> fx.GraphModule:
 
     Returns:
         a module in eval mode whose ``forward`` takes the inputs of the file in order, or by name,
-        and returns its output, or a tuple of its outputs in order. ``input_names`` and
-        ``output_names`` give the names in the file; each graph node has the name and the operator
-        of the file's node in ``meta["onnx_name"]`` and ``meta["onnx_op"]``.
+            and returns its output, or a tuple of its outputs in order. ``input_names`` and
+            ``output_names`` give the names in the file, ``input_shapes`` what it says of shapes;
+            each graph node has the name and the operator of the file's node in
+            ``meta["onnx_name"]`` and ``meta["onnx_op"]``.
 
     Raises:
         FrontendError: the file is broken, or operators cannot be converted: the text names all of
@@ -200,6 +201,6 @@ class Importer:
                 )
             outputs.append(node.tensor(value))
         names = [info.name for info in self.model.graph.output]
-        return self.builder.finish(
-            outputs, self.model.graph.name or "OnnxModel", self.input_names, names
-        )
+        title = self.model.graph.name or "OnnxModel"
+        shapes = [self.builder.shapes.get(name) for name in self.input_names]
+        return self.builder.finish(outputs, title, self.input_names, names, shapes)

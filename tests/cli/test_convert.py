@@ -1,0 +1,89 @@
+"""``torchq convert``, and ``torchq quantize`` of files of other frameworks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchq
+from tests.frontends.test_caffe import one_layer
+from torchq.cli import main
+
+FILES = Path(__file__).parents[1] / "frontends"
+
+
+@pytest.mark.parametrize(
+    "name", ["mxnet_files/classifier-symbol.json", "caffe_files/classifier.prototxt"]
+)
+def test_a_file_becomes_a_program(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "model.pt2"
+    assert main(["convert", str(FILES / name), "--to", str(target)]) == 0
+    assert "torch.export.load" in capsys.readouterr().out
+    x = torch.randn(2, 3, 16, 16)
+    if name.endswith("json"):
+        model = torchq.from_mxnet(FILES / name, FILES / "mxnet_files/classifier-0000.params")
+    else:
+        model = torchq.from_caffe(FILES / name, FILES / "caffe_files/classifier.caffemodel")
+    torch.testing.assert_close(torch.export.load(target).module()(x), model(x))
+
+
+def test_the_shape_of_an_input_may_be_given(tmp_path: Path) -> None:
+    network = tmp_path / "net.prototxt"
+    network.write_text('input: "x" layer { name: "y" type: "ReLU" bottom: "x" top: "y" }')
+    (tmp_path / "net.caffemodel").write_bytes(b"")
+    target = str(tmp_path / "net.pt2")
+    command = ["convert", str(network), "--to", target]
+    assert main(command) == 2
+    assert main([*command, "--shape", "4,5"]) == 0
+    assert torch.export.load(target).module()(-torch.ones(4, 5)).sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["net.bin", "--to", "a.pt2"], "expected a name that ends in .onnx"),
+        (["net.prototxt", "--to", "a.pt"], "expected a name that ends in .pt2"),
+        (["net.prototxt", "--to", "a.pt2", "--weights", "no"], "cannot read the weights"),
+        (["alone.prototxt", "--to", "a.pt2"], "no .caffemodel beside it"),
+        (["net.prototxt", "--to", "a.pt2", "--shape", "1,x"], "expected sizes"),
+        (["net.prototxt", "--to", "a.pt2", "--shape", "1", "--shape", "1"], "got 2"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for stem in ("net", "alone"):
+        Path(f"{stem}.prototxt").write_text(one_layer("ReLU"))
+    Path("net.caffemodel").write_bytes(b"")
+    assert main(["convert", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("a.*"))
+
+
+def test_a_network_of_mxnet_is_quantized_in_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchvision", reason="reads images")
+    image = pytest.importorskip("PIL.Image", reason="writes images")
+    for name in ("classifier-symbol.json", "classifier-0000.params"):
+        shutil.copy(FILES / "mxnet_files" / name, tmp_path / name)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(2):
+        pixels = torch.randint(0, 255, (16, 16, 3), dtype=torch.uint8)
+        image.fromarray(pixels.numpy()).save(photos / f"{number}.png")
+    saved = tmp_path / "int8.pt"
+    command = ["quantize", str(tmp_path / "classifier-symbol.json"), "--data", str(photos)]
+    assert main([*command, "--image-size", "16", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert saved.exists() and "torchq.from_mxnet(" in out and "classifier-0000.params" in out

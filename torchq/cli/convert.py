@@ -1,0 +1,99 @@
+"""``torchq convert``: a file of another framework as a program of torch.export."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchq.cli.files import ENDINGS, is_network_file, read_network
+from torchq.errors import ConfigError, ExportError
+from torchq.utils import replacing
+
+__all__ = ["add_convert", "run_convert"]
+
+
+def add_convert(commands: Any) -> None:
+    """Add the command and its arguments to a parser."""
+    parser = commands.add_parser(
+        "convert", help="turn an ONNX, MXNet or Caffe file into a file for torch.export.load"
+    )
+    parser.add_argument("file", metavar="MODEL", help="NAME.onnx, NAME-symbol.json, NAME.prototxt")
+    parser.add_argument(
+        "--weights", metavar="FILE", help="weights that lie elsewhere or are called otherwise"
+    )
+    parser.add_argument("--to", required=True, metavar="FILE.pt2", help="the file to write")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="1,3,224,224",
+        help="of an input whose sizes the file leaves open; once for each input",
+    )
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Read the file, export the model, and write it."""
+    if not is_network_file(options.file):
+        raise ConfigError(
+            f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
+        )
+    target = Path(options.to)
+    if target.suffix != ".pt2":
+        raise ConfigError(f"--to {options.to}: expected a name that ends in .pt2")
+    model = read_network(options.file, options.weights)
+    example = example_of(model, options.shape)
+    program = _export(model, example)
+    with replacing(target) as (temporary,):
+        torch.export.save(program, temporary)
+    counts = (
+        f"{len(model.graph.nodes)} nodes, {sum(p.numel() for p in model.parameters())} parameters"
+    )
+    print(f"read {options.file}: {counts}")
+    print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
+
+
+def example_of(model: fx.GraphModule, shapes: list[str]) -> tuple[Tensor, ...]:
+    """Return random inputs of a model.
+
+    Args:
+        model: of one of the readers.
+        shapes: text of the shape of each input; none for those that the file states, open sizes 1.
+
+    Raises:
+        ConfigError: The shape of an input is not known, or a text is no shape.
+    """
+    names: Any = model.input_names
+    known: Any = model.input_shapes
+    if shapes and len(shapes) != len(names):
+        raise ConfigError(
+            f"--shape: got {len(shapes)}; expected one for each of {', '.join(names)}"
+        )
+    result = []
+    for number, name in enumerate(names):
+        sizes = [size or 1 for size in known[number] or ()]
+        if shapes:
+            try:
+                sizes = [int(size) for size in shapes[number].split(",")]
+            except ValueError:
+                raise ConfigError(
+                    f"--shape {shapes[number]}: expected sizes as 1,3,224,224"
+                ) from None
+        if not sizes:
+            raise ConfigError(f"the file does not state the shape of {name!r}; pass --shape")
+        result.append(torch.randn(sizes))
+    return tuple(result)
+
+
+def _export(model: fx.GraphModule, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(model, example)
+    except Exception as error:  # torch.export raises many kinds of errors
+        line = str(error).strip().partition("\n")[0]
+        raise ExportError(
+            f"convert: torch.export cannot follow the network ({type(error).__name__}: {line}). "
+            "Layers that choose detections are such; cut them off, or use the model in Python"
+        ) from error
