@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from torchq.errors import FrontendError
+from torchq.frontends.onnx.qoperators import expand_qoperators
 from torchq.frontends.onnx.registry import CONVERTERS
 from torchq.utils.optional import import_optional
 
@@ -37,6 +38,7 @@ def prepare(model: Any, where: str) -> Any:
             f"{where}: got opset {version}; expected {OLDEST} to {NEWEST}. "
             "onnx.version_converter may bring the file there"
         )
+    expand_qoperators(model.graph)
     for _ in range(_DEEPEST):
         expanded = _expand_functions(model, where)
         if expanded is None:
