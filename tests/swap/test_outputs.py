@@ -19,7 +19,7 @@ class Readers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.deep = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+        self.stem, self.deep = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
         self.gated, self.scaled = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
         self.factor = nn.Parameter(torch.rand(8, 1, 1) + 0.5)
         self.gamma, self.head = nn.Parameter(torch.rand(8)), nn.Conv2d(8, 4, 1)
@@ -56,6 +56,13 @@ def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
     assert outputs(model) == {"deep": False, "gated": True}
     assert {d.name for d in report.replaced if d.output is not None} == {"deep", "gated"}
     assert "output uint8" in str(report)
+
+
+def test_depthwise_results_in_front_of_a_norm_stay_float() -> None:
+    x, model = torch.randn(2, 3, 9, 9), Readers().eval()
+    model.deep = nn.Conv2d(8, 8, 3, groups=8)
+    quantized(model, x)
+    assert outputs(model) == {"gated": True}
 
 
 def test_an_unsigned_result_is_that_of_the_relu() -> None:

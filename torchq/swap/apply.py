@@ -23,6 +23,7 @@ from torchq.swap.cost import costs_of_placements
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
+from torchq.swap.flow.float_layers import faster_in_float
 from torchq.swap.flow.outputs import decide_outputs
 from torchq.swap.flow.separate_ranges import separate_ranges_
 from torchq.swap.flow.shared_ranges import share_common_ranges_
@@ -61,7 +62,8 @@ def quantize_(
             become one, so that its readers agree on its range whatever training does. What a
             target adds is measured too. Where it costs more than 3 dB at the output, and leaves
             less than 35 dB, the most harmful additions, concatenations and the like stay float
-            until the rest costs no more, unless a rule names them.
+            until the rest costs no more, unless a rule names them. Layers that the target runs faster
+            in float stay float, unless a rule is the path of the layer.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.
@@ -79,28 +81,32 @@ def quantize_(
         'QuantConv2d'
     """
     choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
-    report = plan(model, config, **choice, example=example)
-    try:
-        return _carry_out(model, report, example)
-    except _Costly as costly:
-        report = plan(model, config, **choice, example=example).without(costly.reasons)
-        return _carry_out(model, report, example, costly.reasons)
+    reasons: dict[str, str] = {}
+    measure = True
+    while True:
+        report = plan(model, config, **choice, example=example).without(reasons)
+        try:
+            return _carry_out(model, report, example, reasons, measure)
+        except _StaysFloat as found:
+            reasons |= found.reasons
+            measure = measure and not found.measured
 
 
-class _Costly(Exception):
-    """Some quantizers that a target adds cost too much or see nothing; raised to undo a whole swap.
+class _StaysFloat(Exception):
+    """Some modules had better stay float, or see nothing; raised to undo a whole swap.
 
     Args:
         reasons: path -> why it stays float.
+        measured: the cost in accuracy is the reason.
     """
 
-    def __init__(self, reasons: dict[str, str]) -> None:
+    def __init__(self, reasons: dict[str, str], *, measured: bool) -> None:
         super().__init__()
-        self.reasons = reasons
+        self.reasons, self.measured = reasons, measured
 
 
 def _carry_out(
-    model: nn.Module, report: SwapReport, example: Any, costly: Mapping[str, str] | None = None
+    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str], measure: bool
 ) -> SwapReport:
     """Quantize ``model`` as a plan says, in place, and return the plan with what a run added.
 
@@ -108,14 +114,15 @@ def _carry_out(
         model: the model.
         report: the plan.
         example: the arguments of one call, or None.
-        costly: what stays float because a measurement said so; None measures.
+        reasons: path -> why it stays float, as earlier runs found.
+        measure: find out what costs too much.
     """
     with unchanged_on_error(model):
         apply_(report)
         if example is not None:
             if report.target is not None:
-                report = _fit_to_flow(model, report, report.target, example, costly or {})
-            if costly is None:
+                report = _fit_to_flow(model, report, report.target, example, reasons)
+            if measure:
                 _check_costs(model, report, example)
             share_common_ranges_(model, example)
         name_quantizers(model)
@@ -123,9 +130,12 @@ def _carry_out(
 
 
 def _fit_to_flow(
-    model: nn.Module, report: SwapReport, target: Target, example: Any, costly: Mapping[str, str]
+    model: nn.Module, report: SwapReport, target: Target, example: Any, reasons: Mapping[str, str]
 ) -> SwapReport:
     """Place what depends on the values that flow between layers, and return the new report."""
+    faster = faster_in_float(model, report.decisions, target, example)
+    if not faster.keys() <= reasons.keys():
+        raise _StaysFloat(faster, measured=False)
     if target.most_unequal is not None:
         separate_ranges_(model, example, target.most_unequal)
     if not target.quantized_results:
@@ -133,7 +143,7 @@ def _fit_to_flow(
     decided = {
         d.name: d
         for d in decide_outputs(model, report.decisions, example)
-        if output_name(d) not in costly
+        if output_name(d) not in reasons
     }
     for decision in decided.values():
         assert isinstance(decision.module, QuantModule) and decision.output is not None
@@ -164,7 +174,7 @@ def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
             "quantize it all the same"
         )
     if reasons:
-        raise _Costly(reasons)
+        raise _StaysFloat(reasons, measured=True)
 
 
 _NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"

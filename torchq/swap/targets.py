@@ -30,6 +30,10 @@ class Target:
         per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
         quantized_results: Quantize the results of convolutions that no operator behind them
             quantizes; needs an example.
+        float_stems: Patterns of activations. The first convolution of images stays float in front
+            of one, and so does the activation; needs an example.
+        narrow_depthwise: Depthwise convolutions with fewer channels stay float where these cannot
+            be padded, because they do not stand between convolutions alone; needs an example.
         most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
             Where the example shows a larger one, each tensor has its own. None always shares.
     """
@@ -41,6 +45,8 @@ class Target:
     float_inputs: tuple[str, ...] = ()
     per_tensor_weights: tuple[str, ...] = ()
     quantized_results: bool = False
+    float_stems: tuple[str, ...] = ()
+    narrow_depthwise: int = 0
     most_unequal: float | None = None
 
 

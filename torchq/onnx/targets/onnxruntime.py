@@ -27,6 +27,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.matmul_layout import split_gemms
+from torchq.onnx.passes.pad_depthwise import pad_depthwise
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -266,6 +267,10 @@ ONNXRUNTIME = OnnxTarget(
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
     float_inputs=("type:torch.nn.modules.conv.ConvTranspose[123]d",),
     quantized_results=True,
+    float_stems=tuple(
+        f"type:torch.nn.modules.activation.{name}" for name in ("Hardswish", "ELU", "Mish")
+    ),
+    narrow_depthwise=16,
     most_unequal=1.5,
     # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the
     # convolution in float.
@@ -278,6 +283,7 @@ ONNXRUNTIME = OnnxTarget(
         widen_four_bit_weights,
         drop_idle_relus,
         store_float_weights,
+        pad_depthwise,
     ),
     checks=(
         check_float_outputs,

@@ -22,6 +22,7 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
+from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
 
@@ -44,6 +45,7 @@ class ForcedFile:
     def __init__(self, path: str | os.PathLike[str], names: list[str]) -> None:
         self.names = names
         model = load_model(path)
+        remove_padding(model)
         self.outputs = [str(value.name) for value in model.graph.outputs]
         nodes = quantizer_nodes(model)
         self._codes = [_force(model, name, nodes[name]) for name in names]

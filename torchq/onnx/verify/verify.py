@@ -29,6 +29,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
+from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
@@ -131,6 +132,8 @@ class _File:
 
     def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
         self._graph = load_model(path)
+        # What a target added to layers is taken away: the rest must be the model's own.
+        self._padding = remove_padding(self._graph)
         known = quantizers(model)
         nodes = {
             name: node
@@ -207,6 +210,9 @@ class _File:
         rows = [codes.result() for codes in self._codes.values()]
         rows += _compare_weights(model, self._weights, self._float_weights)
         rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
+        rows += [
+            LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._padding
+        ]
         rows.sort(key=LayerAgreement.badness, reverse=True)
         return tuple(rows)
 

@@ -1,0 +1,68 @@
+"""What the calls of a recorded run do, as the rules about quantizers ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from torchq.graph import REARRANGING, Call, is_torch_leaf
+from torchq.nn import QuantModule, TensorQuantizer
+
+__all__ = [
+    "is_depthwise",
+    "is_float_layer",
+    "is_leaf",
+    "is_relu",
+    "moves_elements",
+    "quantizes",
+]
+
+_RELU = frozenset(["relu", "relu_"])
+_MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True for modules that count as one call: quantized ones, and those of torch."""
+    if isinstance(module, QuantModule):
+        return not module.is_container and bool(module.slots())
+    return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
+
+
+def is_depthwise(module: nn.Module | None) -> bool:
+    """Return True for a convolution of each channel by itself."""
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return False
+    return 1 < module.groups == module.in_channels == module.out_channels
+
+
+def is_float_layer(module: nn.Module | None) -> bool:
+    """Return True for a layer with weights that is not quantized."""
+    return isinstance(module, _LAYERS) and not isinstance(module, QuantModule)
+
+
+def is_relu(call: Call) -> bool:
+    """Return True for a ReLU, as a module or as a function."""
+    return isinstance(call.module, nn.ReLU) or (call.module is None and call.name in _RELU)
+
+
+def moves_elements(call: Call) -> bool:
+    """Return True for a call that rearranges the elements of a tensor, or returns it."""
+    if call.module is None:
+        return call.name in REARRANGING
+    return isinstance(call.module, _MOVING_MODULES) and not isinstance(call.module, QuantModule)
+
+
+def quantizes(call: Call) -> bool:
+    """Return True for a quantizer, and for a layer that quantizes what it reads."""
+    module = call.module
+    if isinstance(module, TensorQuantizer):
+        return module.quantizing
+    return isinstance(module, QuantModule) and all(_reads_quantized(module))
+
+
+def _reads_quantized(module: QuantModule) -> Iterator[bool]:
+    for slot in module.input_slots:
+        quantizer = getattr(module, f"{slot}_quantizer")
+        yield isinstance(quantizer, TensorQuantizer) and quantizer.quantizing
