@@ -84,7 +84,7 @@ from torchq.nn.modules.operators import (
 )
 from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
 from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
-from torchq.nn.modules.reparam import QuantBranches
+from torchq.nn.modules.reparam import QuantBranches, QuantFoldedConv
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_modules import (
     RewrittenForward,
@@ -126,6 +126,7 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
+    "QuantFoldedConv",
     "QuantGRU",
     "QuantGRUCell",
     "QuantIdentity",
