@@ -18,11 +18,11 @@ PROMISED: dict[str, str] = {
         errors export_onnx formats freeze_ from_caffe from_mxnet from_onnx frontends
         functional fuse_ fusion inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
-        doctor mixed_precision
+        compare doctor mixed_precision report
         recipes register restore_ save sensitivity summary targets verify_onnx workflow
     """,
     "torchq.analysis": """
-        FrontPoint LayerChoice MixedPrecision mixed_precision
+        FrontPoint LayerChoice MixedPrecision Report compare mixed_precision report
         CHECKS DoctorReport Finding LayerError LayerErrors QuantizerRow SensitivityReport
         SensitivityRow doctor layer_errors sensitivity
     """,

@@ -24,7 +24,14 @@ from torchq import (
     recipes,
     workflow,
 )
-from torchq.analysis import doctor, layer_errors, mixed_precision, sensitivity
+from torchq.analysis import (
+    compare,
+    doctor,
+    layer_errors,
+    mixed_precision,
+    report,
+    sensitivity,
+)
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
@@ -59,6 +66,7 @@ __all__ = [
     "backends",
     "calib",
     "calibrate",
+    "compare",
     "deploy",
     "disabled",
     "doctor",
@@ -89,6 +97,7 @@ __all__ = [
     "quantize_",
     "recipes",
     "register",
+    "report",
     "restore_",
     "save",
     "sensitivity",

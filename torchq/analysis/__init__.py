@@ -3,6 +3,7 @@
 from torchq.analysis.diagnosis import CHECKS, DoctorReport, Finding, doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.mixed import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
+from torchq.analysis.page import Report, compare, report
 from torchq.analysis.quantizer_statistics import QuantizerRow
 from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
 
@@ -16,10 +17,13 @@ __all__ = [
     "LayerError",
     "LayerErrors",
     "QuantizerRow",
+    "Report",
     "SensitivityReport",
     "SensitivityRow",
+    "compare",
     "doctor",
     "layer_errors",
     "mixed_precision",
+    "report",
     "sensitivity",
 ]

@@ -1,0 +1,219 @@
+"""All figures of a report, as JSON data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.analysis.diagnosis import doctor
+from torchq.analysis.layer_errors import LayerErrors, layer_errors
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
+from torchq.analysis.mixed import MixedPrecision, mixed_precision
+from torchq.analysis.mixed.costs import LayerFacts, gather_facts
+from torchq.analysis.page.outputs import compare_outputs
+from torchq.analysis.page.samples import channel_rows, histogram_rows
+from torchq.analysis.page.verdict import verdict
+from torchq.analysis.ranking import SensitivityReport, sensitivity
+from torchq.analysis.ranking.metrics import batch_size
+from torchq.errors import ConfigError, MissingExtraError
+from torchq.graph import Forward, call_model, state_kept
+from torchq.utils import device_of, evaluating
+from torchq.version import __version__
+
+__all__ = ["collect"]
+
+_FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
+
+
+def collect(
+    model: nn.Module,
+    batches: Sequence[Any],
+    metric: Any,
+    plan: MixedPrecision | bool,
+    forward: Forward | None,
+    progress: bool,
+) -> dict[str, Any]:
+    """Measure everything that a report shows.
+
+    Args:
+        model: quantized; left unchanged.
+        batches: at least one.
+        metric: see :func:`torchq.report`.
+        plan: the mixed-precision plan to show, True to make one, False for none.
+        forward: the user's own way to run the model.
+        progress: show bars.
+
+    Returns:
+        JSON data, in which None stands for numbers that are not finite.
+    """
+    where = "report"
+    layers = quantized_layers(model, where)
+    options: dict[str, Any] = {"forward": forward, "progress": progress}
+    run = partial(_run, model, forward, device_of(model))
+    outputs = compare_outputs(model, batches, metric, **options)
+    errors = layer_errors(model, batches, **options)
+    ranking = _ranking(model, batches, options)
+    examined = doctor(model, batches, **options)
+    found_plan, plan_note = _plan(model, batches, plan, options)
+    facts = _facts(model, layers, run, batches[0])
+    rows = _layer_rows(layers, errors, ranking, facts)
+    data = {
+        "torchq": __version__,
+        "torch": torch.__version__,
+        "model": type(model).__name__,
+        "batches": len(batches),
+        "inputs": sum(batch_size(batch) for batch in batches),
+        "outputs": vars(outputs),
+        "verdict": verdict(outputs, errors, ranking, examined),
+        "ranking": {
+            "metric": ranking.metric,
+            "unit": ranking.unit,
+            "note": ranking.note,
+            "worst": ranking.worst(2),
+        },
+        "layers": rows,
+        "quantizers": _quantizer_rows(layers, errors, model, batches, run, progress),
+        "channels": channel_rows(layers),
+        "findings": [vars(finding) for finding in examined.findings],
+        "checks": list(examined.checks),
+        "plan": None if found_plan is None else found_plan.summary(),
+        "plan_note": plan_note,
+    }
+    plain: dict[str, Any] = _plain(data)
+    return plain
+
+
+def _run(model: nn.Module, forward: Forward | None, device: Any, batch: Any) -> Any:
+    return call_model(model, batch, forward=forward, device=device)
+
+
+def _ranking(
+    model: nn.Module, batches: Sequence[Any], options: dict[str, Any]
+) -> SensitivityReport:
+    """Rank by the estimate where the model has classes, else by noise."""
+    try:
+        return sensitivity(model, batches, "fisher", **options)
+    except (ConfigError, RuntimeError):  # no classes, or a forward without gradients
+        return sensitivity(model, batches, "sqnr", **options)
+
+
+def _plan(
+    model: nn.Module, batches: Sequence[Any], plan: MixedPrecision | bool, options: dict[str, Any]
+) -> tuple[MixedPrecision | None, str]:
+    if isinstance(plan, MixedPrecision):
+        return plan, ""
+    if not plan:
+        return None, "No plan was asked for: pass plan=True, or a result of torchq.mixed_precision."
+    try:
+        budget = {"mean_bits": 6.0}
+        made = mixed_precision(
+            model, batches, budget=budget, formats=_FORMATS, metric="fisher", **options
+        )
+        return made, ""
+    except (ConfigError, MissingExtraError, RuntimeError) as error:
+        return None, f"There is no plan: {error}"
+
+
+def _facts(
+    model: nn.Module, layers: list[QuantizedLayer], run: Any, batch: Any
+) -> dict[str, LayerFacts]:
+    names = [layer.name for layer in layers]
+    with evaluating(model), state_kept(model), quantizing(active_quantizers(model), []):
+        return gather_facts(model, names, partial(run, batch), batch_size(batch))
+
+
+def _layer_rows(
+    layers: list[QuantizedLayer],
+    errors: LayerErrors,
+    ranking: SensitivityReport,
+    facts: dict[str, LayerFacts],
+) -> list[dict[str, Any]]:
+    by_name = {layer.name: layer for layer in layers}
+    ranked = {row.name: (place, row.value) for place, row in enumerate(ranking.rows, 1)}
+    shares = {row.name: share for row, share in zip(ranking.rows, ranking.shares, strict=True)}
+    rows = []
+    for row in errors.rows:
+        layer, known = by_name[row.name], facts[row.name]
+        weight_bits = _bits(layer.weights.values())
+        place, value = ranked.get(row.name, (None, None))
+        rows.append(
+            {
+                "name": row.name or "(root)",
+                "kind": row.kind,
+                "rank": place,
+                "harm": value,
+                "share": shares.get(row.name, 0.0),
+                "local_sqnr": row.local_sqnr,
+                "sqnr": row.sqnr,
+                "local_error": _relative(row.local_sqnr),
+                "error": _relative(row.sqnr),
+                "cosine": row.cosine,
+                "max_error": row.max_error,
+                "born": row.born,
+                "clipped": row.clipped,
+                "codes": row.used_codes,
+                "dead": row.dead_channels,
+                "weights": known.weights,
+                "weight_bits": weight_bits,
+                "input_bits": _bits(layer.inputs.values()),
+                "bytes": known.weights * weight_bits / 8,
+                "float_bytes": known.weights * 4,
+                "operations": known.multiplications,
+                "quantizers": [q.name for q in row.quantizers],
+            }
+        )
+    return rows
+
+
+def _bits(quantizers: Any) -> int:
+    return min((q.descriptor.format.bits for q in quantizers), default=32)
+
+
+def _relative(sqnr: float) -> float:
+    """Return the size of an error beside the signal, from a ratio in dB: 1 is as large."""
+    return float(10 ** (-sqnr / 20)) if not math.isnan(sqnr) else math.nan
+
+
+def _quantizer_rows(
+    layers: list[QuantizedLayer],
+    errors: LayerErrors,
+    model: nn.Module,
+    batches: Sequence[Any],
+    run: Any,
+    progress: bool,
+) -> dict[str, dict[str, Any]]:
+    known = {q.name: q for row in errors.rows for q in row.quantizers}
+    weights = {path for layer in layers for path in layer.weights}
+    found = histogram_rows(model, layers, batches, run, progress=progress)
+    rows = {}
+    for path, row in found.items():
+        if path in known:
+            q = known[path]
+            rows[path] = {
+                **row,
+                "descriptor": q.descriptor,
+                "is_weight": path in weights,
+                "clipped": q.clipped,
+                "codes": q.used_codes,
+                "all_codes": q.codes,
+                "dead": q.dead_channels,
+                "channels": q.channels,
+                "sqnr": q.sqnr,
+            }
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON data with five digits, in which None stands for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value

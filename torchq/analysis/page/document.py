@@ -1,0 +1,140 @@
+"""The report as a document: HTML, JSON and text from the same data."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torchq.analysis.tables import decibel_text, percent_text
+from torchq.errors import ConfigError
+from torchq.utils import replacing, table, wrap
+from torchq.utils.optional import import_optional
+
+__all__ = ["Report", "check_path"]
+
+_SUFFIXES = (".html", ".htm", ".json", ".txt", ".md")
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was measured; ``print`` it, or write it as a file.
+
+    Attributes:
+        data: JSON data; of a comparison, the reports side by side under ``"reports"``.
+    """
+
+    data: dict[str, Any]
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The reports in it: one, or those that are compared."""
+        return list(self.data.get("reports", [self.data]))
+
+    def to_json(self) -> str:
+        """Return the data as JSON text."""
+        return json.dumps(self.data, indent=1)
+
+    def to_html(self) -> str:
+        """Return one HTML page that needs no other file and no network.
+
+        Raises:
+            MissingExtraError: jinja2 is not installed.
+        """
+        jinja2 = import_optional("jinja2", "report", "report")
+        environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+        template = environment.from_string(_asset("report.html.jinja"))
+        data = json.dumps({"reports": self.reports}, separators=(",", ":"))
+        page: str = template.render(
+            reports=self.reports,
+            first=self.reports[0],
+            style=_asset("report.css"),
+            # "<" could end the script element, and this is how JSON writes it otherwise.
+            data=data.replace("<", "\\u003c"),
+            scripts=[_asset(name) for name in ("d3.min.js", "plot.min.js", "report.js")],
+            licenses=_asset("LICENSES.txt"),
+        )
+        return page
+
+    def __str__(self) -> str:
+        return "\n\n".join(_text(data) for data in self.reports)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.to_html(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width:100%;height:80vh;border:0"></iframe>'
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as the suffix of ``path`` says: .html, .json, .txt or .md.
+
+        Raises:
+            ConfigError: Another suffix.
+            MissingExtraError: jinja2 is not installed, which HTML needs.
+        """
+        check_path(path)
+        suffix = Path(path).suffix.lower()
+        if suffix == ".json":
+            text = self.to_json()
+        else:
+            text = self.to_html() if suffix.startswith(".htm") else f"{self}\n"
+        with replacing(path) as (temporary,):
+            temporary.write_text(text, encoding="utf-8")
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raise an error where a report could not be written, before any work is done.
+
+    Raises:
+        ConfigError: The suffix is unknown.
+        MissingExtraError: jinja2 is not installed, which HTML needs.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ConfigError(f"report {path}: got suffix {suffix!r}; expected {', '.join(_SUFFIXES)}")
+    if suffix.startswith(".htm"):
+        import_optional("jinja2", "report", "report")
+
+
+@cache
+def _asset(name: str) -> str:
+    folder = resources.files("torchq.analysis.page").joinpath("assets")
+    return folder.joinpath(name).read_text(encoding="utf-8")
+
+
+def _text(data: dict[str, Any]) -> str:
+    """Return one report for the terminal."""
+    found = data["verdict"]
+    lines = [f"{data.get('label') or data['model']}: {found['sentence']}", found["blame"]]
+    for number, advice in enumerate(found["advice"], 1):
+        lines.append(f"{number}. {advice['text']}")
+        if advice["code"]:
+            lines.append(f"   {advice['code']}")
+    rows = [("rank", "layer", "harm", "local SQNR", "SQNR", "clipped", "bits", "bytes")]
+    ranked = sorted(data["layers"], key=lambda row: row["rank"] or len(data["layers"]) + 1)
+    for row in ranked[:_SHOWN]:
+        figures = (_number(row["harm"]), _ratio(row["local_sqnr"]), _ratio(row["sqnr"]))
+        bits = f"{row['weight_bits']}/{row['input_bits']}"
+        rest = (percent_text(row["clipped"] or 0.0), bits, f"{row['bytes']:,.0f}")
+        rows.append((str(row["rank"] or ""), row["name"], *figures, *rest))
+    lines.append(table(rows))
+    if len(ranked) > _SHOWN:
+        lines.append(f"and {len(ranked) - _SHOWN} more layers")
+    lines += [
+        wrap(f"{f['severity']} {f['kind']}: {f['name'] or '(root)'}: {f['evidence']}", indent="  ")
+        for f in data["findings"]
+        if f["severity"] != "info"
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else decibel_text(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

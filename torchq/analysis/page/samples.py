@@ -1,0 +1,175 @@
+"""Histograms of what quantizers see, with the range that each calibration method would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantizing
+from torchq.calib import make_calibrator
+from torchq.errors import CalibrationError, ConfigError
+from torchq.formats import PerTensor
+from torchq.graph import state_kept
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.utils import evaluating, progress_bar
+
+__all__ = ["channel_rows", "histogram_rows"]
+
+_METHODS = ("max", "percentile", "mse", "entropy")
+_BINS = 96
+#: Values of one call that are kept.
+_KEPT = 8192
+#: Channels that a chart shows; more are put together.
+_CHANNELS = 128
+
+
+@dataclass
+class _Sample:
+    """Values of one quantizer, and their true ends."""
+
+    values: list[Tensor] = field(default_factory=list)
+    low: float = 0.0
+    high: float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        flat = x.detach().reshape(-1)
+        if not flat.numel():
+            return
+        low, high = torch.aminmax(flat)
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
+
+
+def histogram_rows(
+    model: nn.Module,
+    layers: list[QuantizedLayer],
+    batches: Iterable[Any],
+    run: Callable[[Any], Any],
+    *,
+    progress: bool,
+) -> dict[str, dict[str, Any]]:
+    """Return for each quantizer its histogram and the amax of every method, as JSON data.
+
+    Args:
+        model: left unchanged; it runs with its quantizers off.
+        layers: its quantized layers.
+        batches: what to run.
+        run: calls the model on one batch.
+        progress: show bars.
+    """
+    samples = {path: _Sample() for layer in layers for path in layer.quantizers}
+    quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
+    weights = {path for layer in layers for path in layer.weights}
+    _add_weights(layers, samples)
+    inputs = {path: q for path, q in quantizers.items() if path not in weights}
+    known = active_quantizers(model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        stack.enter_context(state_kept(model))
+        stack.enter_context(quantizing(known, []))
+        stack.enter_context(_sampled(inputs, samples))
+        for batch in progress_bar(batches, description="histograms", enabled=progress):
+            run(batch)
+    shown = progress_bar(
+        samples.items(), description="ranges", unit="quantizer", enabled=progress, delay=1.0
+    )
+    return {
+        path: _row(quantizers[path], sample, path in weights)
+        for path, sample in shown
+        if sample.values
+    }
+
+
+def _add_weights(layers: list[QuantizedLayer], samples: dict[str, _Sample]) -> None:
+    for layer in layers:
+        if isinstance(layer.module, QuantModule):
+            paths = {id(q): path for path, q in layer.weights.items()}
+            for quantizer, weight in layer.module.quantized_weights():
+                if id(quantizer) in paths:
+                    samples[paths[id(quantizer)]].add(weight)
+
+
+@contextmanager
+def _sampled(inputs: dict[str, TensorQuantizer], samples: dict[str, _Sample]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, quantizer in inputs.items():
+
+            def before(
+                module: nn.Module, args: tuple[Any, ...], sample: _Sample = samples[path]
+            ) -> None:
+                scale = getattr(module, "pre_quant_scale", None)
+                sample.add(args[0] if scale is None else args[0] * scale.to(args[0].dtype))
+
+            stack.callback(quantizer.register_forward_pre_hook(before).remove)
+        yield
+
+
+def _row(quantizer: TensorQuantizer, sample: _Sample, is_weight: bool) -> dict[str, Any]:
+    values = torch.cat(sample.values)
+    values = values[torch.isfinite(values)]
+    low, high = sample.low, sample.high
+    row: dict[str, Any] = {"low": low, "high": high, "counts": [], "methods": {}}
+    if values.numel() and low < high < float("inf") and low > -float("inf"):
+        row["counts"] = torch.histc(values, _BINS, low, high).int().tolist()
+    descriptor = quantizer.descriptor
+    if quantizer.calibrated and not descriptor.dynamic:
+        amax = quantizer.amax.detach().float()
+        row["amax"] = [float(amax.min()), float(amax.max())]
+    if not is_weight and descriptor.block_size is None and descriptor.axis is None:
+        row["methods"] = _methods(quantizer, values, max(-low, high))
+    return row
+
+
+def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict[str, float]:
+    """Return the amax that each method finds on the sample."""
+    found = {"max": largest}
+    for method in _METHODS[1:]:
+        try:
+            calibrator = make_calibrator(
+                method, format=quantizer.descriptor.format, granularity=PerTensor()
+            )
+            calibrator.collect(values)
+            found[method] = float(calibrator.compute_amax())
+        except (CalibrationError, ConfigError):
+            continue  # A method without an answer for these values has no mark.
+    return found
+
+
+def channel_rows(layers: list[QuantizedLayer]) -> dict[str, list[list[float]]]:
+    """Return for each weight quantizer the ends of every channel, before and after rounding.
+
+    A row holds the smallest and the largest weight of a channel, and the same of its rounded
+    weights. Neighbouring channels are put together where there are very many.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for layer in layers:
+        module = layer.module
+        if not isinstance(module, QuantModule):
+            continue
+        paths = {id(q): path for path, q in layer.weights.items()}
+        for quantizer, weight in module.quantized_weights():
+            if id(quantizer) in paths and weight.dim() > 1:
+                found[paths[id(quantizer)]] = _channels(quantizer, weight, module.channel_axis)
+    return found
+
+
+@torch.no_grad()
+def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[list[float]]:
+    axis = axis if axis < weight.dim() else 0
+    rounded = quantizer(weight.detach())
+    ends = []
+    for tensor in (weight.detach(), rounded):
+        rows = tensor.movedim(axis, 0).flatten(1).float()
+        ends += [rows.amin(1), rows.amax(1)]
+    table = torch.stack(ends, 1)
+    if len(table) > _CHANNELS:
+        parts = table.chunk(_CHANNELS)
+        low = torch.tensor([True, False, True, False])
+        table = torch.stack([torch.where(low, p.amin(0).cpu(), p.amax(0).cpu()) for p in parts])
+    return [[float(f"{value:.4g}") for value in row] for row in table.tolist()]
