@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
+from torchq.graph import call_model
 from torchq.lowering import lower_model
 from torchq.utils import copy_module
 
 __all__ = ["TorchEngine"]
+
+#: A model whose float call takes fewer seconds is not measured: a few calls of torch decide there.
+_WORTH_MEASURING = 0.005
+#: How often each of the two models runs, and by how much integers may be behind: less is noise.
+_ROUNDS, _MARGIN = 7, 1.03
 
 
 @register("torch")
@@ -23,10 +34,13 @@ class TorchEngine(Engine):
         quantized: see :class:`Engine`.
         reduce_range: see :func:`torchq.deploy`.
         fuse: see :func:`torchq.deploy`.
+        measured: a model that takes more than 5 ms, and that is slower on integers for the
+            example than in float, stays float; a warning and the summary say so.
     """
 
     reduce_range: bool = False
     fuse: bool = True
+    measured: bool = True
 
     def check(self) -> None:
         """See :meth:`Engine.check`; torch is always there."""
@@ -35,9 +49,45 @@ class TorchEngine(Engine):
         """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:
             return copy_module(task.float_model)
-        options = {"reduce_range": self.reduce_range, "fuse": self.fuse}
-        return lower_model(task.model, task.example, **options)
+        module = lower_model(
+            task.model, task.example, reduce_range=self.reduce_range, fuse=self.fuse
+        )
+        if task.example is None or not self.measured or not self.fuse:
+            return module
+        integers, floats = _least_milliseconds((module, task.float_model), task.example)
+        if integers <= _MARGIN * floats:
+            return module
+        note = f"stays float: {integers:.3g} ms on integers, {floats:.3g} ms in float"
+        warnings.warn(
+            f"deploy: {type(task.float_model).__name__} {note} for the example. Pass "
+            "engine='fastest' for an engine with faster kernels, or "
+            "engine=torchq.engines.TorchEngine(measured=False) for integers all the same",
+            stacklevel=4,
+        )
+        result = copy_module(task.float_model)
+        result.deploy_note = note  # type: ignore[assignment]
+        return result
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`."""
-        return self, TorchEngine(quantized=False)
+        return TorchEngine(measured=False), TorchEngine(quantized=False)
+
+
+def _least_milliseconds(models: Sequence[nn.Module], example: Any) -> tuple[float, ...]:
+    """Return the shortest time of each model for the example, all of them in turn.
+
+    The last one is run first: where it is quick, zeros are returned.
+    """
+    with torch.no_grad():
+        for _ in range(2):
+            quick = _seconds(models[-1], example) < _WORTH_MEASURING
+            if quick:
+                return (0.0,) * len(models)
+        rounds = [[_seconds(model, example) for model in models] for _ in range(_ROUNDS)]
+    return tuple(1000 * min(times) for times in zip(*rounds, strict=True))
+
+
+def _seconds(model: nn.Module, example: Any) -> float:
+    started = time.perf_counter()
+    call_model(model, example)
+    return time.perf_counter() - started
