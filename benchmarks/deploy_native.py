@@ -1,16 +1,20 @@
-"""Time ``torchq.deploy`` on whole networks, beside FP32, BF16, and INT8 of other runtimes.
+"""Time the engines of ``torchq.deploy`` on whole networks, beside FP32 and BF16 of torch.
 
-All candidates run the same calibrated network with random weights. BatchNorm is folded first for
-every candidate but the baseline, which is FP32 eager as a user would run it: the model as built,
-in eval mode, without gradients. ONNX Runtime and OpenVINO are left out where they are not
-installed. Every network is also compared with its simulation, and its memory is counted.
+All candidates run the same calibrated network with random weights, quantized for ONNX Runtime; the
+engine "torch" also runs with the placement that suits it best. BatchNorm is folded first for every
+candidate but the baseline, which is FP32 eager as a user would run it: the model as built, in eval
+mode, without gradients. Engines that are not installed are left out. "fastest" is what
+``engine="fastest"`` has taken, timed once more among the others; ``behind_best`` compares it with
+the best of them. A file that has results already is continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +25,21 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.harness import Reporter, compare, parse, parser, timing
+from torchq.engines import ENGINES, OnnxRuntime
+from torchq.engines.fastest import build_fastest
+from torchq.engines.task import Task
+from torchq.errors import ExportError, MissingExtraError
+from torchq.graph import call_model
+from torchq.lowering import simulated_copy
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder", "vit_b_16", "unet")
+#: Twenty networks of torchvision.
+ZOO = (
+    *("mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0"),
+    *("resnet18", "resnet50", "squeezenet1_1", "efficientnet_b0", "mnasnet1_0", "googlenet"),
+    *("regnet_x_400mf", "regnet_y_400mf", "resnext50_32x4d", "densenet121", "alexnet", "vgg11"),
+    *("convnext_tiny", "vit_b_16", "swin_t", "inception_v3"),
+)
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -107,7 +124,11 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     else:
         import torchvision
 
-        model = getattr(torchvision.models, name)(weights=None)
+        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        model = getattr(torchvision.models, name)(weights=None, **options)
+        if options:
+            model.aux_logits = False  # its branches are for training
+            model.transform_input = False
     model.train()
     with torch.no_grad():
         if name == "vit_b_16":
@@ -126,32 +147,32 @@ def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Modu
     return result
 
 
-def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
-    """Return a call of ONNX Runtime on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: session.run(None, feed)
-
-
-def openvino_call(path: Path, x: Tensor, threads: int) -> Callable[[], object]:
-    """Return a call of OpenVINO on the CPU, set up for latency."""
-    import openvino
-
-    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    compiled = openvino.Core().compile_model(str(path), "CPU", settings)
-    request = compiled.create_infer_request()
-    data = x.numpy()
-    return lambda: request.infer([data])
+def engine_candidates(task: Task) -> tuple[Candidates, dict[str, nn.Module]]:
+    """Return every engine that is installed, with the quantized model and with the float one."""
+    found: Candidates = {}
+    modules: dict[str, nn.Module] = {}
+    for name in ENGINES:
+        engine = ENGINES[name]()
+        try:
+            engine.check()
+        except MissingExtraError as error:
+            print(f"# {error}", flush=True)
+            continue
+        for candidate in engine.candidates():
+            try:
+                module = candidate.build(task)
+            except ExportError as error:
+                print(f"# {candidate.label}: {error}", flush=True)
+                continue
+            modules[candidate.label] = module
+            found[candidate.label] = (lambda m: lambda: call_model(m, task.example))(module)
+    return found, modules
 
 
 def torch_candidates(
     model: nn.Module, simulated: nn.Module, x: Tensor, options: argparse.Namespace
 ) -> Candidates:
-    """Return the candidates that run in torch: the float model and the deployed one."""
+    """Return the float model as users run it, and the engine "torch" with its own placement."""
     folded = copy.deepcopy(simulated)
     torchq.restore_(folded)
     half, half_x = copy.deepcopy(folded).to(torch.bfloat16), x.to(torch.bfloat16)
@@ -160,50 +181,38 @@ def torch_candidates(
             half.to(memory_format=torch.channels_last),
             half_x.contiguous(memory_format=torch.channels_last),
         )
-    layers, int8 = torchq.deploy(simulated, fuse=False), torchq.deploy(simulated)
+    # Quantized shortcuts suit oneDNN as they suit TensorRT.
+    own = quantized(model, x, "tensorrt" if x.dim() == 4 else None)
+    int8 = torchq.deploy(own)
     found: Candidates = {
         "fp32 eager": lambda: model(x),
-        "fp32 folded": lambda: folded(x),
         "bf16 folded": lambda: half(half_x),
-        "int8 layers only": lambda: layers(x),
-        "int8": lambda: int8(x),
+        "torch quantized, own placement": lambda: int8(x),
     }
-    best = int8
-    if x.dim() == 4:  # with quantized shortcuts, which suit oneDNN as they suit TensorRT
-        best = residual = torchq.deploy(quantized(model, x, "tensorrt"))
-        found["int8 residual"] = lambda: residual(x)
     if options.compiled:
         found["fp32 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(folded))
-        found["int8 compiled"] = (lambda compiled: lambda: compiled(x))(torch.compile(best))
     return found
 
 
-def peer_candidates(
-    model: nn.Module, x: Tensor, options: argparse.Namespace, folder: Path
-) -> Candidates:
-    """Return the candidates of other runtimes, with the quantizers where each wants them."""
-    found: Candidates = {}
-    for peer, call in (("onnxruntime", onnxruntime_call), ("openvino", openvino_call)):
-        with suppress(ImportError):
-            path = folder / f"{peer}.onnx"
-            torchq.export_onnx(quantized(model, x, peer), (x,), path, target=peer)
-            found[f"int8 {peer}"] = call(path, x, options.threads)
-    return found
+def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Candidates:
+    """Return the float file as the quantizer of ONNX Runtime quantizes it."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
+    class Once(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = [{"x": x[:4].numpy()}]
 
-def agreement(simulated: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return the agreement of the deployed model with its simulation in dB.
+        def get_next(self) -> dict[str, Any] | None:
+            return self.left.pop() if self.left else None
 
-    Both are compared with the simulation in float64 too: a deep network with random weights
-    amplifies every tie that is rounded the other way, whoever does it.
-    """
-    exact = copy.deepcopy(simulated).double()(x.double())
-    plain, int8 = simulated(x), torchq.deploy(simulated)(x)
-    return {
-        "agreement_db": db(int8, plain),
-        "int8_to_float64_db": db(int8, exact),
-        "simulation_to_float64_db": db(plain, exact),
-    }
+    with tempfile.TemporaryDirectory() as folder, suppress(Exception):
+        source, made = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
+        source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
+        kinds = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+        quantize_static(source, made, Once(), per_channel=True, **kinds)
+        run = OnnxRuntime().open(made.read_bytes(), options.threads)
+        return {"onnxruntime.quantization": lambda: run({"x": x})}
+    return {}
 
 
 def db(got: Tensor, expected: Tensor) -> float:
@@ -214,51 +223,67 @@ def db(got: Tensor, expected: Tensor) -> float:
     )
 
 
-def memory(simulated: nn.Module) -> dict[str, int]:
-    """Return the bytes of the float parameters and of the tensors of the deployed model.
+def finished(path: Path | None) -> set[tuple[str, int, int]]:
+    """Return the cases that a file of results has: model, batch and threads."""
+    if path is None or not path.exists():
+        return set()
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(r["model"], r["batch"], r["threads"]) for r in rows if "fastest" in r}
 
-    Kernels keep a copy of the integer weights in their own layout, which does not count here.
-    """
-    int8 = torchq.deploy(simulated)
-    tensors = {
-        t.data_ptr(): t.numel() * t.element_size() for t in (*int8.parameters(), *int8.buffers())
-    }
-    return {
-        "float_bytes": sum(t.numel() * t.element_size() for t in simulated.parameters()),
-        "int8_bytes": sum(tensors.values()),
-    }
+
+def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter) -> None:
+    """Time all candidates on one network, and report which one ``engine="fastest"`` takes."""
+    model, x = build(name, batch)
+    case = {"model": name, "batch": batch, "threads": options.threads}
+    target = "onnxruntime" if x.dim() == 4 else None
+    task = Task(simulated_copy(quantized(model, x, target)), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engines, modules = engine_candidates(task)
+        chosen, own = build_fastest(task)
+        found = torch_candidates(model, quantized(model, x), x, options) | engines
+        found["fastest"] = lambda: chosen(x)
+        if options.makers:
+            found |= maker_candidates(task, x, options)
+        rows = compare(found, baseline="fp32 eager", **timing(options))
+    for row in rows:
+        report.timing(row, **case, speedup=1 / row.ratio)
+    best = {row.candidate: row.least_s for row in rows}
+    rivals = {name: s for name, s in best.items() if name in modules or name.startswith("onnxr")}
+    expected = task.model(x)
+    report.value(
+        **case,
+        fastest=own.chosen,
+        behind_best=best["fastest"] / min(rivals.values()) - 1,
+        agreement_db={
+            label: round(min(db(module(x), expected), 200.0), 1)
+            for label, module in modules.items()
+        },
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all candidates and report their times."""
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    arguments.add_argument(
+        "--models", nargs="+", default=MODELS, help="names, or 'zoo' for 20 nets of torchvision"
+    )
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
     arguments.add_argument(
-        "--compiled",
-        action="store_true",
-        help="torch.compile as well (needs a C++ compiler, takes minutes)",
+        "--compiled", action="store_true", help="torch.compile as well (needs a C++ compiler)"
     )
     arguments.add_argument(
-        "--peers", action="store_true", help="ONNX Runtime and OpenVINO as well, where installed"
+        "--makers", action="store_true", help="the quantizer of ONNX Runtime as well"
     )
     options = parse(arguments, argv)
-    with (
-        Reporter("deploy_native", options.out, packages=("onnxruntime", "openvino")) as report,
-        torch.no_grad(),
-    ):
-        for name in options.models:
+    names = [n for name in options.models for n in (ZOO if name == "zoo" else (name,))]
+    done = finished(options.out)
+    packages = ("onnxruntime", "openvino")
+    with Reporter("deploy_native", options.out, packages) as report, torch.no_grad():
+        for name in names:
             for batch in options.batch:
-                model, x = build(name, batch)
-                simulated = quantized(model, x)
-                case = {"model": name, "batch": batch, "threads": options.threads}
-                report.value(**case, **agreement(simulated, x[:4]), **memory(simulated))
-                with tempfile.TemporaryDirectory() as folder:
-                    found = torch_candidates(model, simulated, x, options)
-                    if options.peers:
-                        found |= peer_candidates(model, x, options, Path(folder))
-                    for row in compare(found, baseline="fp32 eager", **timing(options)):
-                        report.timing(row, **case, speedup=1 / row.ratio)
+                if (name, batch, options.threads) not in done:
+                    measure(name, batch, options, report)
 
 
 if __name__ == "__main__":

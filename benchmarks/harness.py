@@ -44,6 +44,7 @@ class Timing:
     Attributes:
         candidate: its name.
         median_s: seconds per call, median over rounds.
+        least_s: the least over rounds: what it takes where nothing interrupts.
         spread: interquartile range of the seconds divided by their median: 0.02 is quiet, 0.3 is
             a machine in use.
         ratio: this candidate's time divided by the baseline's, median over the ratios inside each
@@ -62,6 +63,7 @@ class Timing:
     baseline: str
     rounds: int
     calls: int
+    least_s: float = 0.0
 
 
 def compare(
@@ -133,7 +135,16 @@ def _summarize(
         [a / b for a, b in zip(own, seconds[baseline], strict=True)]
     )
     return Timing(
-        name, middle, (high - low) / middle, ratio, ratio_low, ratio_high, baseline, len(own), calls
+        name,
+        middle,
+        (high - low) / middle,
+        ratio,
+        ratio_low,
+        ratio_high,
+        baseline,
+        len(own),
+        calls,
+        min(own),
     )
 
 
@@ -237,6 +248,7 @@ class Reporter:
         """Report one timing; ``case`` says what was timed (sizes, dtype, ...)."""
         figures: dict[str, object] = {
             "median_s": row.median_s,
+            "least_s": row.least_s,
             "spread": row.spread,
             "ratio": row.ratio,
             "ratio_low": row.ratio_low,
