@@ -39,7 +39,7 @@ exclude_patterns = ["_build"]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -52,6 +52,9 @@ copybutton_only_copy_prompt_lines = False
 # torch's own docstrings use references of torch's own documentation.
 autodoc_inherit_docstrings = False
 autosummary_generate = False
+
+# A type such as bytes is also the name of attributes, between which Sphinx cannot choose.
+suppress_warnings = ["ref.python"]
 
 
 def of_torch(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
