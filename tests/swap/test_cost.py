@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.swap.cost import MOST, costs_of_placements
+from torchq.swap.cost import costs_of_placements
 from torchq.workflow import quantizers
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -142,10 +142,9 @@ def test_what_costs_little_alone_and_much_together_is_left_out_in_part() -> None
     torchq.calibrate(model, [X], progress=False)
     placements = {name: [q] for name, q in quantizers(model).items() if "taps" in name}
     for (quantizer,) in placements.values():
-        quantizer.set_amax(2.5 * quantizer.amax)
+        quantizer.set_amax(8 * quantizer.amax)
     costs = costs_of_placements(model, placements, X)
     assert 0 < len(costs.costly) < len(placements)
-    assert all(0 < cost < MOST for cost in costs.costly.values())
 
 
 class Sizes(nn.Module):

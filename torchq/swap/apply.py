@@ -60,10 +60,11 @@ def quantize_(
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
             become one, so that its readers agree on its range whatever training does. What a
-            target adds is measured too. Where it costs more than 3 dB at the output, and leaves
-            less than 35 dB, the most harmful additions, concatenations and the like stay float
-            until the rest costs no more, unless a rule names them. Layers that the target runs faster
-            in float stay float, unless a rule is the path of the layer.
+            target adds is measured too: an addition, concatenation or the like that costs more
+            than 3 dB at the output, and leaves less than 30 dB, stays float, as do the most harmful
+            ones of all while they cost more than 3 dB together, and leave less than 25 dB. What a
+            rule names is quantized whatever it costs. Layers that the target runs faster in float
+            stay float, unless a rule is the path of the layer.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.

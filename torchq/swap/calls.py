@@ -73,6 +73,7 @@ def decide_calls(
             # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
             result = [d for d in result if d.module is not module or not d.is_without_twin]
         new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
+        new = _with_unknown(names, module, calls, new)
         place = next((i for i, d in enumerate(result) if d.module is module), None)
         if place is None:
             result += new
@@ -81,6 +82,22 @@ def decide_calls(
         else:
             result[place + 1 : place + 1] = new
     return result if found is None else _without_unused(result, found)
+
+
+def _with_unknown(
+    names: tuple[str, ...], module: nn.Module, calls: FoundCalls, decisions: list[Decision]
+) -> list[Decision]:
+    """Return the decisions with the products that no quantizer reaches named."""
+    if not calls.unknown:
+        return decisions
+    functions = ", ".join(sorted(calls.unknown))
+    text = f"its forward multiplies by a weight in {functions}, which stays float"
+    if not any(d.module is module for d in decisions):
+        return [Decision(names, module, type(module), reason=text), *decisions]
+    return [
+        replace(d, note=d.note or text) if d.module is module and not d.reason else d
+        for d in decisions
+    ]
 
 
 def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) -> list[Decision]:

@@ -16,15 +16,16 @@ from torchq.nn import TensorQuantizer
 from torchq.utils import evaluating
 from torchq.utils.progress import progress_bar
 
-__all__ = ["HARMLESS", "MOST", "Costs", "costs_of_placements"]
+__all__ = ["HARMLESS", "HARMLESS_ALONE", "MOST", "Costs", "costs_of_placements"]
 
-#: The largest loss of signal-to-noise ratio at the output, in dB, that the quantizers may cause
-#: together which a target adds.
+#: The largest loss of signal-to-noise ratio at the output, in dB, that a quantizer which a target
+#: adds may cause, and that all of them may cause together.
 MOST = 3.0
-#: The ratio in dB from which on they are harmless, whatever they cost: about what 8 bits make of
-#: the two operands of an addition, each of normally distributed values up to 4.5 standard
-#: deviations, which alone have 40 dB. Only in shallow models do the layers themselves add less.
-HARMLESS = 35.0
+#: The ratios in dB from which on the loss does not count: of one placement beside the layers, and
+#: of all. In shallow models, whose layers add next to no noise, 8 bits for the two operands of one
+#: addition cost tens of dB and leave 30 to 40.
+HARMLESS_ALONE = 30.0
+HARMLESS = 25.0
 #: The noise over signal, 100 dB, below which a model counts as exact: float32 alone gives more.
 SILENT = 1e-10
 
@@ -48,12 +49,12 @@ def costs_of_placements(
     """Return the placements that should be left out, and those that see no tensor.
 
     The model runs with its other quantizers alone, and with those of all placements. Where these
-    cost more than :data:`MOST` and leave less than :data:`HARMLESS`, the model runs with each
+    cost more than :data:`MOST` and leave less than :data:`HARMLESS_ALONE`, the model runs with each
     placement alone and all other quantizers off. Errors of different quantizers are independent,
-    so their powers add; the placements with the largest are left out, until a run shows that the
-    rest costs no more than it may. That is four runs for a model without costly placements, and
-    about n more for n placements otherwise. Quantizers that are not calibrated have the range of
-    the example for the time.
+    so their powers add: a placement that costs too much beside the layers is left out, and then
+    those with the largest errors, until a run shows that the rest costs no more than it may. That
+    is four runs for a model without costly placements, and about n more for n placements otherwise.
+    Quantizers that are not calibrated have the range of the example for the time.
 
     Args:
         model: quantized; left unchanged.
@@ -130,21 +131,23 @@ class _Measurement:
         added = {id(q) for quantizers in self.placements.values() for q in quantizers}
         others = usual - added
         baseline = self._noise(others)
-        limit = max(baseline * 10 ** (MOST / 10), 10 ** (-HARMLESS / 10))
+        least = baseline * 10 ** (MOST / 10)
+        alone, together = (max(least, 10 ** (-h / 10)) for h in (HARMLESS_ALONE, HARMLESS))
         kept = list(self.placements)
         everything = self._noise(others | self._quantizers(kept))
-        if not self.expected or math.isnan(baseline) or everything <= limit:
+        if not self.expected or math.isnan(baseline) or everything <= alone:
             return {}
         bar = progress_bar(list(kept), description="measure placements", unit="operator", delay=1.0)
         noise = {name: self._noise(self._quantizers([name])) for name in bar}
         noise = {name: math.inf if math.isnan(value) else value for name, value in noise.items()}
         left_out = {}
         for name in sorted(noise, key=lambda name: noise[name], reverse=True):
+            expected = baseline + sum(noise[other] for other in kept)
+            fits = baseline + noise[name] <= alone and expected <= together
+            if fits and self._noise(others | self._quantizers(kept)) <= together:
+                break
             kept.remove(name)
             left_out[name] = _decibels((baseline + noise[name]) / max(baseline, SILENT))
-            expected = baseline + sum(noise[other] for other in kept)
-            if expected <= limit and self._noise(others | self._quantizers(kept)) <= limit:
-                break
         return left_out
 
     def _quantizers(self, names: Sequence[str]) -> set[int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.graph import call_model, tensors_in
-from torchq.nn.calls.functions import FUNCTIONS, CallSite, Function, operand
+from torchq.nn.calls.functions import OTHER_PRODUCTS, CallSite, Function, function_of, operand
 from torchq.utils import evaluating, twin_of
 
 __all__ = ["FoundCalls", "find_calls", "find_calls_alone", "weights_read"]
@@ -44,6 +44,7 @@ class FoundCalls:
             parameter as weight. A module that several layers share has a forward for each.
         sources: Ids of the parameters that computed weights of calls depend on.
         below: The kinds that descendants of the module called.
+        unknown: Names of other functions that multiplied by a weight.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
 
@@ -52,6 +53,7 @@ class FoundCalls:
     forwards: list[Counter[str]] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
     obstacle: str = ""
 
     def finished(self) -> FoundCalls:
@@ -138,15 +140,17 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        owner, function = self._stack[-1], FUNCTIONS.get(func)
+        owner, function = self._stack[-1], function_of(func, args)
         found = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
             found.obstacle = WHOLE_ATTENTION
+        site, ndim = (None, 0) if function is None else self._site(owner, function, args, kwargs)
+        if site is None and func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
+            found.unknown.add(OTHER_PRODUCTS[func])
         if function is None:
             return
         for module in self._stack[:-1]:
             self.found[id(module)].below.add(function.kind)
-        site, ndim = self._site(owner, function, args, kwargs)
         if site is None or not site.weight:
             number = self._counts[-1][function.kind]
             self._counts[-1][function.kind] += 1
@@ -154,6 +158,12 @@ class _Recorder(TorchFunctionMode):
         if site is not None and site not in found.sites:
             found.sites.append(site)
             found.ndims.append(ndim)
+
+    def _is_with_weight(self, arguments: Any) -> bool:
+        """Return True if both data and a weight of several dimensions are among arguments."""
+        tensors = list(tensors_in(arguments))
+        weights = [t for t in tensors if t.dim() > 1 and self._origins(id(t))]
+        return bool(weights) and any(id(t) in self._data for t in tensors)
 
     def _site(
         self, owner: nn.Module, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]

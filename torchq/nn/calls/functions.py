@@ -17,9 +17,11 @@ from torchq.nn.modules.operators import ScaledDotProductAttention
 
 __all__ = [
     "FUNCTIONS",
+    "OTHER_PRODUCTS",
     "CallSite",
     "Function",
     "equivalent_class",
+    "function_of",
     "operand",
     "site_descriptors",
     "with_operands",
@@ -49,6 +51,8 @@ _MATMUL = Function("matmul", nn.Linear, right=(1, "other"), symmetric=True)
 _MM = Function("matmul", nn.Linear, right=(1, "mat2"), symmetric=True)
 _ADDMM = Function("addmm", nn.Linear, left=(1, "mat1"), right=(2, "mat2"), symmetric=True)
 _BADDBMM = Function("addmm", nn.Linear, left=(1, "batch1"), right=(2, "batch2"), symmetric=True)
+_EINSUM = Function("einsum", nn.Linear, (1, "operands"), (2, "operands"), symmetric=True)
+_TENSORDOT = Function("tensordot", nn.Linear, (0, "a"), (1, "b"), symmetric=True)
 _ATTENTION = Function("attention", ScaledDotProductAttention)
 
 #: Function object -> what it computes. torch.Tensor's methods are functions of their own.
@@ -72,7 +76,24 @@ FUNCTIONS: dict[Callable[..., Any], Function] = {
     Tensor.addmm: _ADDMM,
     torch.baddbmm: _BADDBMM,
     Tensor.baddbmm: _BADDBMM,
+    torch.einsum: _EINSUM,
+    torch.tensordot: _TENSORDOT,
     F.scaled_dot_product_attention: _ATTENTION,
+}
+#: Functions that multiply by weights too, here or in other forms of their arguments.
+OTHER_PRODUCTS: dict[Callable[..., Any], str] = {
+    torch.einsum: "einsum",
+    torch.bilinear: "bilinear",
+    F.bilinear: "bilinear",
+    torch.mv: "mv",
+    Tensor.mv: "mv",
+    torch.addmv: "addmv",
+    Tensor.addmv: "addmv",
+    torch.addbmm: "addbmm",
+    Tensor.addbmm: "addbmm",
+    torch.inner: "inner",
+    Tensor.inner: "inner",
+    torch.linalg.multi_dot: "multi_dot",
 }
 _BY_KIND = {function.kind: function for function in FUNCTIONS.values()}
 
@@ -119,6 +140,12 @@ class CallSite:
         return cls(**data)
 
 
+def function_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Function | None:
+    """Return what a call computes; None for other functions, and for einsum of other than two."""
+    function = FUNCTIONS.get(func)
+    return None if function is _EINSUM and len(args) != 3 else function
+
+
 def equivalent_class(kind: str) -> type[nn.Module]:
     """Return the float class whose rules apply to calls of ``kind``."""
     return _BY_KIND[kind].layer
@@ -150,6 +177,7 @@ def site_descriptors(
 
     ``x @ w`` and ``addmm`` have their output channels on the last axis of the weight (in, out),
     where a linear layer (out, in) has them on axis 0; blocks follow the axis that is summed over.
+    In einsum and tensordot any axis may be summed over, so the weight has one scale.
 
     Args:
         site: The call.
@@ -157,6 +185,10 @@ def site_descriptors(
         input: The rule's descriptor for inputs, or None.
         weight: The rule's descriptor for weights, or None.
     """
+    if site.kind in ("einsum", "tensordot"):
+        if weight is not None and weight.block_size is None and weight.axis is not None:
+            weight = weight.replace(axis=None, name=None)
+        return input, weight
     if site.kind not in ("matmul", "addmm"):
         return input, weight
     if site.weight_is_left:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.nn.calls.functions import FUNCTIONS, CallSite, Function, operand, with_operands
+from torchq.nn.calls.functions import CallSite, Function, function_of, operand, with_operands
 from torchq.nn.convert import QuantModule, change_class, register
 from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -109,7 +109,7 @@ class _Router(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        function = FUNCTIONS.get(func)
+        function = function_of(func, args)
         if function is None:
             return func(*args, **kwargs)
         site = self._site(function, args, kwargs)
