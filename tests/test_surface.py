@@ -19,7 +19,7 @@ PROMISED: dict[str, str] = {
         functional fuse_ fusion inspect_onnx
         is_quantized layer_errors load load_model nn onnx patch plan ptq qat quantize_
         compare doctor mixed_precision report
-        recipes register restore_ save sensitivity summary targets verify_onnx workflow
+        recipes register restore_ save sensitivity summary targets tune verify_onnx workflow
     """,
     "torchq.analysis": """
         FrontPoint LayerChoice MixedPrecision Report compare mixed_precision report

@@ -39,6 +39,7 @@ from torchq.frontends import from_caffe, from_mxnet, from_onnx
 from torchq.fusion import FuseReport, fuse_
 from torchq.nn import TensorQuantizer, register
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
+from torchq.ptq import tune
 from torchq.swap import SwapReport, patch, plan, quantize_, restore_, targets
 from torchq.version import __version__
 from torchq.workflow import (
@@ -103,6 +104,7 @@ __all__ = [
     "sensitivity",
     "summary",
     "targets",
+    "tune",
     "verify_onnx",
     "workflow",
 ]

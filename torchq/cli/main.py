@@ -13,6 +13,7 @@ from torchq.calib import methods
 from torchq.cli.convert import add_convert, run_convert
 from torchq.cli.demo import run_demo
 from torchq.cli.quantize import run_quantize
+from torchq.cli.tune import add_tune_arguments, run_tune
 from torchq.errors import TorchqError
 
 __all__ = ["main", "build_parser"]
@@ -46,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         )
     )
     add_convert(commands)
+    add_tune_arguments(
+        commands.add_parser("tune", help="find settings with which your own model keeps a metric")
+    )
     quantize = commands.add_parser("quantize", help="quantize, calibrate and export your own model")
     _add_source(quantize.add_argument_group("what to quantize"))
     _add_data(quantize.add_argument_group("calibration data"))
@@ -183,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_demo(args.out, seed=args.seed, epochs=args.epochs)
         elif args.command == "convert":
             run_convert(args)
+        elif args.command == "tune":
+            run_tune(args)
         else:
             args.model = args.model or args.file
             run_quantize(args)

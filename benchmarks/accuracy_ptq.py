@@ -1,0 +1,133 @@
+"""Accuracy of trained networks with few bits after each algorithm of torchq.ptq.
+
+Nothing sees a label before the accuracy is measured, and nothing sees a test image before. A seed
+chooses which training images an algorithm sees. Read each row against the FP32 row of its network.
+With ``--out`` a run goes on after the rows that the file has already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchq
+from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
+from benchmarks.harness import Reporter, parse, parser
+from benchmarks.repvgg import repvgg_cifar
+
+__all__ = ["main"]
+
+_NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
+    "resnet20": resnet20,
+    "repvgg": repvgg_cifar,
+}
+_WIDTHS = ((4, 8), (4, 4), (3, 4), (2, 4))
+_BATCH = 64
+# Images that activation ranges are calibrated on.
+_CALIBRATION = 512
+
+
+def _nothing(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    """Leave the calibrated model as it is."""
+
+
+def _correct_bias(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    torchq.ptq.correct_bias_(model, batches[:8], progress=False)
+
+
+def _gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    torchq.ptq.gptq_(model, batches, progress=False)
+
+
+def _published_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    torchq.ptq.gptq_(model, batches, target="weight", refine=False, progress=False)
+
+
+def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
+
+
+# Name -> the algorithm, and the number of its images.
+_ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None], int]] = {
+    "nearest": (_nothing, 512),
+    "bias correction": (_correct_bias, 512),
+    "GPTQ as published": (_published_gptq, 512),
+    "gptq_": (_gptq, 512),
+    "gptq_, 1,024 images": (_gptq, 1024),
+    "adaround_": (_adaround, 1024),
+}
+
+
+def _options() -> argparse.ArgumentParser:
+    options = parser(__doc__)
+    options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
+    options.add_argument("--images", type=int, default=10_000, help="test images")
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options.add_argument("--networks", nargs="+", default=list(_NETWORKS), choices=_NETWORKS)
+    options.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), choices=_ALGORITHMS)
+    options.add_argument("--widths", nargs="+", default=[f"W{w}A{a}" for w, a in _WIDTHS])
+    return options
+
+
+def _rows_of(path: Path | None) -> set[tuple[Any, ...]]:
+    """Return the rows that a file of results has already."""
+    if path is None or not path.exists():
+        return set()
+    rows: Iterable[dict[str, Any]] = map(json.loads, path.read_text("utf-8").splitlines())
+    return {_key(row) for row in rows if row["kind"] == "result"}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["network"], row["widths"], row["algorithm"], row["seed"], row["images"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one line for each network, width, algorithm and seed."""
+    options = parse(_options(), argv)
+    if options.quick:
+        options.images, options.seeds = 50, options.seeds[:1]
+    done = _rows_of(options.out)
+    test = read_split(options.data, "test", options.images)
+    pool = read_split(options.data, "train", 128 if options.quick else 4096)
+    with Reporter("accuracy_ptq", options.out) as report:
+        for network in options.networks:
+            model = _NETWORKS[network](options.data)
+            torchq.fuse_(model, test.images[:4])
+            row = {"network": network, "widths": "FP32", "algorithm": None, "seed": None}
+            if _key(row := {**row, "images": options.images}) not in done:
+                report.value(**row, accuracy=round(accuracy(logits(model, test), test), 4))
+            for seed in options.seeds:
+                for widths in options.widths:
+                    for name in options.algorithms:
+                        row = {"network": network, "widths": widths, "algorithm": name}
+                        row |= {"seed": seed, "images": options.images}
+                        if _key(row) not in done:
+                            report.value(**row, **_measure(model, row, test, pool))
+
+
+def _measure(model: nn.Module, row: dict[str, Any], test: Images, pool: Images) -> dict[str, Any]:
+    """Return the accuracy and the seconds of process time of one algorithm."""
+    algorithm, count = _ALGORITHMS[row["algorithm"]]
+    order = torch.randperm(len(pool.images), generator=torch.Generator().manual_seed(row["seed"]))
+    batches = list(pool.images[order].split(_BATCH))
+    weight, input = (int(part) for part in row["widths"][1:].split("A"))
+    quantized = copy.deepcopy(model)
+    torchq.quantize_(quantized, torchq.recipes.integer(weight, input, first_last=8))
+    torchq.calibrate(quantized, batches[: _CALIBRATION // _BATCH], progress=False)
+    start = time.process_time()
+    algorithm(quantized, batches[: count // _BATCH], row["seed"])
+    seconds = round(time.process_time() - start, 1)
+    found = round(accuracy(logits(quantized, test), test), 4)
+    return {"training_images": count, "accuracy": found, "process_seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The search for settings that keep a metric."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.cli import main
+from torchq.errors import CalibrationError, ConfigError
+from torchq.ptq import TunedConfig, tune
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    ).eval()
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.rand(64, 6, generator=generator) for _ in range(2)]
+
+
+class Metric:
+    """The negative relative error of the outputs; counts its calls."""
+
+    def __init__(self) -> None:
+        self.x = torch.rand(128, 6, generator=torch.Generator().manual_seed(2))
+        self.calls = 0
+        with torch.no_grad():
+            self.expected = net()(self.x)
+
+    def __call__(self, model: nn.Module) -> float:
+        assert not model.training
+        self.calls += 1
+        with torch.no_grad():
+            return -((model(self.x) - self.expected).norm() / self.expected.norm()).item()
+
+
+def search(metric: Any, max_drop: float, recipe: Any = None, **arguments: Any) -> Any:
+    return tune(
+        net(), batches(), metric, max_drop=max_drop, recipe=recipe, progress=False, **arguments
+    )
+
+
+def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
+    metric, model = Metric(), net()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    result = tune(model, batches(), metric, max_drop=0.1, progress=False)
+    assert result.kept and [t.change for t in result.table] == ["recipe int8"]
+    assert metric.calls == 2 and result.float_metric == 0
+    assert not torchq.is_quantized(model) and torchq.is_quantized(result.model)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert "recipe int8" in str(result) and "keeps the metric" in str(result)
+
+
+def test_trials_build_on_the_best_before_them() -> None:
+    metric = Metric()
+    result = search(metric, 0.09, torchq.recipes.integer(3, 8))
+    changes = [trial.change for trial in result.table]
+    assert result.kept and changes[:3] == [
+        "recipe w3a8",
+        "calibration mse",
+        "calibration percentile",
+    ]
+    assert "first and last layer 8 bits" in changes
+    assert result.metric == max(trial.metric for trial in result.table)
+    assert result.metric == result.table[-1].metric > result.table[0].metric
+    again = net()
+    TunedConfig.from_json(result.config.to_json()).apply_(again, batches())
+    with torch.no_grad():
+        assert torch.equal(again(metric.x), result.model(metric.x))
+
+
+def test_mixed_precision_is_the_last_resort() -> None:
+    pytest.importorskip("scipy")
+    with pytest.warns(UserWarning, match="tune: the best of 14 trials has the metric"):
+        result = search(Metric(), 0.0, torchq.recipes.integer(2, 8))
+    changes = [trial.change for trial in result.table]
+    assert changes[-1] == "mixed precision, 6.5 bits" and not any(t.error for t in result.table)
+    assert {"gptq", "adaround", "bias correction", "equalization"} <= set(changes)
+
+
+def test_without_success_the_best_is_returned_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"tune: the best of 1 trials has the metric -0\.\d+; exp"):
+        result = search(Metric(), 0.0, time_limit=0.0)
+    assert not result.kept and len(result.table) == 1
+    assert "does NOT keep the metric" in str(result)
+
+
+def test_a_checkpoint_saves_the_trials(tmp_path: Path) -> None:
+    path, metric = tmp_path / "trials.json", Metric()
+    first = search(metric, 0.12, torchq.recipes.integer(3, 8), checkpoint=path)
+    calls = metric.calls
+    again = search(metric, 0.12, torchq.recipes.integer(3, 8), checkpoint=path)
+    assert metric.calls == calls + 1  # the float model
+    assert again.table == first.table and again.config == first.config
+    path.write_text(json.dumps({"other": 1}))
+    with pytest.raises(ConfigError, match=r"tune: checkpoint .*: got other data"):
+        search(metric, 0.12, checkpoint=path)
+
+
+def test_trials_that_fail_are_rows_of_the_table() -> None:
+    metric = Metric()
+    calls = 0
+
+    def fails(model: nn.Module) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ConfigError("metric: got nothing; expected something")
+        return metric(model)
+
+    result = search(fails, 0.1)
+    assert [trial.error for trial in result.table] == [
+        "metric: got nothing; expected something",
+        "",
+    ]
+    bad = [torch.full((4, 6), torch.nan)]
+    with pytest.raises(CalibrationError, match="tune: no trial could be made"):
+        tune(net(), bad, metric, max_drop=0.1, progress=False)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(CalibrationError, match="tune: got no batch; expected at least one"):
+        tune(net(), [], Metric(), max_drop=0.1)
+    with pytest.raises(ConfigError, match="tune: got max_drop=-1; expected a number >= 0"):
+        search(Metric(), -1)
+    with pytest.raises(ConfigError, match="tune: the metric of the float model is nan"):
+        search(lambda model: float("nan"), 0.1)
+    with pytest.raises(ConfigError, match="TunedConfig: got algorithm='magic'; expected None or"):
+        TunedConfig(torchq.recipes.int8(), algorithm="magic")
+    with pytest.raises(ConfigError, match="TunedConfig: got method='magic'; expected None or"):
+        TunedConfig(torchq.recipes.int8(), method="magic")
+
+
+def test_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "from tests.ptq.test_tune import Metric, batches, net\nmetric = Metric()\nnumber = 3\n"
+    (tmp_path / "tuned_net.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tuned_net", raising=False)
+    arguments = ["tune", "--model", "tuned_net:net", "--data", "tuned_net:batches"]
+    files = {"--save": tmp_path / "model.pt", "--save-config": tmp_path / "config.json"}
+    named = [part for name, path in files.items() for part in (name, str(path))]
+    assert main([*arguments, "--metric", "tuned_net:metric", "--max-drop", "0.1", *named]) == 0
+    assert "recipe int8" in capsys.readouterr().out
+    assert torchq.is_quantized(torchq.load(net(), files["--save"]))
+    assert TunedConfig.from_json(files["--save-config"].read_text()).config.name == "int8"
+    assert main([*arguments, "--metric", "tuned_net:number", "--max-drop", "0.1"]) == 2
+    assert "got a int; expected a function" in capsys.readouterr().err
