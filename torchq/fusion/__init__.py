@@ -3,6 +3,7 @@
 See docs/fuse.md.
 """
 
+from torchq.fusion import graph_passes
 from torchq.fusion.api import fuse_
 from torchq.fusion.batchnorm.fold import ConstantPad
 from torchq.fusion.channel_ranges import LayerRange, RangeReport, diagnose_ranges
@@ -32,6 +33,7 @@ __all__ = [
     "find_blocks",
     "fuse_",
     "fusion_record",
+    "graph_passes",
     "norm_affine",
     "register_block",
 ]

@@ -4,6 +4,7 @@ The package knows nothing of quantization.
 """
 
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
+from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
 from torchq.graph.flow import Call, Flow, flow_of_graph
 from torchq.graph.kinds import ALL_KINDS, operator_kind
 from torchq.graph.model_trace import Trace, trace
@@ -38,6 +39,10 @@ __all__ = [
     "Flow",
     "Forward",
     "ForwardTracer",
+    "PASSES",
+    "Graph",
+    "GraphPass",
+    "graph_pass",
     "GraphRunner",
     "MAX_POOLING",
     "METADATA",

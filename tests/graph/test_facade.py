@@ -1,0 +1,160 @@
+"""``Graph``: passes by name, their conditions, and the forms of text."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import torchq
+from torchq.errors import ConfigError, GraphError
+from torchq.graph import PASSES, Graph, GraphPass, describe_pass
+
+
+class Net(nn.Module):
+    """A BatchNorm, a dropout, an identity, and an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.drop, self.same, self.head = nn.Dropout(), nn.Identity(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.same(self.drop(self.norm(self.conv(x)).relu()))
+        return self.head(y.mean((2, 3))) + 1
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    found = Net().eval()
+    nn.init.uniform_(found.norm.running_mean)
+    nn.init.uniform_(found.norm.running_var, 0.5, 2)
+    return found
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", sorted(PASSES))
+def test_each_pass_is_pure_and_keeps_the_result(name: str, model: Net) -> None:
+    graph = Graph(model, X)
+    before, state = graph.ir(), copy.deepcopy(model.state_dict())
+    result = graph.apply(name)
+    torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-6)
+    assert graph.ir() == before and model.drop.p == 0.5
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key])
+    info = describe_pass(PASSES[name].function)
+    assert info.summary and info.before and info.after
+
+
+def kinds(graph: Graph) -> set[str]:
+    return {type(module).__name__ for module in graph.module.modules()}
+
+
+def test_what_each_pass_leaves(model: Net) -> None:
+    graph = Graph(model, X)
+    assert "Identity" not in kinds(graph.apply("remove_identity"))
+    simple = graph.apply("simplify_inference")
+    assert not {"Dropout", "BatchNorm2d"} & kinds(simple) and "mul(" in simple.ir()
+    assert torchq.fusion.graph_passes.fold_bn is PASSES["fold_bn"].function
+    assert "BatchNorm2d" not in kinds(graph.apply(["fold_bn", "remove_identity"]))
+    assert "BatchNorm2d" in kinds(graph)
+
+
+def test_dead_nodes_and_their_modules_disappear(model: Net) -> None:
+    graph = Graph(model, X)
+    with graph.module.graph.inserting_before(graph.module.graph.output_node()):
+        graph.module.graph.call_module("same", (next(iter(graph.module.graph.nodes)),))
+    nodes = len(graph.module.graph.nodes)
+    assert len(graph.apply("dce").module.graph.nodes) == nodes - 1
+
+
+def test_branches_are_merged() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(x) + self.narrow(x) + x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x).relu()
+
+    x = torch.randn(1, 4, 6, 6)
+    model = Outer().eval()
+    merged = Graph(model, x).apply("merge_branches")
+    torch.testing.assert_close(merged.module(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_and_types_are_attributes(model: Net) -> None:
+    graph = Graph(model, X).apply(["infer_shape", "infer_dtype"])
+    assert graph.attributes["shape"]["conv"] == (2, 4, 8, 8)
+    assert graph.attributes["dtype"]["conv"] is torch.float32
+    assert "= conv(%x), shape=(2, 4, 8, 8)" in graph.ir("shape")
+    # A rewritten graph has other nodes.
+    assert set(graph.apply("dce").attributes) == {"example"}
+
+
+def test_conditions_are_checked(model: Net) -> None:
+    module = Graph(model, X).module
+    with pytest.raises(GraphError, match=r"lacks 'example'. Pass it: Graph\(model, example"):
+        Graph(module).apply("infer_shape")
+    PASSES.add("needs", GraphPass("needs", lambda graph: graph, requires=("shape",)))
+    PASSES.add("breaks", GraphPass("breaks", lambda graph: graph, provides=("memory",)))
+    try:
+        with pytest.raises(GraphError, match="Apply 'infer_shape' first"):
+            Graph(module).apply(["dce", "needs"])
+        with pytest.raises(GraphError, match="did not give the attribute 'memory'"):
+            Graph(module).apply("breaks")
+    finally:
+        PASSES.remove("needs")
+        PASSES.remove("breaks")
+    with pytest.raises(ConfigError, match="unknown graph pass 'fold'"):
+        Graph(module).apply("fold")
+    with pytest.raises(ConfigError, match="without an example"):
+        Graph(model)
+
+
+def test_constants_are_computed_once_but_not_random_values() -> None:
+    root, drawn = nn.Module(), fx.Graph()
+    root.register_parameter("weight", nn.Parameter(torch.tensor([1.0, 2.0, 3.0])))
+    x, weight = drawn.placeholder("x"), drawn.get_attr("weight")
+    doubled = drawn.call_function(torch.exp, (drawn.call_method("mul", (weight, 2)),))
+    noise = drawn.call_function(torch.rand, (3,))
+    drawn.output(
+        drawn.call_function(torch.sub, (drawn.call_function(torch.add, (x, doubled)), noise))
+    )
+    graph = Graph(fx.GraphModule(root, drawn))
+    folded = graph.apply("constant_fold")
+    assert "rand" in folded.ir() and "exp" in graph.ir()
+    assert "exp(" not in folded.ir() and "mul(" not in folded.ir()
+    torch.manual_seed(0)
+    expected = graph.module(torch.ones(3))
+    torch.manual_seed(0)
+    assert torch.equal(folded.module(torch.ones(3)), expected)
+    assert [name for name, _ in folded.module.named_buffers()] == ["exp_value"]
+
+
+def test_forms_of_text(model: Net) -> None:
+    graph = Graph(model, X).with_attributes(title="net", note={"conv": torch.float32})
+    assert graph.attributes["title"] == "net"
+    data = json.loads(graph.json())
+    names = [node["name"] for node in data["nodes"]]
+    conv = data["nodes"][names.index("conv")]
+    assert conv["op"] == "conv" and conv["inputs"] == data["arg_nodes"] == [0]
+    assert data["attrs"] == {"title": "net", "note": {"conv": "torch.float32"}}
+    assert data["nodes"][data["heads"][0]]["op"] == "add"
+    assert '"x" -> "conv"' in graph.dot() and graph.dot().startswith("digraph {")
+    lines = graph.ir().splitlines()
+    assert lines[0] == "Graph(%x) {" and lines[-1] == "attributes = ['example', 'note', 'title']"
