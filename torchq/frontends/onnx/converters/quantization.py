@@ -19,7 +19,7 @@ from torchq.frontends.onnx.functions import quantization
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import NUMBERS, converter
 from torchq.frontends.onnx.values import Quantization
-from torchq.functional import scale_from_amax
+from torchq.functional import range_from_qparams, scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
 __all__ = ["amax_of", "exact_matmul", "module_name", "quantizer_of", "weighted"]
@@ -55,16 +55,20 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
         descriptor = QuantDescriptor(8, axis=axis, unsigned=True)
     elif dtype is torch.uint8 and bool((zero_point == 128).all()):
         descriptor = QuantDescriptor(8, axis=axis)
+    elif dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        unsigned = dtype in (torch.uint8, torch.uint16)
+        bits = 8 * dtype.itemsize
+        descriptor = QuantDescriptor(bits, axis=axis, unsigned=unsigned, symmetric=False)
     else:
         return None
     quantizer = TensorQuantizer(descriptor)
-    amax = amax_of(found.scale.reshape(-1), descriptor)
-    if axis is None:
-        quantizer.set_amax(amax.reshape(()))
+    shape = [1 if d != axis else -1 for d in range(ndim or 1)] if axis is not None else []
+    scale = found.scale.reshape(shape)
+    if descriptor.symmetric:
+        quantizer.set_amax(amax_of(scale, descriptor))
     else:
-        shape = [1] * (ndim or 1)
-        shape[axis] = -1
-        quantizer.set_amax(amax.view(shape))
+        point = zero_point.float().expand(found.scale.shape).reshape(shape)
+        quantizer.set_range(*range_from_qparams(scale, point, descriptor.format))
     return quantizer
 
 
