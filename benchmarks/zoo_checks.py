@@ -32,10 +32,10 @@ Fields = dict[str, Any]
 # Exported or deployed against the simulation. Another order of additions changes results by about
 # 1e-6, which flips codes that lie between two, and each flip makes more of them. So the simulation
 # is compared with itself as well, with results of layers changed that much. That flips other codes,
-# hence the margin.
+# hence the margin. A flipped code in every tensor leaves about 35 dB.
 ROUNDING = 1e-6
 MARGIN_DB = 10.0
-ENOUGH_DB = 40.0
+ENOUGH_DB = 35.0
 
 
 class Subject:
