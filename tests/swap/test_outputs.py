@@ -115,3 +115,12 @@ def test_only_a_convolution_takes_a_quantizer_of_its_result() -> None:
     conv.quantize_output_(torchq.QuantDescriptor())
     with pytest.raises(QuantizationError, match="without an output_quantizer"):
         conv.quantize_output_(torchq.QuantDescriptor())
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 4.0)])
+def test_clipped_results_that_are_quantized_need_no_quantizer(act: nn.Module) -> None:
+    """The quantizer of the next layer includes the clipping."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), act, nn.Conv2d(16, 16, 1), nn.ReLU6())
+    model.append(nn.AdaptiveAvgPool2d(1))
+    quantized(model.eval(), torch.randn(2, 3, 9, 9))
+    assert outputs(model) == {}

@@ -217,13 +217,18 @@ def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node,
 
 def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple[fx.Node, str]]:
     numbers: set[fx.Node] = set()
+    stored: set[fx.Node] = set()
     found = []
     for node in graph.nodes:
         if _is_number(node, numbers):
             numbers.add(node)
+        if node.op == "get_attr" or _is_number(node, numbers | stored):
+            stored.add(node)
         is_call = node.op in ("call_function", "call_method")
         kind = operator_kind(node.target) if is_call else None
-        if kind is not None and kind in kinds and _is_between_tensors(node, kind, numbers):
+        # A factor that is a stored tensor, reshaped or not, needs no quantizer.
+        constants = numbers | stored if kind == "mul" else numbers
+        if kind is not None and kind in kinds and _is_between_tensors(node, kind, constants):
             found.append((node, kind))
     return found
 

@@ -25,6 +25,7 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
+from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.matmul_layout import split_gemms
 from torchq.onnx.passes.pad_depthwise import pad_depthwise
@@ -276,12 +277,14 @@ ONNXRUNTIME = OnnxTarget(
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
     passes=(
+        fold_affine,
         pool_means,
         quantize_pooled,
         quantize_concatenated,
         split_gemms,
         widen_four_bit_weights,
         drop_idle_relus,
+        fold_code_factors,
         store_float_weights,
         pad_depthwise,
     ),

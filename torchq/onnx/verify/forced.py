@@ -22,6 +22,7 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
+from torchq.onnx.passes.fold_affine import unfold_code_factors
 from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
@@ -46,6 +47,7 @@ class ForcedFile:
         self.names = names
         model = load_model(path)
         remove_padding(model)
+        unfold_code_factors(model)
         self.outputs = [str(value.name) for value in model.graph.outputs]
         nodes = quantizer_nodes(model)
         self._codes = [_force(model, name, nodes[name]) for name in names]

@@ -28,6 +28,7 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
+from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
@@ -134,6 +135,8 @@ class _File:
         self._graph = load_model(path)
         # What a target added to layers is taken away: the rest must be the model's own.
         self._padding = remove_padding(self._graph)
+        unfold_code_factors(self._graph)
+        unfold_weight_factors(self._graph)
         known = quantizers(model)
         nodes = {
             name: node

@@ -10,6 +10,7 @@ from torchq.graph import REARRANGING, Call, is_torch_leaf
 from torchq.nn import QuantModule, TensorQuantizer
 
 __all__ = [
+    "clips",
     "is_depthwise",
     "is_float_layer",
     "is_leaf",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 _RELU = frozenset(["relu", "relu_"])
+_CLIPS = frozenset(["relu6", "clamp", "clamp_", "clip", "clip_", "hardtanh", "hardtanh_"])
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
@@ -45,6 +47,13 @@ def is_float_layer(module: nn.Module | None) -> bool:
 def is_relu(call: Call) -> bool:
     """Return True for a ReLU, as a module or as a function."""
     return isinstance(call.module, nn.ReLU) or (call.module is None and call.name in _RELU)
+
+
+def clips(call: Call) -> bool:
+    """Return True for ReLU and its like, which a quantizer behind them includes."""
+    if is_relu(call) or isinstance(call.module, nn.Hardtanh):
+        return True
+    return call.module is None and call.name in _CLIPS
 
 
 def moves_elements(call: Call) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torchq.graph import Call, Flow, record
 from torchq.nn import QuantConv2d, QuantModule, TensorQuantizer
 from torchq.swap.decision import Decision
-from torchq.swap.flow.calls import is_depthwise, is_leaf, is_relu, moves_elements
+from torchq.swap.flow.calls import clips, is_depthwise, is_leaf, moves_elements
 from torchq.swap.targets import Target
 from torchq.utils import matches
 
@@ -110,7 +110,7 @@ def _layers_behind(
 
 def _is_pointwise(call: Call) -> bool:
     """Return True for activations and quantizers."""
-    if is_relu(call) or isinstance(call.module, TensorQuantizer):
+    if clips(call) or isinstance(call.module, TensorQuantizer):
         return True
     library = type(call.module).__module__ == "torchq.nn.modules.input_quantized"
     return (library and "Pool" not in type(call.module).__name__) or moves_elements(call)

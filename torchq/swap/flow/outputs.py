@@ -15,6 +15,7 @@ from torchq.graph import REARRANGING, Call, Flow, record
 from torchq.nn import QuantConv1d, QuantConv2d, QuantConv3d
 from torchq.swap.decision import Decision
 from torchq.swap.flow.calls import (
+    clips,
     is_depthwise,
     is_float_layer,
     is_leaf,
@@ -26,6 +27,7 @@ from torchq.swap.flow.calls import (
 __all__ = ["decide_outputs"]
 
 #: Multiplication by, and addition of, stored numbers: exporters fold them into the convolution.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _AFFINE = frozenset(["mul", "mul_", "add", "add_", "multiply"])
 
 
@@ -53,7 +55,8 @@ def decide_outputs(
     for decision in chosen:
         calls = flow.calls_of(decision.module)
         needs = [_Readers(flow, call) for call in calls]
-        if any(n.in_float for n in needs) and not any(n.returned for n in needs):
+        kept = any(n.returned or n.behind_norm for n in needs)
+        if any(n.in_float for n in needs) and not kept:
             assert decision.input is not None
             unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
             if is_depthwise(decision.module) and not unsigned:
@@ -80,11 +83,12 @@ class _Readers:
         in_float: something other than a quantizer reads it.
         returned: the model returns it, or a layer that stays float reads it.
         after_relu: a ReLU is all that reads it.
+        behind_norm: a BatchNorm reads it, which the exporter folds into the convolution.
     """
 
     def __init__(self, flow: Flow, call: Call) -> None:
         self._flow = flow
-        self.in_float = self.returned = False
+        self.in_float = self.returned = self.behind_norm = False
         consumers = flow.consumers(call)
         self.after_relu = bool(consumers) and all(map(is_relu, consumers))
         self._follow(call, moved=False, activated=False)
@@ -97,18 +101,21 @@ class _Readers:
                 continue
             if is_float_layer(reader.module):
                 self.returned = True
-            elif is_relu(reader):
+            elif clips(reader):
                 self._follow(reader, moved=moved, activated=True)
             elif moves_elements(reader):
                 self._follow(reader, moved=True, activated=activated)
             elif not moved and not activated and self._is_affine(reader, call):
+                self.behind_norm |= isinstance(reader.module, _NORMS)
                 self._follow(reader, moved=moved, activated=activated)
             else:
                 self.in_float = True
 
     def _is_affine(self, reader: Call, operand: Call) -> bool:
-        """Return True for the product or sum of a value and stored numbers."""
+        """Return True for BatchNorm, and the product or sum of a value and stored numbers."""
         others = [i for i in reader.inputs if i != operand.index]
+        if isinstance(reader.module, _NORMS):
+            return True
         return reader.name in _AFFINE and all(map(self._is_stored, others))
 
     def _is_stored(self, index: int) -> bool:
