@@ -1,0 +1,59 @@
+"""Training on two gloo ranks with different data: DistributedDataParallel and FSDP2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
+)
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ["ddp fixed", "ddp learned", "fsdp"])
+def test_ranks_agree_on_everything_after_training(results: Results, case: str) -> None:
+    first, second = (result[case] for result in results)
+    assert first.keys() == second.keys() and len(first) > 0
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("case", ["ddp fixed", "ddp learned", "fsdp"])
+def test_weights_move_and_only_learned_ranges_do(results: Results, case: str) -> None:
+    before = results[0]["fsdp before" if case == "fsdp" else f"{case} before"]
+    after = results[0][case]
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {"stem.weight", "body.weight", "head.weight"} <= moved
+    ranges = {name for name in before if name.endswith("amax")}
+    assert len(ranges) == 6
+    assert (moved & ranges == ranges) if case == "ddp learned" else not moved & ranges
+
+
+def test_sharded_training_is_that_of_replicas(results: Results) -> None:
+    replicas, shards = results[0]["ddp fixed"], results[0]["fsdp"]
+    assert replicas.keys() == shards.keys()
+    # Sums in another order may round a value to the next code, whose gradient is a little other.
+    for name in replicas:
+        torch.testing.assert_close(shards[name], replicas[name], rtol=1e-3, atol=1e-4)

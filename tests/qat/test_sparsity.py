@@ -1,0 +1,103 @@
+"""Zeros of a pruned network stay zeros through swap, training, fusing and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import torchq
+from torchq.qat import prepare, use_estimator_
+
+
+def two_of_four(weight: Tensor) -> Tensor:
+    """Return a mask that keeps the two largest of four neighbours along the inputs."""
+    groups = weight.detach().abs().flatten(1).reshape(-1, 4)
+    mask = torch.zeros_like(groups).scatter(-1, groups.topk(2, -1).indices, 1.0)
+    return mask.reshape(weight.shape)
+
+
+def pruned() -> tuple[Any, dict[str, Tensor]]:
+    """Return a network with 2:4 masks, which torch's hooks apply, and the masks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
+    )
+    masks = {name: two_of_four(model.get_submodule(name).weight) for name in ("0", "4")}
+    for name, mask in masks.items():
+        prune.custom_from_mask(model.get_submodule(name), "weight", mask)
+    return model, masks
+
+
+def images() -> Tensor:
+    return torch.randn(16, 4, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def assert_sparse(model: nn.Module, masks: dict[str, Tensor]) -> None:
+    for name, mask in masks.items():
+        layer: Any = model.get_submodule(name)
+        quantized = layer.weight_quantizer(layer.weight)
+        assert bool((quantized[mask == 0] == 0).all()), name
+        kept = (quantized != 0).flatten(1).reshape(-1, 4).sum(-1)
+        assert int(kept.max()) <= 2 and int((kept == 2).sum()) > len(kept) // 4
+
+
+def train(model: nn.Module, groups: Any, steps: int = 8) -> None:
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    labels = torch.arange(16) % 4
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model.train()(images()), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_masks_of_hooks_survive_training(learn: bool) -> None:
+    model, masks = pruned()
+    recipe = torchq.recipes.integer(4, 8, learn_ranges=learn)
+    before = model[0].weight_orig.detach().clone()
+    done = prepare(model, [images()], recipe, lr=0.05, progress=False)
+    assert_sparse(model, masks)
+    train(model, done.param_groups)
+    assert not torch.equal(model[0].weight_orig, before)
+    model.eval()(images())  # The hook computes the weight before each forward.
+    assert_sparse(model, masks)
+
+
+@pytest.mark.parametrize("estimator", [None, "ewgs", "stochastic", "noise"])
+def test_zeros_stay_zeros_through_fusing(estimator: str | None) -> None:
+    model, masks = pruned()
+    done = prepare(model, [images()], torchq.recipes.w4a4(first_last=None), progress=False)
+    if estimator is not None:
+        use_estimator_(model, estimator, "*.weight_quantizer")
+    train(model, done.param_groups)
+    for name in masks:
+        prune.remove(model.get_submodule(name), "weight")
+    torchq.fuse_(model.eval(), images(), progress=False)
+    assert isinstance(model[1], nn.Identity)
+    assert_sparse(model, masks)
+
+
+def test_zeros_stay_zeros_in_a_file(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    model, masks = pruned()
+    done = prepare(model, [images()], lr=0.01, progress=False)
+    train(model, done.param_groups)
+    for name in masks:
+        prune.remove(model.get_submodule(name), "weight")
+    torchq.fuse_(model.eval(), images(), progress=False)
+    path = tmp_path / "sparse.onnx"
+    torchq.export_onnx(model, images(), path)
+    arrays = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer]
+    for name, mask in masks.items():
+        codes = [a for a in arrays if a.size == mask.numel() and a.dtype.name == "int8"]
+        assert len(codes) == 1, name
+        found = torch.from_numpy(codes[0].copy())
+        found = found.t() if found.shape != mask.shape else found
+        assert bool((found[mask == 0] == 0).all()), name
