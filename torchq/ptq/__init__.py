@@ -9,6 +9,7 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
+from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
 from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
 __all__ = [
@@ -21,11 +22,14 @@ __all__ = [
     "GPTQReport",
     "RunOptions",
     "adaround_",
+    "SmoothReport",
+    "SmoothedGroup",
     "TuneResult",
     "TuneTrial",
     "TunedConfig",
     "correct_bias_",
     "equalize_",
     "gptq_",
+    "smooth_",
     "tune",
 ]

@@ -280,7 +280,7 @@ class _Work:
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
-    return is_on and d.format.is_integer and d.block_scale_format is None
+    return is_on and d.symmetric and d.format.is_integer and d.block_scale_format is None
 
 
 class _State:

@@ -64,6 +64,8 @@ def _obstacle(model: nn.Module, module: QuantModule) -> str | None:
         return "its weight quantizer is off"
     if descriptor.dynamic:
         return "its weight range is dynamic: it would change with the rounded weights"
+    if not descriptor.symmetric:
+        return "its weight range is asymmetric"
     if not descriptor.fake_quant:
         return "its weight quantizer returns codes"
     owners = [m for m in model.modules() if any(p is module.weight for p in m.parameters(False))]

@@ -1,0 +1,134 @@
+"""SmoothQuant against the equations of Xiao et al. (2023), section 4."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.ptq import smooth_
+
+
+class RMSNorm(nn.Module):
+    """The norm of another library; with ``offset`` the weight is not a plain factor."""
+
+    def __init__(self, size: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(size) + 0.5), offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return y * (self.weight + self.offset)
+
+
+class Net(nn.Module):
+    """Two projections behind a norm, one behind an activation, one behind another norm."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.rms = nn.LayerNorm(8), RMSNorm(8, offset)
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.out, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.out(torch.tanh(self.q(y)) * self.k(y))
+        return self.head(self.rms(x))
+
+
+def net(offset: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    model = Net(offset).eval()
+    with torch.no_grad():
+        model.norm.weight[2] = 60.0  # one channel with huge values, as in language models
+        model.rms.weight[5] = 40.0
+    torchq.quantize_(model, torchq.recipes.int8())
+    return model
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, 8, generator=generator) for _ in range(2)]
+
+
+def test_factors_are_those_of_equation_4() -> None:
+    model, floats = net(), net()
+    with torch.no_grad():
+        y = floats.norm(torch.cat(batches())).abs().flatten(0, 1).amax(0)
+    w = torch.stack([floats.q.weight.abs().amax(0), floats.k.weight.abs().amax(0)]).amax(0)
+    expected = y**0.5 / w**0.5
+    expected = expected / expected.log().mean().exp()
+    report = smooth_(model, batches(), alpha=0.5, progress=False)
+    torch.testing.assert_close(model.norm.weight, floats.norm.weight / expected)
+    torch.testing.assert_close(model.norm.bias, floats.norm.bias / expected)
+    torch.testing.assert_close(model.q.weight, floats.q.weight * expected)
+    torch.testing.assert_close(model.k.weight, floats.k.weight * expected)
+    torch.testing.assert_close(
+        model.out.weight * model.out.input_quantizer.pre_quant_scale, floats.out.weight
+    )
+    groups = [(group.layers, group.norm) for group in report.groups]
+    assert groups == [(("q", "k"), "norm"), (("out",), None), (("head",), "rms")]
+    assert report.groups[0].spread_after < 0.3 * report.groups[0].spread_before
+    assert report.skipped == {"unused": "the first batch did not reach it"}
+    assert "q, k" in str(report) and "3 inputs, output changed by" in str(report)
+
+
+@pytest.mark.parametrize("alpha", [0.5, "auto"])
+def test_quantized_outputs_become_better_and_float_ones_stay(alpha: Any, tmp_path: Path) -> None:
+    x, errors = torch.cat(batches()), []
+    with torch.no_grad(), torchq.disabled(floats := net()):
+        expected = floats(x)
+    for smoothed in (False, True):
+        model = net()
+        if smoothed:
+            report = smooth_(model, batches(), alpha=alpha, progress=False)
+            assert report.error < 1e-5
+            with torch.no_grad(), torchq.disabled(model):
+                # Weights are float32 and changed by factors: a few units in the last place.
+                torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+        torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
+        with torch.no_grad():
+            errors.append((model(x) - expected).norm().item())
+    assert errors[1] < 0.7 * errors[0]
+    torchq.save(model, tmp_path / "model.pt")
+    loaded = torchq.load(Net().eval(), tmp_path / "model.pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = net(offset=1.0)  # x * (1 + weight), as in Gemma
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(QuantizationError, match="smooth_: the float output changed by"):
+        smooth_(model, batches(), progress=False)
+    with pytest.raises(CalibrationError, match="smooth_: got no batch; expected at least one"):
+        smooth_(model, [], progress=False)
+    with pytest.raises(CalibrationError, match="smooth_: q: got NaN or infinite inputs"):
+        smooth_(model, [batches()[0] * torch.nan], progress=False)
+    with pytest.raises(ConfigError, match="smooth_: got alpha=2; expected 0 to 1, or 'auto'"):
+        smooth_(model, batches(), alpha=2)
+    with pytest.raises(ConfigError, match=r"smooth_: got no layer to treat \(none is quantized\)"):
+        smooth_(nn.Sequential(nn.Linear(8, 8)), batches())
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
+    with pytest.raises(ConfigError, match=r"smooth_: got a calibrated model \(.* has a range\)"):
+        smooth_(model, batches())
+
+
+def test_layers_that_cannot_be_smoothed_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[2].weight = model[1].weight
+    torchq.quantize_(model, torchq.recipes.int8())
+    report = smooth_(model, [torch.rand(4, 8)], progress=False)
+    assert [group.layers for group in report.groups] == [("0",)]
+    reason = "it shares its weight with another module"
+    assert report.skipped == {"1": reason, "2": reason}
