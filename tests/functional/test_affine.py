@@ -198,6 +198,9 @@ def test_transforms_and_second_derivatives(generator: torch.Generator) -> None:
     assert torch.autograd.grad(first, leaf)[0].abs().sum() > 0
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+)
 def test_compiles_as_one_graph(generator: torch.Generator) -> None:
     x = torch.randn(5, 7, generator=generator)
     compiled = torch.compile(
