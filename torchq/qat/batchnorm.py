@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
-from torchq.nn import freeze_norm_, unfreeze_norm_
+from torchq.nn import QuantBranches, freeze_norm_, unfreeze_norm_
 from torchq.utils import device_of, evaluating, progress_bar
 
 __all__ = ["Reestimate", "freeze_bn_", "reestimate_bn_", "unfreeze_bn_"]
@@ -110,6 +110,9 @@ def reestimate_bn_(
                 norm.reset_running_stats()
                 norm.momentum = None  # torch takes this for the plain average over all batches
                 norm.training = True
+            for module in model.modules():
+                if isinstance(module, QuantBranches):
+                    module.training = True  # Only then does it run the branches of its norms.
             chosen = islice(batches, num_batches)
             for batch in progress_bar(
                 chosen, description="batch norm", total=num_batches, enabled=progress
