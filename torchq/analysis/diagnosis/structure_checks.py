@@ -167,7 +167,7 @@ def differing_ranges(patient: Patient) -> Iterator[Finding]:
     for group in patient.seen.readers:
         chosen = [q for q in group if q.quantizing and q.calibrated and q.amax.numel() == 1]
         formats = {q.descriptor.format.name for q in chosen}
-        values = [float(q.amax) for q in chosen]
+        values = [float(q.amax.detach()) for q in chosen]
         if len(chosen) < 2 or len(formats) > 1 or max(values) <= min(values) * (1 + 1e-6):
             continue
         names = [paths[id(q)] for q in chosen]

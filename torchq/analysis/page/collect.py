@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchq.analysis.diagnosis import doctor
-from torchq.analysis.layer_errors import LayerErrors, layer_errors
+from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
 from torchq.analysis.mixed import MixedPrecision, mixed_precision
 from torchq.analysis.mixed.costs import LayerFacts, gather_facts
@@ -61,22 +61,12 @@ def collect(
     examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
     facts = _facts(model, layers, run, batches[0])
-    rows = _layer_rows(layers, errors, ranking, facts)
     data = {
-        "torchq": __version__,
-        "torch": torch.__version__,
-        "model": type(model).__name__,
-        "batches": len(batches),
-        "inputs": sum(batch_size(batch) for batch in batches),
+        **_about(model, batches),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
-        "ranking": {
-            "metric": ranking.metric,
-            "unit": ranking.unit,
-            "note": ranking.note,
-            "worst": ranking.worst(2),
-        },
-        "layers": rows,
+        "ranking": _ranking_row(ranking),
+        "layers": _layer_rows(layers, errors, ranking, facts),
         "quantizers": _quantizer_rows(layers, errors, model, batches, run, progress),
         "channels": channel_rows(layers),
         "findings": [vars(finding) for finding in examined.findings],
@@ -86,6 +76,25 @@ def collect(
     }
     plain: dict[str, Any] = _plain(data)
     return plain
+
+
+def _about(model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "torchq": __version__,
+        "torch": torch.__version__,
+        "model": type(model).__name__,
+        "batches": len(batches),
+        "inputs": sum(batch_size(batch) for batch in batches),
+    }
+
+
+def _ranking_row(ranking: SensitivityReport) -> dict[str, Any]:
+    return {
+        "metric": ranking.metric,
+        "unit": ranking.unit,
+        "note": ranking.note,
+        "worst": ranking.worst(2),
+    }
 
 
 def _run(model: nn.Module, forward: Forward | None, device: Any, batch: Any) -> Any:
@@ -138,36 +147,40 @@ def _layer_rows(
     shares = {row.name: share for row, share in zip(ranking.rows, ranking.shares, strict=True)}
     rows = []
     for row in errors.rows:
-        layer, known = by_name[row.name], facts[row.name]
-        weight_bits = _bits(layer.weights.values())
         place, value = ranked.get(row.name, (None, None))
-        rows.append(
-            {
-                "name": row.name or "(root)",
-                "kind": row.kind,
-                "rank": place,
-                "harm": value,
-                "share": shares.get(row.name, 0.0),
-                "local_sqnr": row.local_sqnr,
-                "sqnr": row.sqnr,
-                "local_error": _relative(row.local_sqnr),
-                "error": _relative(row.sqnr),
-                "cosine": row.cosine,
-                "max_error": row.max_error,
-                "born": row.born,
-                "clipped": row.clipped,
-                "codes": row.used_codes,
-                "dead": row.dead_channels,
-                "weights": known.weights,
-                "weight_bits": weight_bits,
-                "input_bits": _bits(layer.inputs.values()),
-                "bytes": known.weights * weight_bits / 8,
-                "float_bytes": known.weights * 4,
-                "operations": known.multiplications,
-                "quantizers": [q.name for q in row.quantizers],
-            }
-        )
+        known = {"rank": place, "harm": value, "share": shares.get(row.name, 0.0)}
+        size = _size_row(by_name[row.name], facts[row.name])
+        rows.append({"name": row.name or "(root)", **known, **_error_row(row), **size})
     return rows
+
+
+def _error_row(row: LayerError) -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "local_sqnr": row.local_sqnr,
+        "sqnr": row.sqnr,
+        "local_error": _relative(row.local_sqnr),
+        "error": _relative(row.sqnr),
+        "cosine": row.cosine,
+        "max_error": row.max_error,
+        "born": row.born,
+        "clipped": row.clipped,
+        "codes": row.used_codes,
+        "dead": row.dead_channels,
+        "quantizers": [q.name for q in row.quantizers],
+    }
+
+
+def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
+    weight_bits = _bits(layer.weights.values())
+    return {
+        "weights": facts.weights,
+        "weight_bits": weight_bits,
+        "input_bits": _bits(layer.inputs.values()),
+        "bytes": facts.weights * weight_bits / 8,
+        "float_bytes": facts.weights * 4,
+        "operations": facts.multiplications,
+    }
 
 
 def _bits(quantizers: Any) -> int:

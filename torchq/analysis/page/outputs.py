@@ -98,43 +98,62 @@ def compare_outputs(
     Raises:
         ConfigError: The metric is no such function.
     """
-    chosen = None if metric is None else find_metric("report", metric)
-    if chosen is not None and not isinstance(chosen, (Score, Evaluation)):
-        raise ConfigError(
-            f"report: got metric {metric!r}; expected a function metric(output, batch) or "
-            "metric(model), or None"
-        )
-    known, device = active_quantizers(model), device_of(model)
+    chosen = None if metric is None else _user_metric(metric)
     original = model if reference is None else reference
-    sums: dict[str, list[float]] = {}
-    agreement, noise = Agreement(), Sqnr()
-
-    def add(name: str, new: list[float]) -> None:
-        old = sums.get(name, [0.0] * len(new))
-        sums[name] = [a + b for a, b in zip(old, new, strict=True)]
-
+    comparison = _Comparison(chosen)
+    known, device = active_quantizers(model), device_of(model)
+    scores: list[float | None] = [None, None]
     with torch.no_grad(), evaluating(model), evaluating(original), state_kept(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
             with quantizing(known, []):
                 expected = call_model(original, batch, forward=forward, device=device)
             found = call_model(model, batch, forward=forward, device=device)
-            agreement.add(found, expected)
-            add("noise", noise.sums(found, expected, batch))
-            if isinstance(chosen, Score):
-                add("float", chosen.sums(expected, expected, batch))
-                add("quantized", chosen.sums(found, expected, batch))
-        scores: list[float | None] = [None, None]
-        if isinstance(chosen, Score) and sums:
-            scores = [chosen.value(sums["float"]), chosen.value(sums["quantized"])]
-        elif isinstance(chosen, Evaluation):
+            comparison.add(found, expected, batch)
+        if isinstance(chosen, Evaluation):
             with quantizing(known, []):
                 scores[0] = chosen.of(original)
             scores[1] = chosen.of(model)
-    return Outputs(
-        sqnr=noise.value(sums["noise"]) if sums else math.nan,
-        agreement=agreement.share,
-        predictions=agreement.predictions,
-        metric="" if chosen is None else chosen.name,
-        float_score=scores[0],
-        score=scores[1],
-    )
+    return comparison.outputs(scores)
+
+
+def _user_metric(metric: Any) -> Score | Evaluation:
+    chosen = find_metric("report", metric)
+    if not isinstance(chosen, (Score, Evaluation)):
+        raise ConfigError(
+            f"report: got metric {metric!r}; expected a function metric(output, batch) or "
+            "metric(model), or None"
+        )
+    return chosen
+
+
+class _Comparison:
+    """Sums over the batches that were compared."""
+
+    def __init__(self, metric: Score | Evaluation | None) -> None:
+        self._metric = metric
+        self._sums: dict[str, list[float]] = {}
+        self._agreement, self._noise = Agreement(), Sqnr()
+
+    def add(self, found: Any, expected: Any, batch: Any) -> None:
+        self._agreement.add(found, expected)
+        self._sum("noise", self._noise.sums(found, expected, batch))
+        if isinstance(self._metric, Score):
+            self._sum("float", self._metric.sums(expected, expected, batch))
+            self._sum("quantized", self._metric.sums(found, expected, batch))
+
+    def _sum(self, name: str, new: list[float]) -> None:
+        old = self._sums.get(name, [0.0] * len(new))
+        self._sums[name] = [a + b for a, b in zip(old, new, strict=True)]
+
+    def outputs(self, scores: list[float | None]) -> Outputs:
+        """Return the figures; ``scores`` are those of a metric that ran the models itself."""
+        if isinstance(self._metric, Score) and self._sums:
+            scores = [self._metric.value(self._sums[name]) for name in ("float", "quantized")]
+        return Outputs(
+            sqnr=self._noise.value(self._sums["noise"]) if self._sums else math.nan,
+            agreement=self._agreement.share,
+            predictions=self._agreement.predictions,
+            metric="" if self._metric is None else self._metric.name,
+            float_score=scores[0],
+            score=scores[1],
+        )
