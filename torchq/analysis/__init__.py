@@ -3,7 +3,7 @@
 from torchq.analysis.diagnosis import CHECKS, DoctorReport, Finding, doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.mixed import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
-from torchq.analysis.page import Report, compare, report
+from torchq.analysis.page import Report, check_path, compare, compare_outputs, report
 from torchq.analysis.quantizer_statistics import QuantizerRow
 from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
 
@@ -20,7 +20,9 @@ __all__ = [
     "Report",
     "SensitivityReport",
     "SensitivityRow",
+    "check_path",
     "compare",
+    "compare_outputs",
     "doctor",
     "layer_errors",
     "mixed_precision",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.cli.demo_data import DemoNet, Split, accuracy, load_digits, predictions, train
-from torchq.errors import ExportError
+from torchq.errors import ExportError, MissingExtraError
 from torchq.utils import markdown_table
 
 __all__ = ["Row", "run_demo"]
@@ -65,6 +65,7 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
     fp32 = predictions(model, test)
     rows += _int8(model, data, test, fp32, out)
     rows += _w4a4(model, data, test, fp32, out, seed, epochs)
+    _report(model, data, test, out)
     text = table(rows)
     (out / "table.md").write_text(text + "\n")
     (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
@@ -114,6 +115,21 @@ def _w4a4(
     rows.append(_exported("W4A4 QAT", w4a4, predictions(w4a4, test), test, fp32, out / "w4a4.onnx"))
     torchq.save(w4a4, out / "w4a4.pt")
     return rows
+
+
+def _report(model: nn.Module, data: Split, test: Split, out: Path) -> None:
+    """Write a report about the network in 4 bits before it is trained, which has much to show."""
+    w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
+
+    def right(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (output.argmax(1) == batch[1]).float().mean()
+
+    right.__name__ = "accuracy"
+    try:
+        torchq.report(w4a4, test.batches(200), out / "report.html", right, progress=False)
+        print("report on the W4A4 network before training: which layers hurt, and what to do")
+    except MissingExtraError as error:
+        print(f"no report.html: {error}")
 
 
 def _quantized(model: nn.Module, config: torchq.QuantConfig, data: Split) -> nn.Module:

@@ -157,20 +157,22 @@ class Images:
     seed: int = 0
 
 
-def load_batches(name: str, images: Images) -> Iterable[Any]:
+def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterable[Any]:
     """Return batches to calibrate with.
 
     Args:
         name: a folder with images, searched recursively, or ``package.module:loader``: an iterable
             of batches or a function that returns one.
         images: how images are read and prepared.
+        labelled: the sub-folders are the classes, in the order of their names; each batch of
+            images comes with its labels.
 
     Raises:
         ConfigError: There is no such folder or no image in it, or the object is not iterable.
     """
     folder = Path(name)
     if folder.is_dir():
-        return _image_batches(folder, images)
+        return _labelled(folder, images) if labelled else _image_batches(folder, images)
     if ":" not in name:
         raise ConfigError(
             f"--data {name}: no such folder; expected a folder of images or package.module:loader"
@@ -184,11 +186,31 @@ def load_batches(name: str, images: Images) -> Iterable[Any]:
     return loader
 
 
-def _image_batches(folder: Path, images: Images) -> Iterator[Tensor]:
+def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of images with the numbers of the sub-folders that they lie in.
+
+    Raises:
+        ConfigError: There are fewer than two sub-folders.
+    """
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if len(classes) < 2:
+        raise ConfigError(
+            f"--labels: {folder} has {len(classes)} sub-folders; expected one for each class"
+        )
+    paths = [p for p in evenly_ordered(folder, images.seed) if p.parent != folder]
+    labels = torch.tensor([classes.index(p.relative_to(folder).parts[0]) for p in paths])
+    yield from zip(
+        _image_batches(folder, images, paths), labels.split(images.batch_size), strict=True
+    )
+
+
+def _image_batches(
+    folder: Path, images: Images, paths: list[Path] | None = None
+) -> Iterator[Tensor]:
     """Yield the images of a folder as batches (N, 3, size, size), float32, read one by one."""
     from torchvision import transforms as T  # noqa: PLC0415
 
-    paths = evenly_ordered(folder, images.seed)
+    paths = evenly_ordered(folder, images.seed) if paths is None else paths
     if not paths:
         raise ConfigError(
             f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"

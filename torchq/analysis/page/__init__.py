@@ -2,6 +2,7 @@
 
 from torchq.analysis.page.api import report
 from torchq.analysis.page.comparison import compare
-from torchq.analysis.page.document import Report
+from torchq.analysis.page.document import Report, check_path
+from torchq.analysis.page.outputs import compare_outputs
 
-__all__ = ["Report", "compare", "report"]
+__all__ = ["Report", "check_path", "compare", "compare_outputs", "report"]

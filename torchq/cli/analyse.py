@@ -1,0 +1,227 @@
+"""``torchq sensitivity``, ``doctor``, ``report``, ``compare``, ``inspect`` and ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torchq
+from torchq.analysis import check_path
+from torchq.cli.options import add_comparison, add_data, add_method, add_source
+from torchq.cli.prepare import (
+    named_config,
+    prepare,
+    read_batches,
+    read_metric,
+    read_model,
+    require,
+    selection,
+)
+from torchq.cli.quantize import check_folder
+from torchq.errors import ConfigError
+
+__all__ = ["COMMANDS", "add_analysis", "run_analysis"]
+
+#: Command -> help and an example.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "sensitivity": (
+        "rank the layers by what quantizing each alone costs",
+        "torchq sensitivity --model torchvision:resnet18 --data photos/ --rank-by fisher",
+    ),
+    "doctor": (
+        "look for mistakes in a quantized model; exit code 1 if there is an error",
+        "torchq doctor --model mypackage.models:build --data photos/ --obstacles onnxruntime",
+    ),
+    "report": (
+        "write everything about a quantized model on one page",
+        "torchq report --model torchvision:resnet18 --data photos/ --labels --out report.html",
+    ),
+    "compare": (
+        "put two recipes side by side",
+        "torchq compare --model torchvision:resnet18 --data photos/ --recipe int8 --with w4a4",
+    ),
+    "inspect": (
+        "say what runs on integers in an ONNX file, or what is quantized in a model",
+        "torchq inspect model.onnx",
+    ),
+    "plan": (
+        "say what would be quantized and why, or choose formats under a budget",
+        "torchq plan --model mypackage.models:build --data photos/ --budget mean_bits=5 "
+        "--formats 4 6 8 --out config.json",
+    ),
+}
+
+
+def add_analysis(parsers: dict[str, Any]) -> None:
+    """Add the arguments of each command.
+
+    Args:
+        parsers: the parser of each of :data:`COMMANDS`.
+    """
+    for name, parser in parsers.items():
+        add_source(parser.add_argument_group("what to quantize"))
+        add_data(parser.add_argument_group("data"))
+        method = parser.add_argument_group("how")
+        add_method(method)
+        method.add_argument("--load", metavar="FILE.pt", help="ranges that torchq.save wrote")
+        parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+        if name in ("report", "compare"):
+            add_comparison(parser.add_argument_group("comparison"))
+    ranking = parsers["sensitivity"]
+    ranking.add_argument("--rank-by", default="fisher", choices=("fisher", "sqnr", "kl"))
+    ranking.add_argument("--scope", default="layer", choices=("layer", "input", "weight"))
+    ranking.add_argument("--mode", default="only", choices=("only", "all_but"))
+    ranking.add_argument("--resume", metavar="FILE.json", help="keep results, go on from there")
+    parsers["doctor"].add_argument(
+        "--obstacles",
+        nargs="+",
+        default=[],
+        choices=(*torchq.targets(), "deploy"),
+        help="also look for what stands in the way of these runtimes, or of torchq.deploy",
+    )
+    for name in ("report", "compare"):
+        parsers[name].add_argument(
+            "--out", metavar="FILE", help=".html, .json or .txt (default: print the text)"
+        )
+    parsers["compare"].add_argument(
+        "--with", dest="other", metavar="RECIPE", help="the second recipe or config file"
+    )
+    plan = parsers["plan"]
+    plan.add_argument(
+        "--budget", action="append", default=[], metavar="KIND=NUMBER", help="such as mean_bits=5"
+    )
+    plan.add_argument("--formats", nargs="+", default=["w8a8", "w4a8", "w4a4"], metavar="FORMAT")
+    plan.add_argument("--out", metavar="FILE.json", help="write the config, for --recipe")
+
+
+def run_analysis(args: argparse.Namespace) -> int:
+    """Run one of the commands and return its exit code."""
+    return _RUN[args.command](args)
+
+
+def _quiet(text: object) -> None:
+    """Print nothing: the result alone belongs on standard output."""
+
+
+def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> None:
+    print(json.dumps(data(), indent=2) if args.json else text)
+
+
+def _sensitivity(args: argparse.Namespace) -> int:
+    found = prepare(args, say=_quiet, held_out=0)
+    options = {"scope": args.scope, "mode": args.mode, "resume": args.resume}
+    report = torchq.sensitivity(found.model, found.calibration, args.rank_by, **options)
+    _show(args, report, report.to_dict)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    found = prepare(args, say=_quiet, held_out=0)
+    report = torchq.doctor(found.model, found.calibration, targets=args.obstacles)
+    _show(args, report, report.to_dict)
+    return 0 if report.ok else 1
+
+
+def _report(args: argparse.Namespace) -> int:
+    found = prepare(args, say=_quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
+    _show(args, report if args.out is None else f"wrote {args.out}", lambda: report.data)
+    return 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Raise an error for what would fail later."""
+    read_metric(args)
+    check_folder("--out", args.out)
+    if args.out is not None:
+        check_path(args.out)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    if args.other is None:
+        raise ConfigError("--with is missing; expected a recipe to compare --recipe with")
+    first = prepare(args, say=_quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    second = copy.copy(args)
+    second.recipe = args.other
+    other = prepare(second, say=_quiet, held_out=0)
+    labels = (args.recipe, args.other)
+    metric = read_metric(args)
+    report = torchq.compare(
+        first.model, other.model, first.held_out, args.out, metric, labels=labels
+    )
+    _show(args, report if args.out is None else f"wrote {args.out}", lambda: report.data)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    require(args, "model")
+    if args.model.endswith(".onnx"):
+        report = torchq.inspect_onnx(args.model)
+        _show(args, report, lambda: json.loads(json.dumps(vars(report), default=str)))
+        return 0
+    if args.load is not None or args.data is not None:
+        summary = torchq.summary(prepare(args, say=_quiet, held_out=0).model)
+    else:
+        model = read_model(args)
+        torchq.quantize_(model, named_config(args.recipe), target=args.target, **selection(args))
+        summary = torchq.summary(model)
+    rows = [vars(row) for row in (summary.layers or summary.rows)]
+    _show(args, summary, lambda: {"rows": rows, "float": list(summary.float_modules)})
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    require(args, "model")
+    model = read_model(args)
+    if not args.budget:
+        found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
+        rows = [
+            {"name": d.name, "input": _text(d.input), "weight": _text(d.weight), "reason": d.reason}
+            for d in found.decisions
+        ]
+        _show(args, found, lambda: {"decisions": rows, "config": found.config.name})
+        return 0
+    require(args, "model", "data")
+    check_folder("--out", args.out)
+    batches = read_batches(args, args.num_batches)
+    if args.fuse:
+        torchq.fuse_(model, batches[0])
+    formats = [int(name) if name.isdigit() else name for name in args.formats]
+    config = torchq.mixed_precision(
+        model, batches, budget=_budget(args.budget), formats=formats, exclude=args.exclude
+    )
+    if args.out is not None:
+        Path(args.out).write_text(config.to_json(), encoding="utf-8")
+    _show(args, config, config.summary)
+    return 0
+
+
+def _text(descriptor: Any) -> str | None:
+    return None if descriptor is None else str(descriptor)
+
+
+def _budget(texts: list[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        kind, _, number = text.partition("=")
+        try:
+            found[kind] = float(number)
+        except ValueError:
+            raise ConfigError(
+                f"--budget {text}: expected KIND=NUMBER, such as mean_bits=5"
+            ) from None
+    return found
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "sensitivity": _sensitivity,
+    "doctor": _doctor,
+    "report": _report,
+    "compare": _compare,
+    "inspect": _inspect,
+    "plan": _plan,
+}

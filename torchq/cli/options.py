@@ -1,0 +1,118 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchq
+from torchq.calib import methods
+
+__all__ = ["add_comparison", "add_data", "add_method", "add_output", "add_source"]
+
+
+def add_source(group: Any) -> None:
+    """Add the arguments that name a model."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("file", nargs="?", metavar="MODEL", help="a file of ONNX, MXNet or Caffe")
+    either.add_argument("--model", help="torchvision:NAME, or package.module:factory")
+    group.add_argument(
+        "--weights", metavar="FILE", help="state dict to load first, or the weights beside the file"
+    )
+    group.add_argument("--device", default="cpu", help="where to calibrate (default: %(default)s)")
+
+
+def add_data(group: Any) -> None:
+    """Add the arguments that name and prepare data."""
+    group.add_argument(
+        "--data",
+        metavar="SOURCE",
+        help="a folder of images, or package.module:loader (an iterable of batches)",
+    )
+    for name, number, text in (
+        ("--num-batches", 16, "how many batches"),
+        ("--batch-size", 16, "for a folder: images in a batch"),
+        ("--image-size", 224, "for a folder: height and width"),
+        ("--seed", 0, "for a folder: of the order, which takes evenly from its sub-folders"),
+    ):
+        group.add_argument(name, type=int, default=number, help=f"{text} (default: %(default)s)")
+    for name, numbers in (("--mean", (0.485, 0.456, 0.406)), ("--std", (0.229, 0.224, 0.225))):
+        text = "for a folder (default: ImageNet's)"
+        group.add_argument(name, type=float, nargs=3, default=numbers, help=text)
+
+
+def add_method(group: Any) -> None:
+    """Add the arguments that say how to quantize."""
+    group.add_argument(
+        "--recipe",
+        default="int8",
+        help=f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json (default: %(default)s)",
+    )
+    group.add_argument(
+        "--calib", choices=methods(), help="range estimation of activations (default: the recipe's)"
+    )
+    group.add_argument(
+        "--include",
+        action="append",
+        metavar="PATTERN",
+        help="only modules that match: a glob, re:REGEX or type:NAME; repeatable",
+    )
+    group.add_argument(
+        "--exclude", action="append", metavar="PATTERN", help="no module that matches; repeatable"
+    )
+    group.add_argument(
+        "--on-unseen",
+        choices=("error", "disable", "dynamic"),
+        default="error",
+        help="quantizers that no batch reached (default: %(default)s)",
+    )
+    group.add_argument(
+        "--target",
+        choices=torchq.targets(),
+        help="the runtime to place quantizers for and to shape the ONNX file for",
+    )
+    group.add_argument(
+        "--no-fuse",
+        dest="fuse",
+        action="store_false",
+        help="do not fold BatchNorm and branches first",
+    )
+
+
+def add_output(group: Any) -> None:
+    """Add the files that ``torchq quantize`` writes."""
+    group.add_argument(
+        "--dry-run", action="store_true", help="print what would be quantized and why, and stop"
+    )
+    group.add_argument(
+        "--export",
+        metavar="FILE.onnx",
+        help="write ONNX with QuantizeLinear / DequantizeLinear, and verify it in onnxruntime",
+    )
+    group.add_argument(
+        "--opset", type=int, help="of the ONNX file (default: 20, or 21 where the types need it)"
+    )
+    group.add_argument(
+        "--verify",
+        type=int,
+        default=2,
+        metavar="N",
+        help="batches to compare onnxruntime with PyTorch on (default: %(default)s)",
+    )
+    group.add_argument(
+        "--save", metavar="FILE.pt", help="write the quantized model for torchq.load"
+    )
+
+
+def add_comparison(group: Any) -> None:
+    """Add the arguments of a comparison with the float model."""
+    group.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="package.module:function of (output, batch) or of a model; larger is better",
+    )
+    group.add_argument(
+        "--labels",
+        action="store_true",
+        help="the sub-folders of --data are the classes, in the order of their names: measure "
+        "accuracy",
+    )
