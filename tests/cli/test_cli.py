@@ -259,6 +259,7 @@ def test_demo_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = {row["model"]: row for row in json.loads((tmp_path / "results.json").read_text())}
     assert {p.name for p in tmp_path.iterdir()} == {
         *("fp32.onnx", "int8.onnx", "int8.pt", "w4a4.onnx", "w4a4.pt", "results.json", "table.md"),
+        "report.html",
     }
     assert (tmp_path / "table.md").read_text().strip() in capsys.readouterr().out
     # Three epochs: far from the full demo, but the order of things holds with a wide margin.
