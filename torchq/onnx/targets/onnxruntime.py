@@ -238,17 +238,29 @@ def _insert_pair(node: Node, parameters: list[Value]) -> None:
 
 
 def check_float_outputs(model: Model) -> Iterator[str]:
-    """Yield quantized convolutions whose output is not quantized."""
+    """Yield quantized convolutions whose output is not quantized, though integers are faster."""
     for node in nodes_of(model, "Conv"):
         quantized = weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
         if not quantized or dequantized(node.inputs[0]) is None:
             continue
+        if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
+            continue  # Float is the faster one; see ``decide_outputs``.
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip"):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float; use "
-                "quantize_ with target='onnxruntime', or put torchq.nn.QuantIdentity() behind it, "
-                "or exclude it"
+                "quantize_ with target='onnxruntime' and an example, or put "
+                "torchq.nn.QuantIdentity() behind it, or exclude it"
             )
+
+
+def _is_grouped(node: Node) -> bool:
+    return node.op_type == "Conv" and int(attribute(node, "group", 1)) > 1
+
+
+def _behind_relu(node: Node) -> list[Node]:
+    """Return the nodes that read the result of a node, and those behind a ReLU that reads it."""
+    users = readers(node.outputs[0])
+    return users + [n for u in users if u.op_type == "Relu" for n in readers(u.outputs[0])]
 
 
 def check_transposed_convolutions(model: Model) -> Iterator[str]:
