@@ -101,8 +101,14 @@ def _with_unknown(
 
 
 def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) -> list[Decision]:
-    """Leave layers float that are never called, but whose weight a call computes its own from."""
+    """Leave layers float that are never called, but whose weight a call uses or computes with."""
     sources = {key for calls in found.values() for key in calls.sources}
+    sources |= {
+        id(d.module.get_parameter(site.weight))
+        for d in decisions
+        for site in d.calls
+        if site.weight
+    }
     holders = {
         id(d.module.get_submodule(site.holder))
         for d in decisions
@@ -120,8 +126,8 @@ def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) 
 
 
 _UNUSED = (
-    "it is never called: a function call of another module computes its weight from this one, and "
-    "is quantized or reported there"
+    "it is never called: a function call of another module uses its weight, and is quantized or "
+    "reported there"
 )
 
 

@@ -1,0 +1,74 @@
+"""Products with weights beside the common functions: any axes, transposed, and what stays float."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+
+
+class Contracts(nn.Module):
+    """Multiplies by weights in functions that take any axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tensordot(torch.einsum("ngi,gio->ngo", x, self.mix), self.out, 1)
+
+
+def test_contractions_of_any_axes_are_quantized() -> None:
+    model, x = Contracts(), torch.randn(6, 3, 4)
+    torchq.quantize_(model, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    first, second = model.mix_call, model.out_call
+    y = torch.einsum("ngi,gio->ngo", first.input_quantizer(x), first.weight_quantizer(model.mix))
+    expected = second.input_quantizer(y).matmul(second.weight_quantizer(model.out))
+    torch.testing.assert_close(model(x), expected)  # The same sums in another order.
+    assert first.weight_quantizer.amax.dim() == 0
+
+
+class Chains(nn.Module):
+    """Multiplies by weights in ways that have no quantized form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.bilinear(x, x, self.a[None]) + torch.einsum("ni,ij,jk->nk", x, self.a, self.b)
+
+
+def test_products_that_no_quantizer_reaches_are_reported() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Chains())
+    (skipped,) = torchq.plan(model, example=torch.randn(2, 4)).skipped
+    text = "its forward multiplies by a weight in bilinear, einsum, which stays float"
+    assert (skipped.name, skipped.reason) == ("1", text)
+
+
+class ReadsTransposed(nn.Module):
+    """Multiplies the weight of a child by its input, as Mamba does; nothing calls the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.steps = nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps.weight @ self.first(x).transpose(1, 2)
+
+
+def test_a_layer_whose_weight_another_product_uses_holds_its_quantizers() -> None:
+    model, x = ReadsTransposed().eval(), torch.randn(2, 3, 4)
+    assert not torchq.quantize_(model, example=x).skipped
+    torchq.calibrate(model, [x], progress=False)
+    steps: Any = model.steps
+    transposed = steps.input_quantizer(model.first(x).transpose(1, 2))
+    expected = steps.weight_quantizer(steps.weight) @ transposed
+    assert torch.equal(model(x), expected)
+    # Two float32 orders of the same sums.
+    torch.testing.assert_close(torchq.deploy(model, x)(x), expected)
