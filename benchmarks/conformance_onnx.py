@@ -75,7 +75,8 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
     try:
         model = torchq.from_onnx(source)
     except FrontendError as error:
-        return {"outcome": "refused", "reason": str(error)[:200]}
+        folder = f"{source.parents[2]}/" if isinstance(source, Path) else ""
+        return {"outcome": "refused", "reason": str(error).replace(folder, "")[:200]}
     except Exception as error:  # anything else is a defect, which the table shows
         return {"outcome": "wrong", "reason": f"{type(error).__name__}: {error}"[:200]}
     try:

@@ -85,7 +85,7 @@ def _text_of(source: Any, where: str) -> str:
         return source
     try:
         return Path(os.fspath(source)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise FrontendError(f"{where}: cannot read the symbol ({error})") from None
 
 
