@@ -1,7 +1,4 @@
-"""Measure the memory of a network that has run: FP32 and deployed, in three ways.
-
-A deployed network keeps its plain weights in memory, drops them after the first run
-(``release_weights_``), or reads them from a mapped file.
+"""Measure the memory of a network that has run: FP32 and deployed, from a file or a mapped one.
 
 Each candidate is loaded and run in a process of its own, on one image size and then on more. The
 report says by how much the process has grown once freed memory is given back. ``anonymous`` memory
@@ -28,14 +25,12 @@ from torch import nn
 import torchq
 from benchmarks.deploy_native import build, quantized
 from benchmarks.harness import Reporter, parse, parser
-from torchq.lowering import release_weights_
 
 MODELS = ("resnet50", "vit_b_16", "encoder")
 #: Candidate -> which file, and how it is used.
 CANDIDATES = {
     "fp32": ("fp32", "read"),
     "int8": ("int8", "read"),
-    "int8, released": ("int8", "released"),
     "int8, mapped": ("int8", "mapped"),
 }
 _MIB = 2**20
@@ -57,22 +52,21 @@ def measure(path: str, use: str, warm: str) -> dict[str, float]:
     """Return the growth in MiB after loading, after the first input, and after all inputs.
 
     Args:
-        path: the file of a candidate and its inputs.
-        use: ``"read"`` the file, ``"mapped"``, or read and ``"released"`` after the first input.
+        path: the file of a candidate; that of its inputs is beside it.
+        use: ``"read"`` the file, or ``"mapped"``.
         warm: the file of small networks that load the libraries before the first measurement.
     """
     with suppress(ImportError):  # a float network's classes are there
         import_module("torchvision")
     for small, x in torch.load(warm, weights_only=False):
         small(x)
+    inputs = torch.load(Path(path).with_name("inputs"))
     before = resident()
-    model, inputs = torch.load(path, weights_only=False, mmap=use == "mapped")
+    model = torch.load(path, weights_only=False, mmap=use == "mapped")
     found = {}
     for state, xs in (("loaded", []), ("one_size", inputs[:1] * 2), ("all_sizes", inputs)):
         for x in xs:
             model(x)
-        if use == "released":
-            release_weights_(model)
         now = resident()
         found |= {
             f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now
@@ -88,8 +82,9 @@ def save(name: str, folder: Path) -> None:
         if name != "resnet50"
         else [torch.randn(1, 3, size, size) for size in (224, 192, 256, 288)]
     )
-    torch.save((model, inputs), folder / "fp32")
-    torch.save((torchq.deploy(quantized(model, x)), inputs), folder / "int8")
+    torch.save(inputs, folder / "inputs")
+    torch.save(model, folder / "fp32")
+    torch.save(torchq.deploy(quantized(model, x)), folder / "int8")
     small, image = (
         nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 16)).eval(),
         torch.randn(1, 3, 8, 8),

@@ -31,7 +31,9 @@ def released(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
     whole = torchq.deploy(calibrated(Residual().eval(), x), fuse=fuse)
     model = copy.deepcopy(whole)
     model(x), model(x.abs())
-    assert release_weights_(model) == sum(m.weight_codes.numel() for m in layers(whole))
+    assert [m.released_bytes() for m in layers(model)] == [
+        m.weight_codes.numel() for m in layers(whole)
+    ]
     return model, whole, x
 
 
@@ -45,12 +47,20 @@ def test_results_of_any_size_are_the_same(fuse: bool) -> None:
 def test_the_plain_weights_are_freed() -> None:
     x = torch.randn(2, 3, 16, 16)
     model = torchq.deploy(calibrated(Residual().eval(), x), fuse=False)
-    model(x), model(x.abs())  # with the twins for unsigned input
     weights = [weakref.ref(m.weight_codes) for m in layers(model)]
-    release_weights_(model)
+    model(x.abs()), model(x)  # with the twins for unsigned input
     gc.collect()
     assert [ref() for ref in weights] == [None] * len(weights)
-    assert not any("weight_codes" in name for name, _ in model.named_buffers())
+
+
+def test_who_reads_the_buffers_brings_the_weights_back() -> None:
+    model, whole, x = released()
+    for one, other in zip(model.buffers(), whole.buffers(), strict=True):
+        assert torch.equal(one, other)
+    assert not any(m.released_bytes() for m in layers(model))
+    assert torch.equal(model(x), whole(x))
+    assert release_weights_(model) == sum(m.weight_codes.numel() for m in layers(whole))
+    assert torch.equal(model(x), whole(x))
 
 
 def test_state_dicts_files_and_copies_are_whole() -> None:
@@ -67,7 +77,7 @@ def test_state_dicts_files_and_copies_are_whole() -> None:
     for other in copies:
         assert torch.equal(other(x), expected)
         assert all("weight_codes" in dict(m.named_buffers()) for m in layers(other))
-    assert not any("weight_codes" in dict(m.named_buffers()) for m in layers(model))
+    assert all(m.released_bytes() for m in layers(model))
 
 
 def test_another_state_can_be_loaded() -> None:
@@ -102,18 +112,16 @@ def test_unpacking_loses_nothing(layer: nn.Module, shape: tuple[int, ...]) -> No
     plain, weight, row = model.weight_codes.clone(), model.weight, model.summary_row()
     assert release_weights_(model) == 0  # has not run
     model(x)
-    assert release_weights_(model) == plain.numel() and release_weights_(model) == 0
+    assert model.released_bytes() == plain.numel() and release_weights_(model) == 0
     assert torch.equal(model.weight_codes, plain) and torch.equal(model.weight, weight)
     assert model.summary_row() == row and "weight=" in repr(model)
     restore_weights_(model)
     assert torch.equal(dict(model.named_buffers())["weight_codes"], plain)
 
 
-def test_compilers_say_what_they_need() -> None:
+def test_a_model_that_has_run_can_be_compiled_and_exported() -> None:
     model, whole, x = released()
-    with pytest.raises(Exception, match="restore_weights_"):
-        torch.compile(model, fullgraph=True, backend="eager")(x)
-    restore_weights_(model)
-    torch._dynamo.reset()
     assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(x), whole(x))
+    torch._dynamo.reset()
+    model, whole, x = released()
     assert torch.equal(torch.export.export(model, (x,)).module()(x), whole(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.modules.release_weights import ReleasableWeightMixin
 from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.onednn import Run
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import kernel
 from torchq.lowering.qparams import QParams
@@ -268,7 +270,16 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
     def _make_unsigned(self) -> Int8Layer:
         twin = self.variant()
         twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
+        vars(twin)["_owner"] = weakref.ref(self)
         return twin
+
+    def _bound(self, run: Run) -> Run:
+        """Return a bound kernel that finishes its results; the plain weight is dropped now."""
+        owner = vars(self).get("_owner", lambda: None)()
+        for layer in (self, owner):
+            if layer is not None:
+                ReleasableWeightMixin.release_weight(layer)
+        return run if self.finished else lambda *tensors: self.finish(run(*tensors))
 
     def release_weight(self) -> int:
         """See :meth:`ReleasableWeightMixin.release_weight`; the twin shares the weight."""
@@ -278,7 +289,10 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         return super().release_weight()
 
     def _size(self) -> int:
-        return super()._size() + self.released_bytes()
+        if not self.released_bytes():
+            return super()._size()
+        others = (buffer for buffer in self._other_buffers().values() if buffer is not None)
+        return self.released_bytes() + sum(b.numel() * b.element_size() for b in others)
 
     def codes(self, x: Tensor) -> Tensor:
         """Return a floating-point ``x`` as codes of :attr:`input_qparams`.

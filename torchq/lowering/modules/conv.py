@@ -96,7 +96,7 @@ class Int8Conv(Int8Layer):
             return self._dispatched
         layer = (self.int8_weights(), self.params, self.epilogue())
         run = onednn.bind_conv(x.shape, *layer, residual, self.overwrites_residual)
-        return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+        return self._bound(run)
 
     def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         single = x.dim() == self.weight_codes.dim() - 1

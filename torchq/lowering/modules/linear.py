@@ -48,7 +48,7 @@ class Int8Linear(Int8Layer):
         if empty or not onednn.available():
             return self._dispatched
         run = onednn.bind_linear(self.int8_weights(), self.epilogue())
-        return run if self.finished else lambda x: self.finish(run(x))
+        return self._bound(run)
 
     def _dispatched(self, x: Tensor) -> Tensor:
         return self.finish(int8_linear(x, self.int8_weights(), self.epilogue()))

@@ -1,14 +1,18 @@
-"""Freeing the plain weights of deployed layers whose kernels hold a packed copy."""
+"""Freeing the plain weights of deployed layers whose kernels hold a packed copy.
+
+A kernel computes from a copy of the weight in its own memory layout. Once there is one, a layer
+does not need the plain weight any more: it can be unpacked from the other without loss.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import QuantizationError
 from torchq.lowering.ops.onednn import packed_weight, unpack_weight
 
 __all__ = ["ReleasableWeightMixin", "release_weights_", "restore_weights_"]
@@ -18,49 +22,103 @@ _BUFFER = "weight_codes"
 _PACKED, _SHAPE = "_packed_weight", "_plain_shape"
 
 
+class _LazyBuffers(dict[str, Any]):
+    """The buffers of a released layer; whoever reads them brings the plain weight back.
+
+    Compilers, exporters and ``module.buffers()`` read them. State dicts, files, copies and
+    attributes do not: they get a plain weight of their own.
+    """
+
+    def __init__(self, owner: ReleasableWeightMixin, others: dict[str, Any]) -> None:
+        super().__init__(others)
+        self._owner, self.others = owner, dict(others)
+
+    def _all(self) -> dict[str, Any]:
+        self._owner.restore_weight()
+        return vars(self._owner)["_buffers"]  # type: ignore[no-any-return]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._all().get(name, default)
+
+    def keys(self) -> KeysView[str]:
+        return self._all().keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._all().items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._all().values()
+
+
 class ReleasableWeightMixin(nn.Module):
-    """Mixin for layers that can do without the plain copy of their weight.
+    """Mixin for layers that keep kernels, and that can do without the plain copy of their weight.
 
     A released layer computes from the weight that is packed for its kernel. Whoever asks for
     :attr:`weight_codes` gets a new plain tensor, unpacked without loss; state dicts, files and
-    copies contain it. Moving the layer or loading a state dict restores it.
+    copies contain it. Reading its buffers, moving the layer or loading a state dict restores it.
     """
 
     def release_weight(self) -> int:
         """Drop the plain weight if a kernel holds a packed copy; return the bytes freed."""
-        plain = self._buffers.get(_BUFFER)
-        packed = None if plain is None else packed_weight(plain)
-        if plain is None or packed is None:
+        buffers = vars(self)["_buffers"]
+        plain = None if isinstance(buffers, _LazyBuffers) else buffers.get(_BUFFER)
+        if plain is None:
+            return 0
+        packed = vars(self)["_kernels"].get(_PACKED)
+        packed = packed_weight(plain) if packed is None else packed
+        if packed is None:
             return 0
         # Past __setattr__, which would drop the kernels.
         vars(self).update({_PACKED: packed, _SHAPE: plain.shape})
-        vars(self)["_buffers"] = {n: b for n, b in self._buffers.items() if n != _BUFFER}
-        return plain.numel() * plain.element_size()
+        vars(self)["_buffers"] = _LazyBuffers(self, self._other_buffers())
+        return int(plain.numel() * plain.element_size())
 
     def restore_weight(self) -> None:
         """Keep a plain weight again."""
         if _PACKED in vars(self):
             vars(self)["_buffers"] = self._whole_buffers()
+            # As long as no attribute changes, the packed weight can take its place again.
+            vars(self)["_kernels"][_PACKED] = vars(self)[_PACKED]
             for name in (_PACKED, _SHAPE):
                 del vars(self)[name]
 
     def _whole_buffers(self) -> dict[str, Tensor | None]:
-        """Return the buffers of the layer with its plain weight."""
-        return {_BUFFER: unpack_weight(vars(self)[_PACKED], vars(self)[_SHAPE]), **self._buffers}
+        """Return the buffers of a released layer with its plain weight."""
+        plain = unpack_weight(vars(self)[_PACKED], vars(self)[_SHAPE])
+        return {_BUFFER: plain, **self._other_buffers()}
+
+    def _other_buffers(self) -> dict[str, Tensor | None]:
+        """Return the buffers without the plain weight, which stays as it is."""
+        buffers = vars(self)["_buffers"]
+        kept = buffers.others if isinstance(buffers, _LazyBuffers) else buffers
+        return {name: buffer for name, buffer in kept.items() if name != _BUFFER}
 
     def released_bytes(self) -> int:
         """Return the bytes of the weight where it is released, else 0."""
         return math.prod(vars(self).get(_SHAPE, (0,)))
 
     def __getattr__(self, name: str) -> Any:
-        if name == _BUFFER and _PACKED in self.__dict__:
-            if torch.compiler.is_compiling():
-                raise QuantizationError(
-                    f"{type(self).__name__}: got a layer without its plain weight; expected one "
-                    "to compile or export. Call torchq.lowering.restore_weights_(model) first"
-                )
+        # Compilers read the buffers themselves, which restores the weight.
+        if _PACKED not in self.__dict__ or torch.compiler.is_compiling():
+            return super().__getattr__(name)
+        if name == _BUFFER:
             return unpack_weight(self.__dict__[_PACKED], self.__dict__[_SHAPE])
-        return super().__getattr__(name)
+        others = self._other_buffers()
+        if name not in others:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return others[name]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
@@ -71,9 +129,16 @@ class ReleasableWeightMixin(nn.Module):
         return state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if _PACKED in vars(self):
-            destination[prefix + _BUFFER] = self._whole_buffers()[_BUFFER]
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        """Write the buffers of a released layer with its weight, which is not kept."""
+        if _PACKED not in vars(self):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        lazy, whole = vars(self)["_buffers"], self._whole_buffers()
+        vars(self)["_buffers"] = whole
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            vars(self)["_buffers"] = lazy
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.restore_weight()
@@ -87,10 +152,10 @@ class ReleasableWeightMixin(nn.Module):
 def release_weights_(model: nn.Module) -> int:
     """Drop the plain weights that a deployed model no longer needs, in place.
 
-    A kernel computes from a copy of the weight in its own memory layout. After the model has run,
-    both lie in memory; this drops the plain one, which can be unpacked from the other without
-    loss. State dicts, files, copies, moves and images of other sizes work as before, and unpack
-    what they need. Compilers and exporters need the plain weights: see :func:`restore_weights_`.
+    Layers do this by themselves once a kernel holds a packed copy. What reads the buffers of a
+    model (a compiler, an exporter, ``model.buffers()``) brings the plain weights back to stay; this
+    drops them again. State dicts, files, copies, moves and images of other sizes unpack what they
+    need.
 
     Args:
         model: deployed, on the CPU, that has run.
@@ -105,6 +170,7 @@ def release_weights_(model: nn.Module) -> int:
         >>> report = torchq.calibrate(model, [x], progress=False)
         >>> int8 = torchq.deploy(model)
         >>> y = int8(x)
+        >>> count = len(list(int8.buffers()))
         >>> release_weights_(int8) in (0, 8 * 16 + 16 * 4)
         True
         >>> torch.equal(int8(x), y)

@@ -80,8 +80,14 @@ def _pack(weights: Int8Weights, packed: Tensor) -> _Packed:
         sums = codes.flatten(1).sum(1, dtype=torch.int64).double()
         shift = sums * scale.double() * (x_scale * x_zero_point)
         bias = (-shift if bias is None else bias.double() - shift).float()
-    zero_points = torch.zeros(codes.shape[0], dtype=torch.int64)
+    zero_points = _zeros(codes.shape[0])
     return _Packed(x_scale, 0, packed, scale, zero_points, None if bias is None else bias.float())
+
+
+@lru_cache
+def _zeros(count: int) -> Tensor:
+    """Return the zero points of as many channels, one tensor for all layers, which only read it."""
+    return torch.zeros(count, dtype=torch.int64)
 
 
 def conv(
