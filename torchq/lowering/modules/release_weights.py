@@ -7,7 +7,7 @@ does not need the plain weight any more: it can be unpacked from the other witho
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class _LazyBuffers(dict[str, Any]):
 
     def _all(self) -> dict[str, Any]:
         self._owner.restore_weight()
-        return vars(self._owner)["_buffers"]  # type: ignore[no-any-return]
+        return vars(self._owner)["_buffers"]
 
     def __contains__(self, name: object) -> bool:
         return name in self._all()
@@ -52,13 +52,13 @@ class _LazyBuffers(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         return self._all().get(name, default)
 
-    def keys(self) -> KeysView[str]:
+    def keys(self) -> Any:
         return self._all().keys()
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         return self._all().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         return self._all().values()
 
 
