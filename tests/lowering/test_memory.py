@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,9 +73,12 @@ def test_packed_weights_go_with_the_model() -> None:
     x = torch.randn(2, 3, 16, 16)
     int8 = torchq.deploy(calibrated(Residual().eval(), x))
     int8(x)
-    assert len(KERNELS) == before + sum(isinstance(m, Int8Layer) for m in int8.modules())
-    del int8
+    layers = [m for m in int8.modules() if isinstance(m, Int8Layer)]
+    packed = [weakref.ref(vars(m)["_packed_weight"]) for m in layers]
+    assert packed and all(ref() is not None for ref in packed)
+    del int8, layers
     gc.collect()
+    assert [ref() for ref in packed] == [None] * len(packed)
     assert len(KERNELS) == before
 
 
