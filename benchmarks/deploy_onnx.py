@@ -181,17 +181,18 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
         for row in compare(calls, baseline="float32", clock=clock, **timing(options)):
             case = {"runtime": target, "threads": options.threads, "clock": clock.__name__}
             report.timing(row, model=name, **case)
-        size = {"bytes_float32": plain.stat().st_size, "bytes_int8": integer.stat().st_size}
-        nodes = torchq.inspect_onnx(integer)
-        kinds = Counter(node.kind for node in nodes.integer)
-        left = Counter(node.kind for node in nodes.fallbacks)
-        report.value(
-            model=name,
-            runtime=target,
-            **size,
-            onnxruntime_integer=dict(kinds),
-            onnxruntime_float=dict(left),
-        )
+        report.value(model=name, runtime=target, **contents(plain, integer))
+
+
+def contents(plain: Path, integer: Path) -> dict[str, object]:
+    """Return the sizes of both files, and the operators that ONNX Runtime takes as integer ones."""
+    nodes = torchq.inspect_onnx(integer)
+    return {
+        "bytes_float32": plain.stat().st_size,
+        "bytes_int8": integer.stat().st_size,
+        "onnxruntime_integer": dict(Counter(node.kind for node in nodes.integer)),
+        "onnxruntime_float": dict(Counter(node.kind for node in nodes.fallbacks)),
+    }
 
 
 def digits_case() -> tuple[nn.Module, list[Tensor], list[Tensor]]:
@@ -272,6 +273,28 @@ def agreement(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
+    options = _options(argv)
+    with Reporter(
+        "deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino", "nncf"]
+    ) as report:
+        for name in options.models:
+            for target in options.runtimes:
+                speed(report, name, target, options)
+        cases = {"digits": digits_case} | (
+            {}
+            if options.data is None
+            else {"resnet20": lambda: cifar_case(options.data, options.images)}
+        )
+        for name in options.agreement:
+            if name not in cases:
+                continue
+            data = cases[name]()
+            for target in (None, *options.runtimes):
+                agreement(report, name, target, data)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments."""
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     arguments.add_argument("--runtimes", nargs="*", default=list(TARGETS), choices=TARGETS)
@@ -295,24 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="measure processor time, with one thread: other programs then count little",
     )
-    options = parse(arguments, argv)
-    with Reporter(
-        "deploy_onnx", options.out, ["onnx", "onnxruntime", "openvino", "nncf"]
-    ) as report:
-        for name in options.models:
-            for target in options.runtimes:
-                speed(report, name, target, options)
-        cases = {"digits": digits_case} | (
-            {}
-            if options.data is None
-            else {"resnet20": lambda: cifar_case(options.data, options.images)}
-        )
-        for name in options.agreement:
-            if name not in cases:
-                continue
-            data = cases[name]()
-            for target in (None, *options.runtimes):
-                agreement(report, name, target, data)
+    return parse(arguments, argv)
 
 
 if __name__ == "__main__":

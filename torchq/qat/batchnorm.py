@@ -65,6 +65,17 @@ class Reestimate:
             module.load_state_dict(state, strict=False)
 
 
+def _start_averaging(model: nn.Module, norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> None:
+    """Let every norm begin a plain average over the batches that follow."""
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # torch takes this for the plain average over all batches
+        norm.training = True
+    for module in model.modules():
+        if isinstance(module, QuantBranches):
+            module.training = True  # Only then does it run the branches of its norms.
+
+
 def reestimate_bn_(
     model: nn.Module,
     batches: Iterable[Any],
@@ -103,16 +114,10 @@ def reestimate_bn_(
         (m, {k: v.clone() for k, v in m.state_dict().items() if k in _STATISTICS}) for m in norms
     ]
     momenta = [m.momentum for m in norms]
-    count = 0
     try:
         with torch.no_grad(), evaluating(model):
-            for norm in norms:
-                norm.reset_running_stats()
-                norm.momentum = None  # torch takes this for the plain average over all batches
-                norm.training = True
-            for module in model.modules():
-                if isinstance(module, QuantBranches):
-                    module.training = True  # Only then does it run the branches of its norms.
+            _start_averaging(model, norms)
+            count = 0
             chosen = islice(batches, num_batches)
             for batch in progress_bar(
                 chosen, description="batch norm", total=num_batches, enabled=progress

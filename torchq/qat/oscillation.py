@@ -1,7 +1,7 @@
 """Weights that oscillate between two codes: how many do, a loss against it, and freezing them.
 
 With few bits, the straight-through gradient moves a weight towards the border of two codes and
-then back and forth across it, which keeps the statistics of BatchNorm from settling. Networks with
+then back and forth across it, so the statistics of BatchNorm never converge. Networks with
 depthwise convolutions suffer most.
 
 Reference: Nagel et al., Overcoming Oscillations in Quantization-Aware Training (ICML 2022).

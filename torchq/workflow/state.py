@@ -208,18 +208,31 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"load: {prefix}amin: {problem or f'got shape {tuple(amin.shape)}'}; expected "
                     "finite numbers <= 0 of the shape of amax. The file is damaged"
                 )
-        sign = state.get(f"{prefix}unsigned")
-        if sign is not None and (sign.numel() != 1 or sign.item() not in (-1, 0, 1)):
-            raise ConfigError(
-                f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
-                "The file is damaged"
-            )
-        scale = state.get(f"{prefix}pre_quant_scale")
-        if scale is not None and not bool(torch.isfinite(scale).all()):
-            raise ConfigError(
-                f"load: {prefix}pre_quant_scale: got NaN or infinite values; expected finite ones. "
-                "The file is damaged"
-            )
+        _check_choices(prefix, state)
+
+
+def _check_choices(prefix: str, state: Mapping[str, Tensor]) -> None:
+    """Check what a quantizer holds beside its range; tensors without numbers hold anything.
+
+    Raises:
+        ConfigError: The sign of the codes or the factor of the input is impossible.
+    """
+    sign = state.get(f"{prefix}unsigned")
+    if sign is None or sign.is_meta:
+        possible = True
+    else:
+        possible = sign.numel() == 1 and sign.item() in (-1, 0, 1)
+    if sign is not None and not possible:
+        raise ConfigError(
+            f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
+            "The file is damaged"
+        )
+    scale = state.get(f"{prefix}pre_quant_scale")
+    if scale is not None and not scale.is_meta and not bool(torch.isfinite(scale).all()):
+        raise ConfigError(
+            f"load: {prefix}pre_quant_scale: got NaN or infinite values; expected finite ones. "
+            "The file is damaged"
+        )
 
 
 def _range_problem(quantizer: TensorQuantizer, amax: Tensor, weight: Tensor | None) -> str:

@@ -68,7 +68,7 @@ class Graph:
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """What is known about the graph, by name."""
+        """Facts about the graph, by name."""
         return self._attributes
 
     def with_attributes(self, **attributes: Any) -> Graph:
