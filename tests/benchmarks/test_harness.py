@@ -118,7 +118,7 @@ def test_environment_names_hardware_and_versions_only() -> None:
 
 def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "lines.jsonl"
-    row = harness.Timing("fast", 2.5e-3, 0.04, 0.25, 0.2, 0.3, "slow", 5, 1)
+    row = harness.Timing("fast", 2.5e-3, 0.04, 0.25, 0.2, 0.3, "slow", 5, 1, 2e-3)
     with harness.Reporter("demo", out) as report:
         report.timing(row, elements=1024)
         report.value(candidate="accuracy", top1=0.98765, note="a|b")
@@ -135,9 +135,10 @@ def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     table.main([str(out)])
     lines = capsys.readouterr().out.splitlines()
     assert "### demo" in lines
-    assert "| elements | candidate | median_s | spread | ratio | baseline | top1 | note |" in lines
-    assert "| 1024 | fast | 2.5 ms | 4% | 0.25x | slow |  |  |" in lines
-    assert "|  | accuracy |  |  |  |  | 0.9877 | a\\|b |" in lines
+    head = "elements | candidate | median_s | least_s | spread | ratio | baseline | top1 | note"
+    assert f"| {head} |" in lines
+    assert "| 1024 | fast | 2.5 ms | 2 ms | 4% | 0.25x | slow |  |  |" in lines
+    assert "|  | accuracy |  |  |  |  |  | 0.9877 | a\\|b |" in lines
     assert "### again" in lines
 
 

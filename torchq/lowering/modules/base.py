@@ -278,7 +278,7 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         owner = vars(self).get("_owner", lambda: None)()
         for layer in (self, owner):
             if layer is not None:
-                ReleasableWeightMixin.release_weight(layer)
+                layer.drop_weight()
         return run if self.finished else lambda *tensors: self.finish(run(*tensors))
 
     def release_weight(self) -> int:
@@ -287,6 +287,114 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
             if isinstance(twin, Int8Layer):
                 twin.release_weight()
         return super().release_weight()
+
+    def _size(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+
+class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, IntegerModule):
+    """Base of layers with int8 weights and uint8 activations.
+
+    The input is a floating-point tensor, which the layer quantizes, or uint8 codes where
+    :attr:`reads_codes` says so. The result is a floating-point tensor, or codes where the layer has
+    :attr:`output_qparams`. For inference; there is no gradient.
+
+    Args:
+        weight: int8, (out, in / groups, ...).
+        weight_scale: float32, (out,): real weight = weight * scale.
+        bias: floating point (out,) or None.
+        input_qparams: how the input is quantized.
+        dtype: of floating-point results.
+        pre_quant_scale: multiplies the input before it is quantized, or None.
+
+    Attributes:
+        activation: the name of the activation that is applied to the result, one of
+            :data:`torchq.lowering.ACTIVATIONS`.
+        arguments: the arguments of the activation.
+        reads_codes: True where the input is codes of :attr:`input_qparams`. Without it uint8 is
+            refused like any other integer dtype: it could be an image.
+        output_qparams: None for floating-point results.
+        residual_qparams: of the second argument of :meth:`forward`, where that is codes.
+    """
+
+    #: Which operator runs, for the summary.
+    kind: ClassVar[str]
+    qparams_names = ("input_qparams", "output_qparams", "residual_qparams")
+    pre_quant_scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        input_qparams: QParams,
+        dtype: torch.dtype,
+        pre_quant_scale: Tensor | None,
+    ) -> None:
+        bias = None if bias is None else bias.detach().to(torch.float32)
+        super().__init__(weight, weight_scale, bias, dtype)
+        self.register_buffer("pre_quant_scale", pre_quant_scale)
+        self.input_qparams, self.reads_codes = input_qparams, False
+        self.output_qparams: QParams | None = None
+        self.residual_qparams: QParams | None = None
+        self.activation, self.arguments = "none", list[float]()
+
+    def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:
+        """See :meth:`IntegerModule.propagate_qparams`; the second input is the residual."""
+        own, residual = (*inputs, None, None)[:2]
+        if own is not None:
+            self.input_qparams, self.reads_codes = own, True
+        if residual is not None:
+            self.residual_qparams = residual
+        return self.output_qparams
+
+    def input_codes(self, x: Tensor) -> tuple[Int8Layer, Tensor]:
+        """Return the layer that computes ``x``, and the codes of ``x`` that it reads.
+
+        An input on a signed range may hold no negative number: a layer behind ReLU with the
+        default configuration. Then a twin of this layer with codes that start at 0 computes the
+        same, without a zero-point correction in the bias, which costs bits of it, and without
+        padding by the zero point. Looking at ``x`` takes less time than either.
+
+        Args:
+            x: floating point.
+
+        Raises:
+            TypeError: ``x`` has another dtype than the layer; the simulation refuses it too.
+            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
+        """
+        smallest = smallest_value(x, self.dtype, type(self).__name__)
+        layer: Int8Layer = self
+        if smallest >= 0 and self.input_qparams.zero_point and self.pre_quant_scale is None:
+            layer = self._kernel(_UNSIGNED, self._make_unsigned)
+        return layer, layer._quantize(x)  # noqa: SLF001
+
+    def _make_unsigned(self) -> Int8Layer:
+        twin = self.variant()
+        twin.input_qparams = self.input_qparams.clamped(0.0, math.inf)
+        vars(twin)["_owner"] = weakref.ref(self)
+        return twin
+
+    def _bound(self, run: Run) -> Run:
+        """Return a bound kernel that finishes its results; the plain weight is dropped now."""
+        owner = vars(self).get("_owner", lambda: None)()
+        for layer in (self, owner):
+            if layer is not None:
+                layer.drop_weight()
+        return run if self.finished else lambda *tensors: self.finish(run(*tensors))
+
+    def release_weight(self) -> int:
+        """See :meth:`ReleasableWeightMixin.release_weight`; the twin shares the weight."""
+        for twin in self._kernels.values():
+            if isinstance(twin, Int8Layer):
+                twin.release_weight()
+        return super().release_weight()
+
+    def drop_weight(self) -> None:
+        """See :meth:`ReleasableWeightMixin.drop_weight`; kernels are being made, twins stay."""
+        if not vars(self).get("_plain_weight_is_read", False):
+            ReleasableWeightMixin.release_weight(self)
 
     def _size(self) -> int:
         if not self.released_bytes():

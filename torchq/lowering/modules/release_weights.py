@@ -20,6 +20,8 @@ __all__ = ["ReleasableWeightMixin", "release_weights_", "restore_weights_"]
 _BUFFER = "weight_codes"
 #: The attributes of a released layer: the packed weight, and the shape of the plain one.
 _PACKED, _SHAPE = "_packed_weight", "_plain_shape"
+#: True once a reader of the buffers, such as a compiler, relies on the plain weight.
+_READ = "_plain_weight_is_read"
 
 
 class _LazyBuffers(dict[str, Any]):
@@ -35,6 +37,7 @@ class _LazyBuffers(dict[str, Any]):
 
     def _all(self) -> dict[str, Any]:
         self._owner.restore_weight()
+        vars(self._owner)[_READ] = True
         return vars(self._owner)["_buffers"]
 
     def __contains__(self, name: object) -> bool:
@@ -84,6 +87,11 @@ class ReleasableWeightMixin(nn.Module):
         vars(self).update({_PACKED: packed, _SHAPE: plain.shape})
         vars(self)["_buffers"] = _LazyBuffers(self, self._other_buffers())
         return int(plain.numel() * plain.element_size())
+
+    def drop_weight(self) -> None:
+        """Release this weight alone, unless a reader of the buffers has brought it back before."""
+        if not vars(self).get(_READ, False):
+            ReleasableWeightMixin.release_weight(self)
 
     def restore_weight(self) -> None:
         """Keep a plain weight again."""
