@@ -9,6 +9,7 @@ unless :attr:`Format.rounding` says otherwise, and saturates at :attr:`Format.qu
 from __future__ import annotations
 
 import struct
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -291,7 +292,10 @@ class PowersOfTwo(Format):
 
 def _power_from_table(x: Tensor) -> Tensor:
     """Return what :meth:`PowersOfTwo.snap_` does, by operators that ONNX has."""
-    powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=x.dtype, device=x.device)
+    with warnings.catch_warnings():
+        # A tracer says that this becomes a constant of the graph, as it shall.
+        warnings.filterwarnings("ignore", message="torch.tensor results are registered")
+        powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=x.dtype, device=x.device)
     wide = x.unsqueeze(-1)
     above = torch.where(powers >= wide, powers, torch.inf).amin(-1)
     return torch.where(x < powers[0], 0.0, above)

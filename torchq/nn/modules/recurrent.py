@@ -140,7 +140,8 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         else:
             parts = hx if isinstance(hx, tuple) else (hx,)
             given = tuple(part.unsqueeze(1) for part in parts)
-        self.check_forward_args(input, self._as_torch(given), batch_sizes)
+        if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
+            self.check_forward_args(input, self._as_torch(given), batch_sizes)
         permuted = self.permute_hidden(self._as_torch(given), order)
         return permuted if isinstance(permuted, tuple) else (permuted,)
 

@@ -57,4 +57,4 @@ def fixed_range(quantizer: nn.Module) -> Tensor | None:
     plain = plain and d.block_scale_format is None and quantizer.delegate is None
     if not has_one or not plain or quantizer.pre_quant_scale is not None:
         return None
-    return quantizer.amax if quantizer.amax.numel() == 1 else None
+    return quantizer.amax
