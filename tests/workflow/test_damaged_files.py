@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,21 @@ def test_an_interruption_while_tensors_are_copied_changes_nothing(
         torchq.load(model, tmp_path / "m.pt")
     monkeypatch.undo()
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("entry", ["unsigned", "amax"])
+def test_a_tensor_without_numbers_is_refused(entry: str, tmp_path: Path) -> None:
+    """A file can say that a tensor is on the device "meta", where nothing can be read."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    torchq.quantize_(model, torchq.recipes.integer(4, 4))
+    torchq.calibrate(model, [torch.rand(8, 4)], progress=False)
+    torchq.save(model, tmp_path / "good.pt")
+    bad = torch.load(tmp_path / "good.pt", weights_only=True)
+    name = f"0.input_quantizer.{entry}"
+    bad["state_dict"][name] = bad["state_dict"][name].to("meta")
+    torch.save(bad, tmp_path / "bad.pt")
+    fresh = nn.Sequential(nn.Linear(4, 4))
+    before = fresh[0].weight.detach().clone()
+    with pytest.raises(TorchqError, match=re.escape(name)):
+        torchq.load(fresh, tmp_path / "bad.pt")
+    assert type(fresh[0]) is nn.Linear and torch.equal(fresh[0].weight, before)
