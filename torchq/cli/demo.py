@@ -21,6 +21,12 @@ __all__ = ["Row", "run_demo"]
 
 _CALIBRATION_BATCHES = 5
 
+#: What the demo says at its end.
+_NEXT = """
+open {report} to see which layers cost accuracy; then, for your own model:
+  torchq quantize --model package.module:factory --data photos/ --export model.onnx
+  torchq quantize --help"""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -72,6 +78,7 @@ def run_demo(out: Path, *, seed: int = 0, epochs: int = 12) -> list[Row]:
     names = ", ".join(sorted(p.name for p in out.iterdir()))
     seconds = time.perf_counter() - started
     print(f"\n{text}\n\nwrote {names} to {out} in {seconds:.0f} s")
+    print(_NEXT.format(report=out / "report.html"))
     return rows
 
 
