@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import torchq
+
+ROOT = Path(__file__).parent
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,6 +41,20 @@ def nothing_leaks() -> Iterator[None]:
     assert not torch.is_inference_mode_enabled()
     probe = nn.Sequential(nn.Linear(1, 1, device="meta"))
     assert type(probe[0]) is nn.Linear
+
+
+@pytest.fixture(autouse=True)
+def no_file_is_left() -> Iterator[None]:
+    """Fail a test that leaves a file beside the sources: what a test writes belongs in tmp_path."""
+    before = files_beside_the_sources()
+    yield
+    left = files_beside_the_sources() - before
+    assert not left, f"the test left {sorted(left)} in {ROOT}; write to tmp_path"
+
+
+def files_beside_the_sources() -> set[str]:
+    """Return the names of the files in the repository's root; caches are folders."""
+    return {path.name for path in ROOT.iterdir() if path.is_file()}
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,14 +84,16 @@ def test_other_targets_leave_results_alone(target: str) -> None:
     assert outputs(model) == {}
 
 
-def test_results_survive_saving_copies_and_are_removed_by_restore() -> None:
+def test_results_survive_saving_copies_and_are_removed_by_restore(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(2, 3, 9, 9), Readers().eval()
     plain = copy.deepcopy(model)
     quantized(model, x)
     fresh = copy.deepcopy(plain)
-    torchq.save(model, "results.pt")
-    torchq.load(fresh, "results.pt")
+    torchq.save(model, tmp_path / "results.pt")
+    torchq.load(fresh, tmp_path / "results.pt")
     assert torch.equal(fresh(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     torchq.restore_(model)

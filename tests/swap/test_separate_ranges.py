@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,11 +52,13 @@ def test_other_targets_share_one_range(target: str) -> None:
     assert model.second.input_quantizer is model.quant_cat.input_quantizer
 
 
-def test_separate_ranges_survive_saving_copies_and_are_removed_by_restore() -> None:
+def test_separate_ranges_survive_saving_copies_and_are_removed_by_restore(
+    tmp_path: Path,
+) -> None:
     model, x = chain(0.01)
     fresh = Chain(0.01).eval()
-    torchq.save(model, "cat.pt")
-    torchq.load(fresh, "cat.pt")
+    torchq.save(model, tmp_path / "cat.pt")
+    torchq.load(fresh, tmp_path / "cat.pt")
     assert torch.equal(fresh(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert len(list(torchq.restore_(model))) and not hasattr(model, "quant_cat")
