@@ -33,12 +33,15 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import bullets, evaluating, qualified_name
+from torchq.utils import bullets, evaluating, progress_stages, qualified_name
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
 
 _LOG = logging.getLogger(__name__)
+
+#: What the progress bar shows.
+_STAGES = ("trace", "rewrite", "write")
 
 
 def export_onnx(
@@ -53,6 +56,7 @@ def export_onnx(
     dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    progress: bool = True,
 ) -> ExportReport:
     """Write a quantized model as ONNX with QuantizeLinear, DequantizeLinear and integer weights.
 
@@ -77,6 +81,7 @@ def export_onnx(
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.
         input_names: Names in the file; default the names of the arguments of ``forward``.
         output_names: Names in the file; default those of the exporter.
+        progress: Show a bar where it takes longer than a second.
 
     Returns:
         What was written; ``print`` it.
@@ -110,14 +115,17 @@ def export_onnx(
     batches = (True, False) if dynamic_batch else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
     started = time.perf_counter()
-    graph = _first_that_traces(calls, opset, modern, active)
-    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
-    run_passes(graph, EXPORT_PASSES)
-    found = _shape_for(target, graph)
-    if found:
-        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
-    write_record(graph, target=target)
-    size = save_model(graph, path)
+    with progress_stages("export", _STAGES, enabled=progress) as next_stage:
+        graph = _first_that_traces(calls, opset, modern, active)
+        _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
+        next_stage()
+        run_passes(graph, EXPORT_PASSES)
+        found = _shape_for(target, graph)
+        if found:
+            warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
+        next_stage()
+        write_record(graph, target=target)
+        size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
     return report_on(graph, path, target, exporter, size, found)
 
