@@ -114,16 +114,14 @@ def export_onnx(
     names = (dynamic_shapes, input_names, output_names)
     batches = (True, False) if dynamic_batch else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
-    started = time.perf_counter()
     with progress_stages("export", _STAGES, enabled=progress) as next_stage:
         graph = _first_that_traces(calls, opset, modern, active)
-        _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
         next_stage()
         run_passes(graph, EXPORT_PASSES)
         found = _shape_for(target, graph)
+        next_stage()
         if found:
             warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
-        next_stage()
         write_record(graph, target=target)
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
@@ -175,7 +173,10 @@ def _traced(
         stack.enter_context(_marked(call.model, active))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
-        return run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+        started = time.perf_counter()
+        graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
+    return graph
 
 
 def _first_that_traces(
