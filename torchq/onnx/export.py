@@ -120,8 +120,6 @@ def export_onnx(
         run_passes(graph, EXPORT_PASSES)
         found = _shape_for(target, graph)
         next_stage()
-        if found:
-            warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
         write_record(graph, target=target)
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
@@ -129,12 +127,15 @@ def export_onnx(
 
 
 def _shape_for(target: str | None, graph: Model) -> tuple[str, ...]:
-    """Rewrite a graph for a target, and return which rules of the target it breaks."""
+    """Rewrite a graph for a target; warn of the rules of the target that it breaks, return them."""
     if target is None:
         return ()
     chosen = onnx_target(target)
     chosen.rewrite(graph)
-    return chosen.findings(graph)
+    found = chosen.findings(graph)
+    if found:
+        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=3)
+    return found
 
 
 def unwrap(model: nn.Module) -> nn.Module:
