@@ -20,6 +20,7 @@ from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
 from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
+from torchq.onnx.constant_grids import constant_grids
 from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.ir import Model, run_passes, save_model
 from torchq.onnx.passes import EXPORT_PASSES
@@ -171,6 +172,8 @@ def _traced(
         stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
+        if modern:
+            stack.enter_context(constant_grids(active.values()))
         stack.enter_context(_marked(call.model, active))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
