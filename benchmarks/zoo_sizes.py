@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["shortened"]
 
 KEPT = 2
+CONTAINERS = (nn.Sequential, nn.ModuleList)  # A subclass may have code of its own.
 
 
 def shortened(model: nn.Module, *example: Any) -> nn.Module:
@@ -27,7 +28,7 @@ def shortened(model: nn.Module, *example: Any) -> nn.Module:
     small = copy.deepcopy(model)
     for parent in small.modules():
         for name, child in parent.named_children():
-            if type(child) in (nn.Sequential, nn.ModuleList):
+            if isinstance(child, nn.Sequential | nn.ModuleList) and type(child) in CONTAINERS:
                 setattr(parent, name, _cut(child))
     try:
         with torch.no_grad():
