@@ -9,6 +9,7 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
+from torchq.ptq.rotation import RotationReport, hadamard_
 from torchq.ptq.smoothing import (
     AWQGroup,
     AWQReport,
@@ -29,6 +30,7 @@ __all__ = [
     "EqualizedPair",
     "GPTQLayer",
     "GPTQReport",
+    "RotationReport",
     "RunOptions",
     "SmoothReport",
     "SmoothedGroup",
@@ -40,6 +42,7 @@ __all__ = [
     "correct_bias_",
     "equalize_",
     "gptq_",
+    "hadamard_",
     "smooth_",
     "tune",
 ]
