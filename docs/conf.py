@@ -31,8 +31,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "torchq"
-html_static_path = ["images", "style"]
-html_css_files = ["site.css"]
+html_static_path = ["images"]
 html_show_sourcelink = False
 templates_path: list[str] = []
 exclude_patterns = ["_build"]

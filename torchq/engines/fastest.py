@@ -117,10 +117,7 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
         ExportError: no engine can run the model.
     """
     entries = list(_entries())
-    shown = progress_bar(
-        entries, description="engines", unit="engine", enabled=task.progress, delay=1.0
-    )
-    for entry in shown:
+    for entry in progress_bar(entries, description="engines", unit="engine", delay=1.0):
         if not entry.problem:
             _build(entry, task)
         if entry.problem:

@@ -27,8 +27,11 @@ def is_torch_leaf(module: nn.Module) -> bool:
 
     A module of the user's own without children (an activation, a drop path) is one call too: it
     holds no layer that a trace would have to show, and its ``forward`` is often what makes
-    symbolic tracing fail.
+    symbolic tracing fail. So is a module whose ``is_traced_whole`` is True: it decides in every
+    call which of its children runs.
     """
+    if getattr(module, "is_traced_whole", False):
+        return True
     library = type(module).__module__.startswith("torch.nn.") and not isinstance(
         module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     )

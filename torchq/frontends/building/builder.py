@@ -32,6 +32,10 @@ class GraphBuilder:
         self._tensors: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
 
+    def share_parameters(self, other: GraphBuilder) -> None:
+        """Use the parameters of another builder for the same tensors of the file."""
+        self._parameters = other._parameters
+
     def parameter(
         self, value: Constant, key: str = "", tensor: Tensor | None = None
     ) -> nn.Parameter:

@@ -106,7 +106,14 @@ class FileNode:
 
     def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
         """Call a function that returns ``count`` tensors."""
-        result: Any = self.call(function, *args)
+        return self._parts(count, self.call(function, *args))
+
+    def module_parts(self, count: int, module: nn.Module, *args: Value) -> list[Value]:
+        """Call a module that returns one tensor, or a tuple of ``count`` tensors."""
+        result = self.module(module, *args)
+        return [result] if count == 1 else self._parts(count, result)
+
+    def _parts(self, count: int, result: Any) -> list[Value]:
         if isinstance(result, fx.Node):
             return [self.call(operator.getitem, result, index) for index in range(count)]
         return list(result)  # a tuple of constants
@@ -133,7 +140,10 @@ class FileNode:
         if isinstance(value, Constant):
             return self.builder.stored(value)
         assert isinstance(value, Ints)
-        node = self.builder.graph.call_function(stack_ints, (list(value.items), value.scalar))
+        arguments: tuple[Any, ...] = (list(value.items), value.scalar)
+        if value.dtype is not torch.int64:
+            arguments = (*arguments, value.dtype)
+        node = self.builder.graph.call_function(stack_ints, arguments)
         return self._noted(node, stack_ints)
 
     def _noted(self, node: fx.Node, function: object) -> fx.Node:

@@ -31,7 +31,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ints:
-    """An int64 tensor that is computed from shapes, kept as its elements.
+    """A tensor of integers that is computed from shapes, kept as its elements.
 
     Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
     Concat, Reshape.
@@ -39,16 +39,18 @@ class Ints:
     Attributes:
         items: numbers, and nodes that compute one number.
         scalar: True for a tensor without dimensions, False for a vector.
+        dtype: int64 or int32.
     """
 
     items: tuple[int | fx.Node, ...]
     scalar: bool = False
+    dtype: torch.dtype = torch.int64
 
 
 #: A node computes a tensor in every call. None is an optional input or output that is left out.
 Value = Union[fx.Node, Constant, Ints, None]
 
 
-def stack_ints(items: Sequence[int], scalar: bool) -> Tensor:
-    """Return sizes as one int64 tensor: a vector, or a number without dimensions."""
-    return torch.tensor(items[0] if scalar else list(items), dtype=torch.int64)
+def stack_ints(items: Sequence[int], scalar: bool, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return sizes as one tensor: a vector, or a number without dimensions."""
+    return torch.tensor(items[0] if scalar else list(items), dtype=dtype)

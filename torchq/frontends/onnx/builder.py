@@ -22,7 +22,7 @@ class GraphBuilder(building.GraphBuilder):
 
     Args:
         where: how errors begin.
-        convert_nodes: converts the nodes of a sub-graph in place, and returns its outputs.
+        convert: converts the nodes of a sub-graph into a builder, and returns its outputs.
 
     Attributes:
         shapes, dtypes: of the tensors of the file, as far as they are known.
@@ -33,9 +33,9 @@ class GraphBuilder(building.GraphBuilder):
         weights: how a constant is quantized in the file.
     """
 
-    def __init__(self, where: str, convert_nodes: Callable[[Any], list[Value]]) -> None:
+    def __init__(self, where: str, convert: Callable[[GraphBuilder, Any], list[Value]]) -> None:
         super().__init__(where)
-        self.convert_nodes = convert_nodes
+        self._convert = convert
         self.shapes: dict[str, list[int | None]] = {}
         self.dtypes: dict[str, torch.dtype | None] = {}
         self.readers: collections.Counter[str] = collections.Counter()
@@ -43,6 +43,23 @@ class GraphBuilder(building.GraphBuilder):
         self.dequantized: dict[fx.Node, Value] = {}
         self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
         self.weights: dict[Constant, Quantization] = {}
+
+    def convert_nodes(self, graph: Any) -> list[Value]:
+        """Convert the nodes of a sub-graph in place, and return its outputs."""
+        return self._convert(self, graph)
+
+    def inside(self) -> GraphBuilder:
+        """Return a builder for a sub-graph, which knows the constants of this one.
+
+        Parameters are shared. What this graph computes is not known there.
+        """
+        inner = GraphBuilder(self.where, self._convert)
+        inner.share_parameters(self)
+        known = self.values.items()
+        inner.values = {n: v for n, v in known if v is None or isinstance(v, Constant)}
+        inner.shapes, inner.dtypes = dict(self.shapes), dict(self.dtypes)
+        inner.readers, inner.weights = self.readers, self.weights
+        return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
         """Give a constant to the linear layer that ``node`` calls as its bias.

@@ -99,7 +99,7 @@ class NodeContext(FileNode):
         if isinstance(value, Constant):
             return value.tensor.dtype
         if isinstance(value, Ints):
-            return torch.int64
+            return value.dtype
         return self.builder.dtypes.get(self.input_names[index])
 
     def floating(self, index: int) -> bool:
@@ -107,11 +107,25 @@ class NodeContext(FileNode):
         dtype = self.dtype(index)
         return dtype is not None and dtype.is_floating_point
 
-    def sizes(self, items: Sequence[int | fx.Node], scalar: bool = False) -> Value:
-        """Return int64 numbers as a value: a constant where all are known."""
+    def sizes(
+        self,
+        items: Sequence[int | fx.Node],
+        scalar: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Value:
+        """Return integers as a value: a constant where all are known.
+
+        Args:
+            items: the numbers.
+            scalar: see :class:`Ints`.
+            dtype: int64 or int32; by default that of the sizes among the inputs.
+        """
+        if dtype is None:
+            given = (value.dtype for value in self.inputs if isinstance(value, Ints))
+            dtype = next(given, torch.int64)
         if all(isinstance(item, int) for item in items):
-            return Constant(stack_ints(items, scalar))  # type: ignore[arg-type]
-        return Ints(tuple(items), scalar)
+            return Constant(stack_ints(items, scalar, dtype))  # type: ignore[arg-type]
+        return Ints(tuple(items), scalar, dtype)
 
     def arithmetic(self, function: Callable[..., Any], *args: int | fx.Node) -> int | fx.Node:
         """Compute one number from numbers, at once where all are known."""

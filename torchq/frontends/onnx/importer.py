@@ -11,7 +11,7 @@ from torchq.errors import FrontendError
 from torchq.frontends.building import Constant, Value, identifier
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.inference import infer_types, note_ndim
+from torchq.frontends.onnx.inference import infer_types, note_ndims
 from torchq.frontends.onnx.preparation import (
     count_readers,
     domain_of,
@@ -82,7 +82,7 @@ class Importer:
         self.builder.shapes, self.builder.dtypes = infer_types(self.model, self.where)
         self.builder.readers = count_readers(self.model.graph)
         self._begin()
-        self.convert_nodes(self.model.graph)
+        self.builder.convert_nodes(self.model.graph)
         return self._end()
 
     # Converting.
@@ -114,25 +114,25 @@ class Importer:
             node.meta["onnx_name"] = value.name
             self.builder.values[value.name] = node
 
-    def convert_nodes(self, graph: Any) -> list[Value]:
+    def convert_nodes(self, builder: GraphBuilder, graph: Any) -> list[Value]:
         """Convert the nodes of a graph, or of a sub-graph that sees the values so far.
 
         Return its outputs.
         """
         for tensor in graph.initializer if graph is not self.model.graph else ():
-            self.builder.values[tensor.name] = Constant(
+            builder.values[tensor.name] = Constant(
                 tensor_of(tensor, self.folder, self.where), tensor.name
             )
         for number, node in enumerate(graph.node):
-            self._convert(node, number)
-        missing = [value.name for value in graph.output if value.name not in self.builder.values]
+            self._convert(builder, node, number)
+        missing = [value.name for value in graph.output if value.name not in builder.values]
         if missing:
             raise FrontendError(f"{self.where}: nothing computes the output {missing[0]!r}")
-        return [self.builder.values[value.name] for value in graph.output]
+        return [builder.values[value.name] for value in graph.output]
 
-    def _convert(self, proto: Any, number: int) -> None:
+    def _convert(self, builder: GraphBuilder, proto: Any, number: int) -> None:
         name = proto.name or f"{proto.op_type}_{number}"
-        missing = [source for source in proto.input if source and source not in self.builder.values]
+        missing = [source for source in proto.input if source and source not in builder.values]
         if missing:
             raise FrontendError(
                 f"{self.where}: {proto.op_type} {name!r} reads {missing[0]!r}, "
@@ -140,12 +140,12 @@ class Importer:
             )
         domain = domain_of(proto)
         context = NodeContext(
-            self.builder,
+            builder,
             proto.op_type,
             name,
             self.versions.get(domain, 1),
             attribute_values(proto, self.folder, self.where),
-            [self.builder.values[source] if source else None for source in proto.input],
+            [builder.values[source] if source else None for source in proto.input],
             list(proto.input),
             list(proto.output),
         )
@@ -163,9 +163,8 @@ class Importer:
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         for output, value in zip(proto.output, results, strict=False):
             if output:
-                self.builder.values[output] = value
-        if results and proto.output:
-            note_ndim(context, results[0])
+                builder.values[output] = value
+        note_ndims(context, results)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")
@@ -176,11 +175,11 @@ class Importer:
         if entry.dtypes is None:
             return
         for name in names:
-            value = self.builder.values.get(name)
-            dtype = self.builder.dtypes.get(name)
+            value = node.builder.values.get(name)
+            dtype = node.builder.dtypes.get(name)
             if isinstance(value, Constant):
                 dtype = value.tensor.dtype
-            if name in self.builder.dtypes and dtype is None:
+            if name in node.builder.dtypes and dtype is None:
                 node.refuse(f"torch has no type for the elements of {name!r}")
             if dtype is not None and dtype not in entry.dtypes:
                 node.refuse(f"{name!r} holds {dtype}, which is not supported for this operator")

@@ -1,9 +1,10 @@
-"""Shapes and element types of the tensors of a file, before it is converted."""
+"""Shapes and element types of the tensors of a file, before and while it is converted."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.utils.optional import import_optional
 
-__all__ = ["infer_types", "note_ndim"]
+__all__ = ["infer_types", "note_ndims"]
 
 log = logging.getLogger(__name__)
 
@@ -22,54 +23,95 @@ log = logging.getLogger(__name__)
 _SMALL = 1024
 Shapes = dict[str, list[int | None]]
 
-#: Operators whose result has as many dimensions as their first input.
+#: Operators whose results have as many dimensions as their first input.
 _SAME_NDIM = frozenset(
     {
-        "Abs", "AveragePool", "BatchNormalization", "Cast", "Clip", "Concat", "Conv",
-        "DequantizeLinear", "Dropout", "Erf", "Exp", "Gelu", "Identity", "LayerNormalization",
-        "LeakyRelu", "Log", "MaxPool", "Neg", "Pad", "QuantizeLinear", "Relu", "Resize", "Sigmoid",
-        "Slice", "Softmax", "Sqrt", "Tanh", "Tile", "Transpose",
+        "Abs", "AveragePool", "BatchNormalization", "BitwiseNot", "Cast", "Ceil", "Clip", "Concat",
+        "Conv", "CumSum", "DequantizeLinear", "Dropout", "Elu", "Erf", "Exp", "Floor",
+        "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish",
+        "Identity", "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Log",
+        "LogSoftmax", "MaxPool", "Neg", "Not", "Pad", "QuantizeLinear", "Reciprocal", "Relu",
+        "Resize", "Round", "Scatter", "ScatterElements", "ScatterND", "Sigmoid", "Sign", "Slice",
+        "Softmax", "Softplus", "Split", "Sqrt", "Tanh", "Tile", "TopK", "Transpose", "Trilu",
+        "Upsample",
     }
 )  # fmt: skip
 #: Operators whose result has as many dimensions as the input with the most.
 _BROADCAST = frozenset(
     {
-        "Add", "Div", "Equal", "Expand", "Greater", "Less", "MatMul", "Max", "Min", "Mul", "PRelu",
-        "Pow", "Sub", "Sum", "Where",
+        "Add", "And", "Div", "Equal", "Expand", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
+        "MatMul", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where",
+        "Xor",
     }
 )  # fmt: skip
+#: Operators whose result has a fixed number of dimensions.
+_FIXED_NDIM = {"Flatten": 2, "NonMaxSuppression": 2, "NonZero": 2, "Range": 1, "RoiAlign": 4}
 
 
-def note_ndim(node: NodeContext, result: Value) -> None:
-    """Note how many dimensions a result has where shape inference does not know it."""
-    shapes, name = node.builder.shapes, node.output_names[0]
-    if name in shapes or not isinstance(result, fx.Node):
-        return
-    sizes = node.ints(1) if node.op_type == "Reshape" else None
-    if sizes is not None:
-        shapes[name] = [size if isinstance(size, int) and size > 0 else None for size in sizes]
-        return
-    ndim = _ndim_of_result(node)
-    if ndim is not None:
-        shapes[name] = [None] * ndim
+def note_ndims(node: NodeContext, results: Sequence[Value]) -> None:
+    """Note how many dimensions the results have where shape inference does not know it."""
+    shapes = node.builder.shapes
+    for name, result in zip(node.output_names, results, strict=False):
+        if not name or name in shapes or not isinstance(result, fx.Node):
+            continue
+        sizes = node.ints(1) if node.op_type == "Reshape" else None
+        if sizes is not None:
+            shapes[name] = [size if isinstance(size, int) and size > 0 else None for size in sizes]
+            continue
+        ndim = _ndim_of_result(node)
+        if ndim is not None:
+            shapes[name] = [None] * ndim
 
 
 def _ndim_of_result(node: NodeContext) -> int | None:
+    if node.op_type in _FIXED_NDIM:
+        return _FIXED_NDIM[node.op_type]
     known = [node.shape(i) for i, value in enumerate(node.inputs) if value is not None]
     ndims = [None if shape is None else len(shape) for shape in known]
     complete = [n for n in ndims if n is not None]
+    if node.op_type == "Concat" and complete:
+        return complete[0]
+    if node.op_type == "Expand" and known[-1] and isinstance(known[-1][0], int):
+        ndims[-1] = known[-1][0]  # the second input holds the sizes
+        complete = [n for n in ndims if n is not None]
     if not complete or ndims[0] is None:
         return None
     if node.op_type in _SAME_NDIM:
         return ndims[0]
+    if node.op_type.startswith(("Reduce", "Arg")):
+        return _ndim_of_reduction(node, ndims[0])
     if node.op_type in ("Unsqueeze", "Squeeze"):
-        count = len(node.axes() or ())
-        return ndims[0] + count if node.op_type == "Unsqueeze" else ndims[0] - count
+        axes = node.axes()
+        if axes is None:
+            return None
+        return ndims[0] + len(axes) if node.op_type == "Unsqueeze" else ndims[0] - len(axes)
     if len(complete) < len(ndims):
         return None
     if node.op_type in _BROADCAST:
         return max(complete)
+    if node.op_type == "GatherND" and known[1] and isinstance(known[1][-1], int):
+        return sum(complete) - known[1][-1] - 1 - int(node.attr("batch_dims", 0))
     return sum(complete) - 1 if node.op_type == "Gather" else None
+
+
+def _ndim_of_reduction(node: NodeContext, ndim: int) -> int | None:
+    if node.attr("keepdims", 1):
+        return ndim
+    if node.op_type.startswith("Arg"):
+        return ndim - 1
+    if node.input(1) is not None and node.constant(1) is None:
+        return None
+    axes = node.axes()
+    return ndim - len(axes) if axes else 0
+
+
+def _inferred(graph: Any) -> Iterator[Any]:
+    """Yield what shape inference noted of the tensors inside a graph and its sub-graphs."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                yield from _inferred(attribute.g)
+    yield from graph.value_info
 
 
 def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype | None]]:
@@ -103,7 +145,7 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
         log.debug("%s: shapes are not known: %s", where, error)
     shapes: Shapes = {}
     dtypes: dict[str, torch.dtype | None] = {}
-    for info in [*light.graph.input, *light.graph.value_info, *light.graph.output]:
+    for info in [*light.graph.input, *_inferred(light.graph), *light.graph.output]:
         if not info.type.HasField("tensor_type"):
             continue
         kind = info.type.tensor_type

@@ -6,6 +6,7 @@ Importing this package fills the registry.
 from torchq.frontends.onnx.converters import (
     activations,
     arithmetic,
+    control,
     convolutions,
     indexing,
     matmul,
@@ -22,6 +23,7 @@ from torchq.frontends.onnx.converters import (
 __all__ = [
     "activations",
     "arithmetic",
+    "control",
     "convolutions",
     "indexing",
     "matmul",

@@ -230,8 +230,9 @@ def _cast(node: NodeContext) -> Value:
         source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
     ):
         node.refuse("torch has no type for its elements")
-    if isinstance(node.inputs[0], Ints) and dtype in (torch.int64, torch.int32):
-        return node.inputs[0]
+    value = node.inputs[0]
+    if isinstance(value, Ints) and dtype in (torch.int64, torch.int32):
+        return node.sizes(value.items, value.scalar, dtype)
     return _convert_type(node, dtype)
 
 
@@ -240,8 +241,9 @@ def _cast_like(node: NodeContext) -> Value:
     dtype = node.dtype(1)
     if dtype is None or (node.dtype(0) is None and node.input_names[0] in node.builder.dtypes):
         node.refuse("torch has no type for its elements, or the type is not known")
-    if isinstance(node.inputs[0], Ints) and dtype in (torch.int64, torch.int32):
-        return node.inputs[0]
+    value = node.inputs[0]
+    if isinstance(value, Ints) and dtype in (torch.int64, torch.int32):
+        return node.sizes(value.items, value.scalar, dtype)
     return _convert_type(node, dtype)
 
 
@@ -268,10 +270,3 @@ def _identity(node: NodeContext) -> Value:
     if node.builder.dtypes.get(node.input_names[0], 0) is None:
         node.refuse("torch has no type for its elements")
     return node.inputs[0]
-
-
-@converter("If", dtypes=None)
-def _if(node: NodeContext) -> list[Value]:
-    condition = node.known(0, "condition")
-    branch = node.required("then_branch" if bool(condition.reshape(-1)[0]) else "else_branch")
-    return node.builder.convert_nodes(branch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,14 +48,14 @@ def reduce_prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 def reduce_max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     """Return maxima; of nothing the lowest number of the element type."""
-    if 0 in [x.shape[axis] for axis in axes]:
+    if not torch.jit.is_tracing() and 0 in [x.shape[axis] for axis in axes]:
         return _of_nothing(x, axes, keep, lowest=True)
     return torch.amax(x, axes, keep)
 
 
 def reduce_min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     """Return minima; of nothing the highest number of the element type."""
-    if 0 in [x.shape[axis] for axis in axes]:
+    if not torch.jit.is_tracing() and 0 in [x.shape[axis] for axis in axes]:
         return _of_nothing(x, axes, keep, lowest=False)
     return torch.amin(x, axes, keep)
 
@@ -131,6 +131,8 @@ def _reduce(node: NodeContext) -> Value:
     if not axes and node.attr("noop_with_empty_axes", 0):
         axes = []
     elif not axes:
+        if node.shape(0) is None:
+            return node.call(reduce_along, node.op_type, node.inputs[0], [], keep, False)
         axes = list(range(node.ndim(0)))
     value = node.inputs[0]
     if node.op_type == "ReduceProd" and isinstance(value, Ints) and not value.scalar:
@@ -145,12 +147,14 @@ def _reduce(node: NodeContext) -> Value:
     return node.call(_FUNCTIONS[node.op_type], value, axes, keep)
 
 
-def reduce_along(kind: str, x: Tensor, axes: Tensor, keep: bool, empty: bool) -> Tensor:
-    """Return a reduction along axes that the network computes.
+def reduce_along(
+    kind: str, x: Tensor, axes: Tensor | Sequence[int], keep: bool, empty: bool
+) -> Tensor:
+    """Return a reduction of a tensor of any number of dimensions, or along computed axes.
 
     ``empty`` axes mean none instead of all.
     """
-    places = axes.tolist()
+    places = axes.tolist() if isinstance(axes, Tensor) else list(axes)
     if not places and empty:
         return _ELEMENTWISE.get(kind, _same)(x)
     return _FUNCTIONS[kind](x, places or list(range(x.dim())), keep)

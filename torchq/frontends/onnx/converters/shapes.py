@@ -36,7 +36,7 @@ def _shape(node: NodeContext) -> Value:
     if shape is None:
         return node.call(shape_of, node.inputs[0], node.attr("start", 0), node.attr("end"))
     places = range(len(shape))[slice(node.attr("start", 0), node.attr("end"))]
-    return node.sizes([node.size(0, axis) for axis in places])
+    return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
 
 
 def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
@@ -48,7 +48,7 @@ def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
 def _size(node: NodeContext) -> Value:
     shape = node.shape(0)
     if shape is not None and None not in shape:
-        return node.sizes([torch.Size(shape).numel()], scalar=True)  # type: ignore[arg-type]
+        return node.sizes([torch.Size(shape).numel()], True, torch.int64)  # type: ignore[arg-type]
     return node.call(size_of, node.inputs[0])
 
 
@@ -66,7 +66,7 @@ def _constant_of_shape(node: NodeContext) -> Value:
         movement.check_size(sizes, "ConstantOfShape")  # type: ignore[arg-type]
         # One element in memory however large the shape is: weights of published test models are
         # made like this.
-        one = torch.full((1,), number, dtype=value.dtype)
+        one = torch.full((), number, dtype=value.dtype)
         return Constant(one.expand(sizes))  # type: ignore[arg-type]
     shape = node.inputs[0] if sizes is None else sizes
     return node.call(movement.constant_of_shape, shape, number, value.dtype)

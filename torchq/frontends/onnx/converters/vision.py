@@ -10,7 +10,7 @@ from torch import nn
 
 from torchq.frontends.building import Value
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.functions import vision
+from torchq.frontends.onnx.functions import boxes, vision
 from torchq.frontends.onnx.registry import converter
 
 __all__ = []
@@ -24,13 +24,15 @@ def _upsample(node: NodeContext) -> Value:
 def _upsampled(node: NodeContext) -> Value:
     """Convert Upsample, and Resize of opset 10, which has the same meaning."""
     scales = node.attributes.get("scales")
-    if scales is None:
+    if scales is None and node.constant(1) is not None:
         scales = node.known(1, "scales").tolist()
     options = vision.ResizeOptions(
         mode="linear" if node.attr("mode", "nearest") == "linear" else "nearest",
         coordinates="asymmetric",
         nearest="floor",
     )
+    if scales is None:
+        return _resized(node, node.inputs[1], None, list(range(node.ndim(0))), options)
     return _resized(node, list(scales), None, list(range(len(scales))), options)
 
 
@@ -156,7 +158,7 @@ def _non_max_suppression(node: NodeContext) -> Value:
     limit = node.input(3) if node.input(3) is not None else 0.0
     center = bool(node.attr("center_point_box", 0))
     return node.call(
-        vision.non_max_suppression,
+        boxes.non_max_suppression,
         node.inputs[0],
         node.inputs[1],
         most,
@@ -173,5 +175,5 @@ def _roi_align(node: NodeContext) -> Value:
     half = node.attr("coordinate_transformation_mode", default) == "half_pixel"
     options = (node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0), half)
     return node.call(
-        vision.roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max"
+        boxes.roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max"
     )

@@ -51,6 +51,8 @@ def check_size(sizes: Sequence[int], what: str) -> None:
     Raises:
         ValueError: the text names ``what`` and the shape.
     """
+    if torch.jit.is_tracing():
+        return  # sizes are tensors there, and their product must not become part of the graph
     count = 1
     for size in sizes:
         count *= size

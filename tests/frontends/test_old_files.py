@@ -1,0 +1,160 @@
+"""Files as old exporters wrote them, opset 7 to 13, against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchq
+from tests.frontends.onnx_writer import Writer, assert_agrees, helper, run_reference
+
+Case = tuple[Any, list[dict[str, Tensor]]]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def upsampled_by_computed_scales() -> Case:
+    """PyTorch 1.2, opset 9: interpolate() of a size that the file leaves open."""
+    w = Writer(9)
+    x = w.input("x", ["n", 3, "h", "w"])
+    y = w.node("Relu", w.conv(x, 3, 4, stride=2))
+    scales = []
+    for axis in (2, 3):
+        size = w.node("Gather", w.node("Shape", y), w.constant(axis), axis=0)
+        size = w.node("Cast", size, to=1)
+        target = w.node("Floor", w.node("Mul", size, w.constant(2.0, torch.float32)))
+        scales.append(w.node("Unsqueeze", w.node("Div", target, size), axes=[0]))
+    ones = w.constant([1.0, 1.0], torch.float32)
+    y = w.node("Upsample", y, w.node("Concat", ones, *scales, axis=0), mode="nearest")
+    return w.model(y), [{"x": random(1, 3, 8, 12)}, {"x": random(2, 3, 10, 6)}]
+
+
+def of_the_first_opsets() -> Case:
+    """Caffe2 and MXNet, opset 7: attributes that later became inputs."""
+    w = Writer(7)
+    x = w.input("x", [2, 3, 9, 9])
+    y = w.node("Pad", x, pads=[0, 0, 1, 0, 0, 0, 0, 1], mode="reflect")
+    y = w.node("Upsample", w.conv(y, 3, 6), scales=[1.0, 1.0, 2.0, 2.0], mode="nearest")
+    y = w.node("Clip", y, min=-0.5, max=0.75)
+    y = w.node("LRN", y, size=3, alpha=1e-3, beta=0.75)
+    y = w.node("Slice", y, axes=[2, 3], starts=[1, -9], ends=[2**31 - 1, -1])
+    y = w.node("Dropout", y, ratio=0.3)
+    pooled = w.node("MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1])
+    mean = w.node("AveragePool", pooled, kernel_shape=[2, 2], strides=[2, 2], auto_pad="SAME_UPPER")
+    y = w.node("Sum", mean, mean, w.node("PRelu", mean, w.random(6, 1, 1)))
+    top, _ = w.node("TopK", w.node("Flatten", y), outputs=2, k=5, axis=1)
+    y = w.node("Gemm", top, w.random(5, 4), w.random(4), alpha=0.5, beta=2.0)
+    y = w.node("Softmax", w.node("Reshape", y, w.constant([0, 2, -1])), axis=1)
+    return w.model(y), [{"x": random(2, 3, 9, 9)}]
+
+
+def with_the_layout_of_tensorflow() -> Case:
+    """tf2onnx, opset 9: transposes, casts and sizes around the layers."""
+    w = Writer(9)
+    x = w.input("x", ["n", 10, 10, 3])
+    y = w.node("Transpose", x, perm=[0, 3, 1, 2])
+    y = w.node("Conv", y, w.random(6, 3, 3, 3), auto_pad="SAME_UPPER", strides=[2, 2])
+    y = w.node("Transpose", w.node("Transpose", y, perm=[0, 2, 3, 1]), perm=[0, 3, 1, 2])
+    y = w.node("Max", w.node("Mul", y, w.constant(0.2, torch.float32)), y)
+    y = w.node("Transpose", y, perm=[0, 2, 3, 1])
+    shape = w.node("Cast", w.node("Shape", y), to=6)
+    batch = w.node("Slice", shape, axes=[0], starts=[0], ends=[1])
+    batch = w.node("Unsqueeze", w.node("Squeeze", batch, axes=[0]), axes=[0])
+    target = w.node("Concat", batch, w.constant([-1, 6], torch.int32), axis=0)
+    y = w.node("Reshape", y, w.node("Cast", target, to=7))
+    one = w.node("Cast", w.node("Equal", w.node("ArgMax", y, axis=2), w.constant(0)), to=1)
+    y = w.node("Mul", y, w.node("Sub", w.constant(1.0, torch.float32), one))
+    return w.model(y, (shape, torch.int32)), [{"x": random(n, 10, 10, 3)} for n in (1, 3)]
+
+
+def of_two_stages() -> Case:
+    """The second stage of a Faster R-CNN of opset 11: regions chosen and pooled in the graph."""
+    w = Writer(11)
+    x = w.input("x", [1, 3, 16, 16])
+    y = w.node("Relu", w.conv(x, 3, 4))
+    corners = random(1, 12, 2, seed=1) * 8
+    boxes = torch.cat([corners, corners + 2 + random(1, 12, 2, seed=2) * 6], 2)
+    flat = w.node("Reshape", w.conv(y, 4, 3, kernel=1, stride=8), w.constant([1, 1, 12]))
+    scores = w.node("Sigmoid", flat)
+    chosen = w.node(
+        "NonMaxSuppression", w.weight(boxes, "boxes"), scores, w.constant([5]),
+        w.constant([0.4], torch.float32), w.constant([0.2], torch.float32),
+    )  # fmt: skip
+    index = w.node("Squeeze", w.node("Slice", chosen, w.constant([2]), w.constant([3]),
+                                     w.constant([1])), axes=[1])  # fmt: skip
+    count = w.node("Unsqueeze", w.node("Gather", w.node("Shape", index), w.constant(0)), axes=[0])
+    most = w.node("ReduceMin", w.node("Concat", count, w.constant([3]), axis=0), keepdims=0)
+    order = w.node("Squeeze", w.node("Gather", scores, index, axis=2), axes=[0, 1])
+    _, best = w.node("TopK", order, w.node("Unsqueeze", most, axes=[0]), outputs=2)
+    places = w.node("Gather", index, best)
+    kept = w.node("Gather", w.node("Squeeze", "boxes", axes=[0]), places)
+    zeros = w.node("ConstantOfShape", w.node("Shape", places),
+                   value=helper.make_tensor("value", 7, [1], [0]))  # fmt: skip
+    regions = w.node("RoiAlign", y, kept, zeros, output_height=3, output_width=3,
+                     sampling_ratio=2, spatial_scale=1.0)  # fmt: skip
+    mask = w.node("NonZero", w.node("Greater", order, w.constant(0.5, torch.float32)))
+    above = w.node("GatherND", order, w.node("Transpose", mask, perm=[1, 0]))
+    return w.model(regions, kept, above), [{"x": random(1, 3, 16, 16, seed=s)} for s in (3, 4)]
+
+
+def squeezed_if_it_can_be() -> Case:
+    """PyTorch 1.6, opset 11: squeeze(1) of a size that is not known is an If."""
+    w = Writer(11)
+    x = w.input("x", ["n", "c", 4])
+    size = w.node("Gather", w.node("Shape", x), w.constant(1))
+    one = w.node("Equal", w.constant(1), size)
+
+    def branch(name: str, *nodes: Any) -> Any:
+        result = helper.make_tensor_value_info(f"{name}_out", 1, None)
+        return helper.make_graph(list(nodes), name, [], [result])
+
+    weight = w.random(4)
+    then = branch("then", helper.make_node("Squeeze", ["x"], ["a"], axes=[1]),
+                  helper.make_node("Mul", ["a", weight], ["then_out"]))  # fmt: skip
+    other = branch("else", helper.make_node("Add", ["x", weight], ["else_out"]))
+    y = w.node("If", one, then_branch=then, else_branch=other)
+    total = w.node("ReduceSum", y, keepdims=0)
+    return w.model(y, total), [{"x": random(2, c, 4)} for c in (1, 3)]
+
+
+def with_boxes_without_an_area() -> Case:
+    """Boxes that are points overlap nothing, not even each other."""
+    w = Writer(11)
+    boxes, scores = w.input("boxes", [1, 4, 4]), w.input("scores", [1, 1, 4])
+    limits = w.constant([9]), w.constant([0.5], torch.float32)
+    y = w.node("NonMaxSuppression", boxes, scores, *limits)
+    values = torch.tensor([[[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [0, 0, 2, 1.9]]])
+    return w.model((y, torch.int64)), [{"boxes": values, "scores": random(1, 1, 4)}]
+
+
+CASES: list[Callable[[], Case]] = [
+    upsampled_by_computed_scales,
+    of_the_first_opsets,
+    with_the_layout_of_tensorflow,
+    of_two_stages,
+    squeezed_if_it_can_be,
+    with_boxes_without_an_area,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_files(case: Callable[[], Case]) -> None:
+    model, batches = case()
+    for feeds in batches:
+        assert_agrees(model, feeds)
+
+
+def test_a_condition_is_one_call_of_a_trace() -> None:
+    model, (feeds, _) = squeezed_if_it_can_be()
+    read = torchq.from_onnx(model)
+    found = torchq.graph.trace(read, feeds["x"])
+    assert found.level == "module"
+    modules = found.graph_module.modules()
+    assert [type(module).__name__ for module in modules].count("Conditional") == 1
+    assert torch.equal(found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0])
