@@ -6,9 +6,10 @@ first and the last layer have 8 bits. Images of the test are never seen before t
 of images are accuracies (higher is better), those of text are perplexities per byte (lower is
 better).
 
-Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Each
-case runs once for each seed. A case that ``--out`` holds already is left out, so a run that was
-stopped continues where it was.
+Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Cases
+"from gptq_" start from the network that ``torchq.ptq.gptq_`` rounds, with frozen BatchNorms and a
+tenth of the learning rate. Each case runs once for each seed. A case that ``--out`` holds already
+is left out, so a run that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ from benchmarks.qat_networks import (
 )
 from benchmarks.qat_training import Training, fit
 from benchmarks.repvgg import repvgg_cifar
-from torchq.qat import Distillation, Oscillations, dampening_loss, prepare, reestimate_bn_
+from torchq.qat import (
+    Distillation,
+    Oscillations,
+    dampening_loss,
+    freeze_bn_,
+    prepare,
+    reestimate_bn_,
+    start_from_,
+)
 
 __all__ = ["main"]
 
@@ -53,6 +62,8 @@ _WIDTHS = {
 }
 #: The factor of the dampening loss at the end, and the thresholds of freezing.
 _DAMPING, _FREEZE_FROM, _FREEZE_TO = 1e-3, 0.04, 0.01
+#: What the learning rate is multiplied by where training starts from PTQ, with frozen BatchNorms.
+_LR_AFTER_PTQ = 0.1
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "lp")
 
 
@@ -72,6 +83,10 @@ class Case:
 
 #: The rows in the order of their worth.
 _CASES = [
+    Case("repvgg", "w4a8", "ptq gptq_"),
+    Case("repvgg", "w4a8", "branches, lsq, distilled, from gptq_"),
+    *(Case("resnet20", widths, "ptq gptq_") for widths in ("w4a4", "w2a2", "w3a3", "w4a8")),
+    *(Case("resnet20", w, "lsq, distilled, from gptq_") for w in ("w4a4", "w2a2", "w3a3")),
     Case("resnet20", "w4a4", "lsq, distilled"),
     *(Case("resnet20", "w8a8", f"ptq {calibrator}") for calibrator in _CALIBRATORS),
     *(Case("resnet20", widths, "ptq mse") for widths in _WIDTHS if widths != "w8a8"),
@@ -95,7 +110,6 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.oscillating = 0.0
         self._networks: dict[str, nn.Module] = {}
 
     @cached_property
@@ -144,13 +158,30 @@ class Bench:
             return self._run_language_model(model, case)
         model = model.to(memory_format=torch.channels_last)
         batches = self.train.batches(64)[: max(1, self.options.calibration // 64)]
+        if case.method == "ptq gptq_":
+            return {"accuracy": self.score(self.after_gptq(case))}
         if case.method.startswith("ptq"):
             _quantize_after(model, case, batches)
             return {"accuracy": self.score(model)}
-        steps = self._train(model, case, batches)
+        found = self._train(model, case, batches)
         torchq.fuse_(model.eval(), batches[0], progress=False)
-        found = {"accuracy": self.score(model), "oscillating": self.oscillating}
-        return found | {"steps": steps, "lr": _WIDTHS[case.widths][3]}
+        return {"accuracy": self.score(model), **found}
+
+    def after_gptq(self, case: Case) -> nn.Module:
+        """Return the fused network of a case as ``torchq.ptq.gptq_`` rounds it; kept in a file."""
+        path = self.options.work / f"{case.network}_{case.widths}_gptq.pt"
+        model = copy.deepcopy(self.float_network(case.network))
+        batches = self.train.batches(64)[: max(1, self.options.calibration // 64)]
+        if path.exists():
+            torchq.load(model, path)
+            return model
+        torchq.fuse_(model, batches[0], progress=False)
+        torchq.quantize_(model, _recipe(case, learn=False))
+        torchq.calibrate(model, batches, progress=False)
+        torchq.ptq.gptq_(model, batches)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torchq.save(model, path)
+        return model
 
     def _run_language_model(self, model: nn.Module, case: Case) -> dict[str, object]:
         text, generator = self.text, torch.Generator().manual_seed(case.seed)
@@ -173,18 +204,33 @@ class Bench:
             fit(model, loss, plan, label=str(case))
         return {"perplexity": self.score(model), "steps": steps, "lr": lr}
 
-    def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> int:
-        """Train as the case says, with fresh statistics of BatchNorm; return the steps."""
+    def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> dict[str, object]:
+        """Train as the case says; return how, and what was seen."""
         _, _, steps, lr = _WIDTHS[case.widths]
         steps = 1 if self.options.quick else round(steps * self.options.scale)
-        data, teacher = self.train, copy.deepcopy(model).eval()
-        prepare(
-            model,
-            batches,
-            _recipe(case, learn=True),
-            branches="branches" in case.method,
-            progress=False,
-        )
+        teacher, recipe = copy.deepcopy(model).eval(), _recipe(case, learn=True)
+        prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
+        from_gptq = "from gptq_" in case.method
+        if from_gptq:
+            lr *= _LR_AFTER_PTQ
+            start_from_(model, self.after_gptq(case))
+            freeze_bn_(model)
+        plan = Training(steps, lr, seed=case.seed)
+        share = self._fit(model, case, teacher, plan)
+        if not from_gptq:
+            reestimate_bn_(model, batches, progress=False)
+        return {"steps": steps, "lr": lr} | ({} if share is None else {"oscillating": share})
+
+    def _fit(
+        self, model: nn.Module, case: Case, teacher: nn.Module, plan: Training
+    ) -> float | None:
+        """Train; return the share of oscillating weights where oscillation is a matter."""
+        data = self.train
+        # The share of the steps that are done: both remedies begin gently.
+        progress = [0.0]
+        frozen = _FREEZE_FROM if "frozen" in case.method else None
+        watched = case.network == "depthwise"
+        oscillations = Oscillations(model, freeze_above=frozen) if watched else None
         with Distillation(model, teacher, temperature=4.0) as distillation:
 
             def loss(generator: torch.Generator) -> Tensor:
@@ -197,22 +243,17 @@ class Bench:
                     return distillation.loss()
                 return distillation.loss() + _DAMPING * progress[0] * dampening_loss(model)
 
-            # The share of the steps that are done: both remedies begin gently.
-            progress = [0.0]
-            frozen = _FREEZE_FROM if "frozen" in case.method else None
-            oscillations = Oscillations(model, freeze_above=frozen)
-
             def after(step: int) -> None:
-                progress[0] = step / steps
+                progress[0] = step / plan.steps
+                if oscillations is None:
+                    return
                 if frozen is not None:
                     share = 0.5 + 0.5 * math.cos(math.pi * progress[0])
                     oscillations.freeze_above = _FREEZE_TO + (_FREEZE_FROM - _FREEZE_TO) * share
                 oscillations.update_()
 
-            fit(model, loss, Training(steps, lr, seed=case.seed), after=after, label=str(case))
-        self.oscillating = round(oscillations.share(), 5)
-        reestimate_bn_(model, batches, progress=False)
-        return steps
+            fit(model, loss, plan, after=after, label=str(case))
+        return None if oscillations is None else round(oscillations.share(), 5)
 
 
 @torch.no_grad()

@@ -1,23 +1,27 @@
 """Do the rankings of torchq.analysis find the layers that hurt, and what do they cost?
 
-Four parts, of which ``--parts`` chooses some:
+Five parts, of which ``--parts`` chooses some:
 
 ranking   ResNet-20, W4A4: the estimate from gradients against the real accuracy of each layer alone
-pairs     the same network: accuracy without the two worst layers, and without other pairs
+pairs     the same network: accuracy without each pair of layers, beside the two worst ones
 mixed     formats under a budget of 5 bits against 5 bits everywhere
 cost      ResNet-18 at 224: the work of layer_errors and sensitivity, in float passes
+healthy   ten networks of torchvision: what the doctor finds in them
 
-Calibration and estimates never see the test images. Passes are counted in multiplications, and
-timed beside it.
+Calibration and estimates never see the test images. Passes are counted in multiplications, and in
+seconds of the processor, the median over rounds. The noise of a lead over another pair is that of
+the images: the standard error of the paired difference.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import time
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import combinations
-from random import Random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +36,21 @@ from benchmarks.harness import Reporter, parse
 
 __all__ = ["main"]
 
-_PARTS = ("ranking", "pairs", "mixed", "cost")
+_PARTS = ("ranking", "pairs", "mixed", "cost", "healthy")
 _FORMATS = (3, 4, 5, 6, 8)
+#: Networks of torchvision that the doctor examines, and the size of their images.
+_NETWORKS = {
+    "resnet18": 224,
+    "resnext50_32x4d": 224,
+    "mobilenet_v3_large": 224,
+    "efficientnet_b0": 224,
+    "shufflenet_v2_x1_0": 224,
+    "densenet121": 224,
+    "convnext_tiny": 224,
+    "vit_b_16": 224,
+    "swin_t": 224,
+    "deeplabv3_mobilenet_v3_large": 224,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,11 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__, "resnet20.pt", train=512)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument(
-        "--pairs", type=int, default=30, help="other pairs of layers (default: %(default)s)"
+        "--pair-images", type=int, default=4000, help="for all pairs (default: %(default)s)"
     )
+    parser.add_argument(
+        "--finals", type=int, default=10, help="pairs that run on all images (default: %(default)s)"
+    )
+    parser.add_argument("--resume", type=Path, help="folder for what is known of the pairs")
     options = parse(parser, argv)
     if options.quick:
-        options.images, options.calibration, options.pairs = 50, 64, 2
+        options.images, options.calibration, options.finals = 50, 64, 2
+        options.pair_images = 20
     with Reporter("analysis", options.out, packages=["scipy"]) as report:
         if set(options.parts) & {"ranking", "pairs", "mixed"}:
             test = read_split(options.data, "test", options.images)
@@ -57,11 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             if "ranking" in options.parts:
                 _ranking(report, model, batches, test)
             if "pairs" in options.parts:
-                _pairs(report, model, batches, test, options.pairs)
+                _pairs(report, model, batches, test, options)
             if "mixed" in options.parts:
                 _mixed(report, model, batches, test)
         if "cost" in options.parts:
-            _cost(report, quick=options.quick)
+            _cost(report, options.rounds, quick=options.quick)
+        if "healthy" in options.parts:
+            _healthy(report, quick=options.quick)
 
 
 def _rounded(value: float) -> float:
@@ -77,15 +101,16 @@ def _quantized(
     return quantized
 
 
+def _right(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (output.argmax(1) == batch[1]).float().mean()
+
+
 def _ranking(report: Reporter, model: nn.Module, batches: list[Tensor], test: Images) -> None:
     """Compare rankings on training images with the accuracy that each layer alone costs."""
     quantized = _quantized(model, torchq.recipes.integer(4, 4), batches)
 
-    def right(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (output.argmax(1) == batch[1]).float().mean()
-
     pairs = list(zip(test.images.split(250), test.labels.split(250), strict=True))
-    real = torchq.sensitivity(quantized, pairs, right, progress=False)
+    real = torchq.sensitivity(quantized, pairs, _right, progress=False)
     drops = {row.name: (real.reference or 0.0) - row.value for row in real.rows}
     report.value(case="w4a4", accuracy=_rounded(real.baseline), float=_rounded(real.reference or 0))
     for metric in ("fisher", "kl", "sqnr"):
@@ -100,21 +125,61 @@ def _ranking(report: Reporter, model: nn.Module, batches: list[Tensor], test: Im
 
 
 def _pairs(
-    report: Reporter, model: nn.Module, batches: list[Tensor], test: Images, count: int
+    report: Reporter, model: nn.Module, batches: list[Tensor], test: Images, options: Namespace
 ) -> None:
-    """Leave the two worst layers float, and other pairs, drawn with seed 0."""
-    config = torchq.recipes.integer(4, 4)
-    ranking = torchq.sensitivity(
-        _quantized(model, config, batches), batches, "fisher", progress=False
+    """Leave every pair of layers float, on a part of the images; the best pairs then on all."""
+    quantized = _quantized(model, torchq.recipes.integer(4, 4), batches)
+    ranking = torchq.sensitivity(quantized, batches, "fisher", progress=False)
+    worst = frozenset(ranking.worst(2))
+    part = Images(test.images[: options.pair_images], test.labels[: options.pair_images])
+    shares = _without_each_pair(quantized, part, {row.name for row in ranking.rows}, options)
+    ordered = sorted(shares, key=lambda pair: -shares[pair])
+    for pair in ordered:
+        report.value(case="without a pair", layers=sorted(pair), accuracy=_rounded(shares[pair]))
+    place = sum(share > shares[worst] for share in shares.values()) + 1
+    report.value(
+        case="all pairs", pairs=len(shares), images=len(part.labels), place_of_the_two_worst=place
     )
-    worst = tuple(ranking.worst(2))
-    names = sorted(row.name for row in ranking.rows)
-    others = [pair for pair in combinations(names, 2) if set(pair) != set(worst)]
-    for number, pair in enumerate([worst, *Random(0).sample(others, count)]):
-        found = _quantized(model, config, batches, exclude=list(pair))
-        share = accuracy(logits(found, test), test)
-        choice = "another pair" if number else "the two worst"
-        report.value(case="excluded", layers=pair, choice=choice, accuracy=_rounded(share))
+    right = {}
+    for pair in dict.fromkeys([worst, *ordered[: options.finals]]):
+        found = _quantized(model, torchq.recipes.integer(4, 4), batches, exclude=sorted(pair))
+        right[pair] = (logits(found, test).argmax(1) == test.labels).double()
+    for pair, hits in right.items():
+        lead = right[worst] - hits
+        report.value(
+            case="best pairs on all images",
+            layers=sorted(pair),
+            choice="the two worst" if pair == worst else "another pair",
+            accuracy=_rounded(float(hits.mean())),
+            lead_of_the_two_worst=_rounded(float(lead.mean())),
+            standard_error=_rounded(float(lead.std()) / len(lead) ** 0.5),
+        )
+
+
+def _without_each_pair(
+    quantized: nn.Module, test: Images, names: set[str], options: Namespace
+) -> dict[frozenset[str], float]:
+    """Return the accuracy without each pair; runs start at the later layer of the pair."""
+    batches = list(zip(test.images.split(250), test.labels.split(250), strict=True))
+    called = [row.name for row in torchq.layer_errors(quantized, [test.images[:1]]).rows]
+    waiting = [name for name in called if name in names]
+    found = {}
+    while len(waiting) > 1:
+        first = waiting.pop(0)
+        scope = {name: f"{name}.*_quantizer" for name in waiting}
+        kept = None if options.resume is None else options.resume / f"without.{first}.json"
+        with torchq.disabled(quantized, [f"{first}.*_quantizer"]):
+            rows = torchq.sensitivity(
+                quantized,
+                batches,
+                _right,
+                scope=scope,
+                mode="all_but",
+                resume=kept,
+                progress=False,
+            ).rows
+        found |= {frozenset((first, row.name)): row.value for row in rows}
+    return found
 
 
 def _mixed(report: Reporter, model: nn.Module, batches: list[Tensor], test: Images) -> None:
@@ -142,7 +207,7 @@ def _mixed(report: Reporter, model: nn.Module, batches: list[Tensor], test: Imag
         report.value(case="front", bounded=bounded, points=len(damages), monotone=monotone)
 
 
-def _cost(report: Reporter, *, quick: bool) -> None:
+def _cost(report: Reporter, rounds: int, *, quick: bool) -> None:
     """Count passes on ResNet-18 with random weights and images, and time them."""
     torch.manual_seed(0)
     model = torchvision.models.resnet18(weights=None).eval()
@@ -168,28 +233,57 @@ def _cost(report: Reporter, *, quick: bool) -> None:
                 for batch in batches:
                     model(batch)
 
-    base_work, base_seconds = _measured(float_pass)
     calls: dict[str, Callable[[], object]] = {
+        "float pass": float_pass,
         "layer_errors": lambda: torchq.layer_errors(model, batches, progress=False),
         "sensitivity sqnr": lambda: torchq.sensitivity(model, batches, progress=False),
         "sensitivity fisher": lambda: torchq.sensitivity(model, batches, "fisher", progress=False),
         "naive ranking": naive_ranking,
     }
-    for name, call in calls.items():
-        work, seconds = _measured(call)
-        passes, ratio = round(work / base_work, 2), round(seconds / base_seconds, 2)
+    work = {name: _work(call) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - started)
+    for name in calls:
+        ratios = [a / b for a, b in zip(seconds[name], seconds["float pass"], strict=True)]
         report.value(
-            case="cost", call=name, layers=layers, passes_by_work=passes, passes_by_time=ratio
+            case="cost",
+            call=name,
+            layers=layers,
+            passes_by_work=round(work[name] / work["float pass"], 2),
+            passes_by_time=round(statistics.median(ratios), 2),
+            rounds=rounds,
         )
 
 
-def _measured(call: Callable[[], object]) -> tuple[int, float]:
-    """Return the multiplications of a call, and its seconds in a second run."""
+def _work(call: Callable[[], object]) -> int:
+    """Return the multiplications of a call."""
     with FlopCounterMode(display=False) as counter:
         call()
-    started = time.perf_counter()
-    call()
-    return counter.get_total_flops(), time.perf_counter() - started
+    return counter.get_total_flops()
+
+
+def _healthy(report: Reporter, *, quick: bool) -> None:
+    """Examine ten networks that nobody harmed, with random weights and images."""
+    for name, size in list(_NETWORKS.items())[: 1 if quick else None]:
+        torch.manual_seed(0)
+        backbone = {"weights_backbone": None} if "deeplab" in name else {}
+        model = torchvision.models.get_model(name, weights=None, **backbone)
+        batches = [torch.randn(2, 3, size, size) for _ in range(2)]
+        torchq.fuse_(model.eval(), batches[0], progress=False)
+        torchq.quantize_(model, example=batches[0])
+        torchq.calibrate(model, batches, progress=False)
+        found = torchq.doctor(model, batches, progress=False)
+        kinds = Counter(finding.kind for finding in found.findings)
+        report.value(
+            case="healthy",
+            model=name,
+            errors=len(found.errors),
+            findings=dict(sorted(kinds.items())),
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ timed in the same rounds. Models of timm, named ``timm:NAME``, are left out wher
 installed; the learned factors of HGNetV2 are random, as 1 and 0 would be deleted. OpenVINO computes
 in float32, but for the candidate bfloat16, its own default on CPUs that have it.
 
+Each file is also run on the image of the example, and compared with the simulation in dB: by its
+runtime, and unoptimised in ONNX Runtime. Beside it is what the simulation in float64 differs by,
+which is rounding alone: these networks with random weights amplify every tie. ``--agree-only``
+times nothing.
+
 Agreement: a network trained on scikit-learn's digits, and with ``--data DIR`` (see
 benchmarks/cifar.py) a trained CIFAR-10 ResNet-20, both calibrated on training images and run on
 test images: the simulation against the file, unoptimised and optimised, and all codes.
@@ -39,8 +44,10 @@ MODELS = (
     *("resnet18", "resnet50", "mobilenet_v2", "encoder"),
     *("mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0", "efficientnet_b0"),
     *("timm:ghostnet_050", "timm:ghostnet_100", "timm:hgnetv2_b0", "timm:convnext_atto"),
+    *("regnet_y_400mf", "densenet121", "googlenet", "mnasnet1_0", "squeezenet1_1"),
+    *("convnext_tiny", "vit_b_16", "swin_t"),
 )
-TRANSFORMERS = ("encoder",)
+TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
 TARGETS = ("onnxruntime", "openvino")
 Call = Callable[[], object]
 
@@ -80,7 +87,10 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     else:
         import torchvision
 
-        model = getattr(torchvision.models, name)()
+        options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+        model = getattr(torchvision.models, name)(**options)
+    if name == "vit_b_16":
+        nn.init.normal_(model.heads.head.weight, std=0.02)  # is zero, as is every result then
     for module in model.modules():
         if type(module).__name__ == "LearnableAffineBlock":  # 1 and 0, which runtimes delete.
             nn.init.uniform_(module.scale, 0.5, 1.5)
@@ -158,7 +168,7 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
     with tempfile.TemporaryDirectory() as folder:
         plain, integer = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
         export_float(model, x, plain)
-        export_quantized(model, x, integer, target)
+        quantized = export_quantized(model, x, integer, target)
         run = RUNTIMES[target]
         try:
             calls = {
@@ -167,6 +177,10 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
             }
         except ImportError as error:
             report.value(model=name, runtime=target, skipped=str(error))
+            return
+        found = agreement_db(model, quantized, x, first_result(calls["int8"]()), integer)
+        report.value(model=name, runtime=target, agreement_db=found)
+        if options.agree_only:
             return
         if target == "openvino":
             calls["bfloat16"] = openvino_call(plain, x, options.threads, "bf16")
@@ -182,6 +196,44 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
             case = {"runtime": target, "threads": options.threads, "clock": clock.__name__}
             report.timing(row, model=name, **case)
         report.value(model=name, runtime=target, **contents(plain, integer))
+
+
+def first_result(outputs: Any) -> Tensor:
+    """Return the first output of a runtime, which are a list, or a mapping in OpenVINO."""
+    values = outputs if isinstance(outputs, list) else list(outputs.values())
+    return torch.from_numpy(values[0].copy())
+
+
+def agreement_db(
+    model: nn.Module, quantized: nn.Module, x: Tensor, got: Tensor, path: Path
+) -> dict[str, float]:
+    """Return how far results are from the simulation, and that from float, in dB."""
+    with torch.no_grad():
+        simulated, exact = quantized.eval()(x), model(x)
+    return {
+        "runtime": decibels(got, simulated),
+        "unoptimised file": decibels(first_result(unoptimised(path, x)), simulated),
+        "simulation in float64": rounding_alone(quantized, [x])["sqnr_db"],
+        "float": decibels(exact, simulated),
+    }
+
+
+def unoptimised(path: Path, x: Tensor) -> Any:
+    """Run a file as it is written, in ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})
+
+
+def decibels(got: Tensor, expected: Tensor) -> float:
+    """Return the ratio of the expected values to the error; 200 for equal ones."""
+    error = (got.double() - expected.double()).square().sum()
+    signal = expected.double().square().sum()
+    return round(float(10 * torch.log10(signal / error)), 1) if error else 200.0
 
 
 def contents(plain: Path, integer: Path) -> dict[str, object]:
@@ -312,6 +364,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["digits", "resnet20"],
         choices=("digits", "resnet20"),
         help="data to compare on",
+    )
+    arguments.add_argument(
+        "--agree-only", action="store_true", help="compare results, and time nothing"
     )
     arguments.add_argument(
         "--cpu-time",

@@ -38,31 +38,56 @@ def _no_left_axis(place: Any) -> None:
     place.spines["left"].set_visible(False)
 
 
-def overview(measured: Measured, theme: Theme) -> Any:
-    """Draw weights before and after rounding to codes, and what INT8 costs and gains."""
-    fig, (before, cost, time, size) = figure(theme, 4, (10.0, 2.5))
-    weights = _trained_weights()[0].flatten()
-    rounded = fake_quantize(weights, weights.abs().amax(), torchq.formats.INT4)
-    before.hist(weights.numpy(), bins=60, color=theme.quiet)
-    for value in rounded.unique().tolist():
-        before.axvline(value, color=theme.accent, linewidth=0.8)
-    before.set_title("weights and their grid")
-    _no_left_axis(before)
+def _weights_and_codes(place: Any, theme: Theme) -> None:
+    """Draw a histogram of float weights upwards, and of their codes of four bits downwards."""
+    filters = _trained_weights().flatten(1)
+    weights = filters[(filters.abs().amax(1) / filters.std(1)).argmin()]
+    amax, form = weights.abs().amax(), torchq.formats.INT4
+    step = float(torchq.functional.scale_from_amax(amax, form))
+    edges = (torch.arange(-22, 24) - 0.5) * step / 3
+    counts, _ = torch.histogram(weights, edges)
+    codes, totals = fake_quantize(weights, amax, form).unique(return_counts=True)
+    place.bar(edges[:-1], counts, width=step / 3, align="edge", color=theme.quiet)
+    place.bar(codes, -totals, width=step / 6, color=theme.accent)
+    place.axhline(0, color=theme.quiet, linewidth=0.8)
+    place.set_title("float weights above,\nINT4 codes below")
+    place.set_xticks([])
+    place.spines["bottom"].set_visible(False)
+    _no_left_axis(place)
+
+
+def _gains(places: list[Any], measured: Measured, theme: Theme, named: int) -> None:
+    """Draw accuracy, time and memory of FP32 and INT8; the first ``named`` places have names."""
+    accuracy, time, memory = places
     lookup = {"bench": "accuracy_resnet20"}
     values = [100 * measured.value("accuracy", case="fp32", **lookup)]
-    values.append(100 * measured.value("accuracy", case="int8", calibration="entropy", **lookup))
-    bars(cost, ["FP32", "INT8"], values, theme, "{:.1f} %")
-    cost.set_title("accuracy, ResNet-20")
+    values.append(100 * measured.value("accuracy", case="int8", calibration="mse", **lookup))
+    bars(accuracy, ["FP32", "INT8"], values, theme, "{:.1f} %")
+    accuracy.set_title("accuracy, ResNet-20")
     lookup = {"bench": "deploy_native", "model": "resnet50", "batch": 1, "threads": 1}
     speedup = measured.value("speedup", candidate="int8 residual", **lookup)
-    bars(time, ["FP32", "INT8"], [1.0, 1 / speedup], theme, "{:.2f}", labels=False)
+    bars(time, ["FP32", "INT8"], [1.0, 1 / speedup], theme, "{:.2f}", labels=named > 1)
     time.set_title("time, ResNet-50")
     lookup = {"bench": "deploy_memory", "model": "resnet50"}
     key = "one_size_anonymous_mib"
-    candidates = ("fp32", "int8, released")
-    values = [measured.value(key, candidate=name, **lookup) for name in candidates]
-    bars(size, ["FP32", "INT8"], values, theme, "{:.0f} MiB", labels=False)
-    size.set_title("memory, ResNet-50")
+    values = [measured.value(key, candidate=name, **lookup) for name in ("fp32", "int8")]
+    bars(memory, ["FP32", "INT8"], values, theme, "{:.0f} MiB", labels=False)
+    memory.set_title("memory, ResNet-50")
+
+
+def overview(measured: Measured, theme: Theme) -> Any:
+    """Draw weights before and after rounding to codes, and what INT8 costs and gains."""
+    fig, places = figure(theme, 4, (10.0, 2.5))
+    _weights_and_codes(places[0], theme)
+    _gains(places[1:], measured, theme, named=1)
+    return fig
+
+
+def overview_narrow(measured: Measured, theme: Theme) -> Any:
+    """Draw the same for a phone, two by two."""
+    fig, places = figure(theme, 2, (5.0, 4.2), rows=2)
+    _weights_and_codes(places[0], theme)
+    _gains(places[1:], measured, theme, named=2)
     return fig
 
 
@@ -176,6 +201,7 @@ def target(measured: Measured, theme: Theme) -> Any:
 
 DRAWINGS: dict[str, Callable[[Any, Theme], Any]] = {
     "overview": overview,
+    "overview-narrow": overview_narrow,
     "scale": scale,
     "granularity": granularity,
     "gradient": gradient,

@@ -32,8 +32,10 @@ THEMES = (
 )
 
 
-def figure(theme: Theme, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """Return a figure and its axes, side by side, in the colours of ``theme``."""
+def figure(
+    theme: Theme, columns: int, size: tuple[float, float], rows: int = 1
+) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, row by row, in the colours of ``theme``."""
     settings = {
         "svg.fonttype": "none",  # text stays text, so that it can be read and found
         "svg.hashsalt": "torchq",
@@ -50,8 +52,8 @@ def figure(theme: Theme, columns: int, size: tuple[float, float]) -> tuple[Any, 
         "ytick.color": theme.ink,
     }
     pyplot.rcParams.update(settings)
-    fig, axes = pyplot.subplots(1, columns, figsize=size, squeeze=False, layout="constrained")
-    return fig, list(axes[0])
+    fig, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    return fig, list(axes.flat)
 
 
 def bars(

@@ -10,20 +10,27 @@ import copy
 import tempfile
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 import torchq
 from benchmarks.weight_calls import count
+from benchmarks.zoo_compare import (
+    class_of_each_path,
+    decibels,
+    measure,
+    outputs,
+    same,
+    state,
+    verdict,
+    with_rounding,
+)
 from benchmarks.zoo_models import Entry, build, call
-from torchq.nn import QuantModule
 from torchq.swap.cost import HARMLESS, MOST
 
 __all__ = ["CHECKS", "Subject", "run_checks"]
@@ -33,7 +40,6 @@ Fields = dict[str, Any]
 # 1e-6, which flips codes that lie between two, and each flip makes more of them. So the simulation
 # is compared with itself as well, with results of layers changed that much. That flips other codes,
 # hence the margin. A flipped code in every tensor leaves about 35 dB.
-ROUNDING = 1e-6
 MARGIN_DB = 10.0
 ENOUGH_DB = 35.0
 
@@ -45,11 +51,19 @@ class Subject:
         self.name = name
         self.entry: Entry = build(name)
         self.model = self.entry.model
+        self.exporter = ""
 
     @cached_property
     def expected(self) -> list[Tensor]:
         """The outputs of the float model for the example."""
         return outputs(self.model, self.entry.example)
+
+    @cached_property
+    def fused(self) -> nn.Module:
+        """A fused copy of the float model."""
+        model = copy.deepcopy(self.model)
+        torchq.fuse_(model, self.entry.example)
+        return model
 
     @cached_property
     def quantized(self) -> nn.Module:
@@ -71,7 +85,11 @@ class Subject:
         """ONNX Runtime with the exported copy."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "int8.onnx"
-            torchq.export_onnx(self.targeted, self.entry.example, path, target="onnxruntime")
+            self.exporter = _export(
+                lambda dynamo: torchq.export_onnx(
+                    self.targeted, self.entry.example, path, target="onnxruntime", dynamo=dynamo
+                )
+            )
             return _session(path)
 
     @cached_property
@@ -86,96 +104,11 @@ class Subject:
 
     def calibrated(self, target: str | None) -> nn.Module:
         """Return a fused copy, quantized for a target and calibrated on the example."""
-        model = copy.deepcopy(self.model)
-        torchq.fuse_(model)
+        model = copy.deepcopy(self.fused)
         example = self.entry.example if target else None
         torchq.quantize_(model, target=target, example=example)
         torchq.calibrate(model, [self.entry.example], progress=False, on_unseen="disable")
         return model
-
-
-# --- comparing -----------------------------------------------------------------------------------
-
-
-def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the tensors of the model's result, in a fixed order, with random functions seeded."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        result = call(model, batch)
-    if not isinstance(result, Tensor | tuple | list | dict):
-        result = dict(result) if hasattr(result, "keys") else vars(result)
-    return [leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def with_rounding(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
-    """Return the outputs with the result of every quantized layer changed by a rounding error."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(module: nn.Module, args: Any, result: Any) -> Any:
-        if not isinstance(result, Tensor) or not result.is_floating_point():
-            return result
-        return result * (1 + ROUNDING * torch.randn(result.shape, generator=generator))
-
-    layers = [m for m in model.modules() if isinstance(m, QuantModule) and not m.is_container]
-    hooks = [layer.register_forward_hook(change) for layer in layers]
-    try:
-        return outputs(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return True if all tensors are equal bit for bit; NaN equals NaN."""
-    return len(a) == len(b) and all(
-        x.shape == y.shape and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
-        if x.is_floating_point()
-        else torch.equal(x, y)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def decibels(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the worst ratio of signal to error over the floating-point outputs, at most 200."""
-    worst = 200.0
-    for x, y in zip(found, expected, strict=True):
-        if not y.is_floating_point() or y.numel() == 0:
-            continue
-        if x.shape != y.shape:
-            return float("-inf")  # a detector kept another number of boxes
-        signal, error = y.double().square().sum(), (x.double() - y.double()).square().sum()
-        if error > 0:
-            worst = min(worst, float(10 * torch.log10(signal / error)))
-    return round(worst, 1)
-
-
-def verdict(good: bool, problem: str) -> str:
-    """Return ``"ok"`` or the problem."""
-    return "ok" if good else problem
-
-
-def class_of_each_path(model: nn.Module) -> dict[str, type]:
-    """Return the class at each path of the module tree, shared modules under all their paths."""
-    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a number that tells the values of a dense tensor on the CPU from other ones."""
-    return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
-
-
-def state(model: nn.Module) -> dict[str, Any]:
-    """Return what a dry run must leave alone: classes, attributes, the contents of containers."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        found[name] = (type(module), sorted(vars(module)))
-        for key, value in vars(module).items():
-            leaves, _ = tree_flatten_with_path(value)
-            found[f"{name}.{key}"] = [
-                (str(path), id(leaf), checksum(leaf) if isinstance(leaf, Tensor) else 0)
-                for path, leaf in leaves
-            ]
-    return found
 
 
 # --- the checks ----------------------------------------------------------------------------------
@@ -242,12 +175,11 @@ def check_off(subject: Subject) -> Fields:
 
 def check_restore(subject: Subject) -> Fields:
     """Check that ``restore_`` gives back classes and bits, after placing operators for a target."""
-    model = copy.deepcopy(subject.model)
-    classes = class_of_each_path(model)
-    torchq.quantize_(model, target="onnxruntime", example=subject.entry.example)
+    model = copy.deepcopy(subject.targeted)
     torchq.restore_(model)
-    good = class_of_each_path(model) == classes
-    equal = same(outputs(model, subject.entry.example), subject.expected)
+    good = class_of_each_path(model) == class_of_each_path(subject.fused)
+    example = subject.entry.example
+    equal = same(outputs(model, example), outputs(subject.fused, example))
     return {"restore": verdict(good and equal, "bits differ" if good else "classes differ")}
 
 
@@ -296,7 +228,21 @@ def check_export(subject: Subject) -> Fields:
     ratio = decibels([torch.from_numpy(array) for array in found], expected[: len(found)])
     least = subject.agreement_db
     problem = f"{ratio} dB, rounding explains {least}"
-    return {"export": verdict(ratio > least, problem), "export_db": ratio, "rounding_db": least}
+    verdicts: Fields = {"export": verdict(ratio > least, problem), "exporter": subject.exporter}
+    return verdicts | {"export_db": ratio, "rounding_db": least}
+
+
+def _export(export: Callable[[bool], object]) -> str:
+    """Export with the TorchScript exporter, else with the newer one, and return its name.
+
+    The newer exporter needs ten times as long, minutes for some networks.
+    """
+    try:
+        export(False)
+        return "torchscript"
+    except Exception:
+        export(True)
+        return "dynamo"
 
 
 def _session(path: Path) -> Any:
@@ -324,32 +270,23 @@ def check_deploy(subject: Subject) -> Fields:
 
 def check_speed(subject: Subject) -> Fields:
     """Time ONNX Runtime and the deployed model beside float; ratios above 1 are faster."""
-    example, floating = subject.entry.example, copy.deepcopy(subject.model)
-    torchq.fuse_(floating)
+    example, floating = subject.entry.example, subject.fused
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
         args, kwargs = ((example,), {}) if isinstance(example, Tensor) else ((), dict(example))
-        torch.onnx.export(floating, args, str(path), kwargs=kwargs, dynamo=True, verbose=False)
+        _export(
+            lambda dynamo: torch.onnx.export(
+                floating, args, str(path), kwargs=kwargs, dynamo=dynamo, verbose=False
+            )
+        )
         sessions = {"int8": subject.session, "float": _session(path)}
     feeds = {name: _feeds(session, example) for name, session in sessions.items()}
-    files = measure({n: lambda n=n: sessions[n].run(None, feeds[n]) for n in sessions})
+    files = measure({n: partial(sessions[n].run, None, feeds[n]) for n in sessions})
     models = {"int8": subject.deployed, "float": floating}
     with torch.inference_mode():
-        times = measure({n: lambda n=n: call(models[n], example) for n in models})
+        times = measure({n: partial(call, models[n], example) for n in models})
     ratios = [round(t["float"] / t["int8"], 2) for t in (files, times)]
     return {"speed": "ok", "export_speed": ratios[0], "deploy_speed": ratios[1]}
-
-
-def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the least seconds of each call, over rounds that alternate and last 2 s at most."""
-    best = dict.fromkeys(runs, float("inf"))
-    end = time.perf_counter() + 2
-    while time.perf_counter() < end or float("inf") in best.values():
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 CHECKS: dict[str, Callable[[Subject], Fields]] = {
@@ -367,16 +304,19 @@ CHECKS: dict[str, Callable[[Subject], Fields]] = {
 
 
 def run_checks(name: str, checks: Iterable[str]) -> Iterator[Fields]:
-    """Yield the fields of each check as it ends; the last key of an error names its kind."""
+    """Yield the fields of each check as it ends, and its seconds under ``KEY_s``."""
     start = time.perf_counter()
     subject = Subject(name)
     _ = subject.expected
+    yield {"build_s": round(time.perf_counter() - start, 1)}
     for key in checks:
+        begin = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                yield CHECKS[key](subject)
+                fields = CHECKS[key](subject)
             except Exception as error:
                 text = (str(error).splitlines() or [""])[0]
-                yield {key: f"{type(error).__name__}: {text[:300]}"}
+                fields = {key: f"{type(error).__name__}: {text[:300]}"}
+        yield fields | {f"{key}_s": round(time.perf_counter() - begin, 1)}
     yield {"seconds": round(time.perf_counter() - start, 1)}

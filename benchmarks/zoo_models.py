@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo_sizes import shortened
 from benchmarks.zoo_transformers import HUGGING_FACE, batches, make
 
 __all__ = ["LIBRARIES", "Entry", "build", "call", "load", "names"]
@@ -53,6 +54,10 @@ fasterrcnn_mobilenet_v3_large_320_fpn retinanet_resnet50_fpn ssdlite320_mobilene
 fcos_resnet50_fpn maskrcnn_resnet50_fpn keypointrcnn_resnet50_fpn ssd300_vgg16 r3d_18 mc3_18
 r2plus1d_18 swin3d_t mvit_v2_s raft_small
 """
+# Detectors and segmenters: their backbones have weights of their own.
+DETECTORS = {
+    key for key in TORCHVISION.split() if re.search("rcnn|deeplab|fc|lraspp|ssd|retina", key)
+}
 VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t", "mvit_v2_s"}
 
 
@@ -76,9 +81,7 @@ def _torchvision(key: str) -> Entry:
     from torchvision import models
 
     options = TORCHVISION_OPTIONS.get(key, {})
-    if "rcnn" in key or "deeplab" in key or "fcn" in key or "lraspp" in key or "ssd" in key:
-        options = {"weights_backbone": None}
-    if key in ("retinanet_resnet50_fpn", "fcos_resnet50_fpn"):
+    if key in DETECTORS:
         options = {"weights_backbone": None}
     model = models.get_model(key, weights=None, **options)
     if key == "raft_small":
@@ -92,6 +95,8 @@ def _torchvision(key: str) -> Entry:
         )
     size = TORCHVISION_SIZES.get(key, options.get("image_size", 64))
     fixed = key in ("maxvit_t", "vit_b_32")
+    if key not in DETECTORS:
+        model = shortened(model.eval(), torch.randn(1, 3, size, size))
     return _images(model, size, fixed)
 
 
@@ -108,8 +113,6 @@ SMALL = """
 test atto femto pico zepto nano xxs xxsmall micro mini tiny t0 t1 t2 xs xsmall s0 b0 a0 s12
 small s m0 0 1 18 10 26 34 050 100 base
 """
-
-TIMM_LARGE = 30_000_000
 
 
 def _timm_rank(name: str) -> tuple[int, int, str]:
@@ -134,20 +137,32 @@ def _timm(key: str) -> Entry:
     import timm
 
     name = key.partition(".")[2]
-    model = timm.create_model(name, pretrained=False)
-    if sum(p.numel() for p in model.parameters()) > TIMM_LARGE:
-        with contextlib.suppress(TypeError):  # Not a transformer of equal blocks.
-            model = timm.create_model(name, pretrained=False, depth=2)
-    size = model.default_cfg.get("input_size", (3, 224, 224))
-    size = model.default_cfg.get("test_input_size", size) if size[1] > 256 else size
-    fixed = bool(model.default_cfg.get("fixed_input_size"))
-    side = int(size[1]) if fixed else min(int(size[1]), 96)
+    size = timm.get_pretrained_cfg(name).input_size
+    for options, side in (
+        ({"img_size": 96}, 96),
+        ({}, 96),
+        ({"img_size": 128}, 128),
+        ({}, size[1]),
+    ):
+        try:
+            model = timm.create_model(name, pretrained=False, **options).eval()
+            image = torch.randn(1, size[0], side, side)
+            with torch.no_grad():
+                model(image)
+        except Exception:  # the network asks for another size
+            continue
+        return _images(shortened(model, image), side, _is_fixed(model, image))
+    raise ValueError(f"{name}: takes no square images of any size tried")
+
+
+def _is_fixed(model: nn.Module, image: Tensor) -> bool:
+    """Return True if the network takes no larger images than this one."""
     try:
         with torch.no_grad():
-            model.eval()(torch.randn(1, size[0], side, side))
-    except Exception:  # the network asks for its own size
-        side, fixed = int(size[1]), True
-    return _images(model, side, fixed)
+            model(torch.randn(1, image.shape[1], *(2 * [image.shape[2] + 32])))
+    except Exception:
+        return True
+    return False
 
 
 # --- Ultralytics ---------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "torchq"
-html_static_path = ["images"]
+html_static_path = ["images", "style"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 templates_path: list[str] = []
 exclude_patterns = ["_build"]

@@ -17,7 +17,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/README.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 NAMED_FILE = re.compile(r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)")
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

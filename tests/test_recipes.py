@@ -44,7 +44,8 @@ def test_recipes_run(name: str, generator: torch.Generator) -> None:
     net, x = model(), torch.randn(4, 3, 8, 8, generator=generator)
     expected = net(x)
     report = torchq.quantize_(net, recipes.by_name(name))
-    assert [d.name for d in report.replaced] == ["0", "3", "6"]
+    layers = ["6"] if name == "int8_dynamic" else ["0", "3", "6"]
+    assert [d.name for d in report.replaced] == layers
     for calibrated in (False, True):
         if calibrated:
             torchq.calibrate(net, [x], progress=False)
@@ -141,3 +142,15 @@ def test_blocks_lie_along_the_summed_axis(
 def test_unknown_recipe() -> None:
     with pytest.raises(ConfigError, match=r"unknown recipe 'int9'; expected one of: .*'int8'"):
         recipes.by_name("int9")
+
+
+def test_recurrent_layers_are_quantized_by_name_alone() -> None:
+    layers = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    net = nn.ModuleList(cls(3, 4) for cls in layers)
+    for config in (recipes.int8(recurrent=True), recipes.int8_dynamic()):
+        assert len(torchq.plan(net, config).replaced) == len(layers)
+    for config in (recipes.int8(), recipes.w4a4()):
+        with pytest.raises(ConfigError, match="nothing to quantize"):
+            torchq.plan(net, config)
+    rule = recipes.int8(symmetric=False, recurrent=True).rules[-1]
+    assert rule.input == QuantDescriptor() and rule.weight == QuantDescriptor(axis=0)

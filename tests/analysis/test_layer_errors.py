@@ -93,6 +93,54 @@ def test_the_work_is_that_of_three_passes() -> None:
     assert len(calls) == 3 * 2 * 3
 
 
+@torch.no_grad()
+def test_large_outputs_are_compared_on_the_first_images() -> None:
+    """Expect the figures of the first five images: 96 elements of 24 each, rounded up to a few."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Flatten(2), nn.Linear(4, 4))
+    images = torch.randn(9, 2, 2, 2)
+    quantized(model, [images], bits=4)
+    seen: list[int] = []
+    forward = model[0].forward
+
+    def counted(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return forward(x)
+
+    model[0].forward = counted
+    few = torchq.layer_errors(model, [images], sample=100, progress=False)
+    assert seen == [9, 5, 9]
+    del model[0].forward
+    whole = torchq.layer_errors(model, [images], progress=False)
+    first = torchq.layer_errors(model, [images[:5]], sample=None, progress=False)
+    for row, expected, other in zip(few.rows, first.rows, whole.rows, strict=True):
+        assert row == expected != other
+    assert few.output_sqnr == whole.output_sqnr
+    least = torchq.layer_errors(model, [images], sample=1, progress=False)
+    expected = torchq.layer_errors(model, [images[:4]], sample=None, progress=False)
+    assert least.rows == expected.rows
+
+
+def test_a_layer_that_mixes_images_gets_all_of_them() -> None:
+    """Let the order of the dimensions be (L, N, E), as in torch's attention by default."""
+    attention = nn.MultiheadAttention(4, 2)
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    batch = torch.randn(9, 2, 4)
+    model = quantized(Sequences(), [batch], bits=4)
+    few = torchq.layer_errors(model, [batch], sample=1, progress=False).rows[0]
+    whole = torchq.layer_errors(model, [batch], sample=None, progress=False).rows[0]
+    assert few.quantizers == whole.quantizers
+    assert few.local_sqnr == pytest.approx(whole.local_sqnr, abs=6)
+
+
 def test_clipping_codes_and_dead_channels() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False))
     torchq.quantize_(model)

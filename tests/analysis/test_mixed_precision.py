@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
+import sys
 from functools import cache
 from typing import Any
 
@@ -41,6 +43,26 @@ def planned(**options: Any) -> torchq.analysis.MixedPrecision:
 @cache
 def usual() -> torchq.analysis.MixedPrecision:
     return planned()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ctypes.CDLL(None) is the C library elsewhere")
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Solve programs of a size at which HiGHS prints a line where groups take exactly one format.
+
+    The line comes from C and not through ``sys.stdout``, and waits in a buffer of C.
+    """
+    library = ctypes.CDLL(None)
+    generator = torch.Generator().manual_seed(7)
+    damages = torch.rand(60, 5, generator=generator) ** 4 * torch.tensor([16, 4, 1, 0.3, 0.05])
+    weights = (torch.rand(60, generator=generator) * 1e6).int().double()
+    bits = torch.tensor([3, 4, 5, 6, 8])
+    work = torch.rand(60, 5, generator=generator).double() * bits**2
+    mean = weights[:, None] / weights.sum() * bits
+    problem = Problem(damages.tolist(), {"mean": mean.tolist(), "work": work.tolist()})
+    for bound in (6.6, 8.0):
+        assert problem.solve({"mean": bound, "work": problem.bounds("work")[1] / 2}) is not None
+    library.fflush(None)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("seed", range(5))

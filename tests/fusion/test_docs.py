@@ -1,4 +1,4 @@
-"""docs/fuse.md: its tables list every family and every pass."""
+"""docs/internals/fuse.md: its tables list every family and every pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.fusion.blocks import all_cases
 from torchq.fusion import FAMILIES, passes
 
-TEXT = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "internals" / "fuse.md").read_text(encoding="utf-8")
 PASSES = ("merge_known_blocks", "merge_unknown_blocks", "fold_batchnorms")
 
 

@@ -37,10 +37,10 @@ class Unfused(nn.Module):
 class Scaled(nn.Module):
     """A learned factor and offset behind a ReLU, as in HGNetV2."""
 
-    def __init__(self, factor: float = 0.7) -> None:
+    def __init__(self, factor: float = 0.7, offset: float = 0.1) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
-        self.factor, self.offset = (nn.Parameter(torch.tensor([v])) for v in (factor, 0.1))
+        self.factor, self.offset = (nn.Parameter(torch.tensor([v])) for v in (factor, offset))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.factor * self.first(x).relu() + self.offset)
@@ -77,6 +77,21 @@ def test_factors_of_codes_become_scales(tmp_path: Path) -> None:
     assert torchq.verify_onnx(model, path, [x, torch.randn(2, 3, 9, 9)]).ok
 
 
+@pytest.mark.parametrize("offset", [0.1, -0.3])
+def test_offsets_of_codes_are_added_by_an_integer_kernel(offset: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model, path = torch.randn(2, 3, 9, 9), Scaled(offset=offset).eval(), tmp_path / "m.onnx"
+    exported(model, x, path)
+    assert torchq.inspect_onnx(path).counts["QLinearAdd"] == 1
+    assert torchq.verify_onnx(model, path, [x, torch.randn(2, 3, 9, 9)]).ok
+
+
+def test_an_offset_of_zero_stays(tmp_path: Path) -> None:
+    x, model, path = torch.randn(2, 3, 9, 9), Scaled(offset=0.0).eval(), tmp_path / "m.onnx"
+    exported(model, x, path)
+    assert not any("/offset/" in t.name for t in onnx.load(str(path)).graph.initializer)
+
+
 @pytest.mark.parametrize("factor", [0.0, -0.7])
 def test_other_factors_of_codes_stay(factor: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -92,6 +107,7 @@ def test_other_factors_of_codes_stay(factor: float, tmp_path: Path) -> None:
         (Unfused, "second.weight_quantizer/DequantizeLinear/scales"),
         (Unfused, "first.weight_quantizer/bias"),
         (Scaled, "first.output_quantizer/DequantizeLinear/scale"),
+        (Scaled, "/Add/offset/scale"),
     ],
 )
 def test_damage_to_what_was_folded_is_found(

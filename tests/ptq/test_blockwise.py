@@ -18,6 +18,8 @@ from torchq.ptq.blockwise import (
     TensorStore,
     find_blocks,
     find_layers,
+)
+from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,
     weight_from_matrix,

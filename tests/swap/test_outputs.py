@@ -77,6 +77,13 @@ def test_an_unsigned_result_is_that_of_the_relu() -> None:
     assert bool((result == 0).any()) and not bool((result < 0).any())
 
 
+def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Identity(), nn.ReLU(), nn.GroupNorm(2, 8))
+    quantized(model.append(nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 9, 9))
+    assert outputs(model) == {"0": True}
+
+
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])
 def test_other_targets_leave_results_alone(target: str) -> None:
     x, model = torch.randn(2, 3, 9, 9), Readers().eval()

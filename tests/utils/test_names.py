@@ -15,7 +15,6 @@ from torchq.utils import (
     matches,
     modules_with_names,
     pattern_text,
-    progress_bar,
     qualified_name,
     set_submodule,
 )
@@ -126,10 +125,3 @@ def test_registry() -> None:
     assert list(registry) == ["b"]
     with pytest.raises(ConfigError, match="thing 'a'"):
         registry.remove("a")
-
-
-def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
-    assert "calibrate:" in (text := capsys.readouterr().err) and "/3" in text and "batch/s" in text
-    assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
-    assert capsys.readouterr().err == ""

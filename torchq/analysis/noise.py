@@ -54,6 +54,13 @@ class Noise:
         low, high = torch.aminmax(error)
         self.largest = max(self.largest, -float(low), float(high))
 
+    def join(self, other: Noise) -> None:
+        """Add the sums of other pairs."""
+        self.signal += other.signal
+        self.noise += other.noise
+        self.correlation += other.correlation
+        self.largest = max(self.largest, other.largest)
+
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise ratio in dB."""

@@ -30,6 +30,7 @@ def deploy(
     batch_sizes: Sequence[int] = (),
     reduce_range: bool = False,
     fuse: bool = True,
+    progress: bool = True,
 ) -> nn.Module:
     """Return a copy of a calibrated model that computes on integers, for inference.
 
@@ -60,6 +61,7 @@ def deploy(
             ``"torch"`` only; for others quantize with ``recipes.int8(reduce_range=True)``.
         fuse: False replaces layers only, each with floating-point input and output, and does not
             trace the model. Engine ``"torch"`` only.
+        progress: show a bar where it takes longer than a second.
 
     Returns:
         A new module in eval mode; its attribute ``engine`` names the engine. It can be copied,
@@ -89,13 +91,14 @@ def deploy(
     sizes = _checked_sizes(batch_sizes)
     if engine == _FASTEST:
         _check_options(_FASTEST, example, reduce_range, fuse)
-        result, report = build_fastest(Task(simulated_copy(model), example, sizes))
+        result, report = build_fastest(Task(simulated_copy(model), example, sizes, progress))
         result.report = report  # type: ignore[assignment]
         name = report.candidates[0].engine.name
     else:
         chosen = _settings(engine, example, reduce_range, fuse)
         chosen.check()
-        result, name = chosen.build(Task(simulated_copy(model), example, sizes)), chosen.name
+        task = Task(simulated_copy(model), example, sizes, progress)
+        result, name = chosen.build(task), chosen.name
     if not isinstance(result, EngineModule):
         result.engine = name  # type: ignore[assignment]
     return result

@@ -117,7 +117,10 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
         ExportError: no engine can run the model.
     """
     entries = list(_entries())
-    for entry in progress_bar(entries, description="engines", unit="engine", delay=1.0):
+    shown = progress_bar(
+        entries, description="engines", unit="engine", enabled=task.progress, delay=1.0
+    )
+    for entry in shown:
         if not entry.problem:
             _build(entry, task)
         if entry.problem:

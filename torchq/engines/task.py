@@ -24,14 +24,23 @@ class Task:
         example: arguments for one call, see :func:`torchq.graph.call_model`; None where the engine
             needs none.
         batch_sizes: which other batch sizes than that of the example will be common.
+        progress: show a bar for what takes longer than a second.
 
     Attributes:
         model: see above.
         example: see above.
         batch_sizes: see above.
+        progress: see above.
     """
 
-    def __init__(self, model: nn.Module, example: Any, batch_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        batch_sizes: Sequence[int] = (),
+        progress: bool = False,
+    ) -> None:
+        self.progress = progress
         self.model, self.example, self.batch_sizes = model, example, tuple(batch_sizes)
         self._graphs: dict[Any, tuple[Tensor, GraphInterface] | ExportError] = {}
         self._probes: dict[int, list[ReferenceCheck]] = {}

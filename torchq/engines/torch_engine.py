@@ -50,7 +50,11 @@ class TorchEngine(Engine):
         if not self.quantized:
             return copy_module(task.float_model)
         module = lower_model(
-            task.model, task.example, reduce_range=self.reduce_range, fuse=self.fuse
+            task.model,
+            task.example,
+            reduce_range=self.reduce_range,
+            fuse=self.fuse,
+            progress=task.progress,
         )
         if task.example is None or not self.measured or not self.fuse:
             return module

@@ -11,6 +11,7 @@ from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
+from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
 from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
@@ -22,6 +23,8 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "DeployedMultiheadAttention",
+    "DeployedRecurrent",
+    "DeployedRecurrentCell",
     "DynamicInt8Linear",
     "Fp8Linear",
     "QParams",

@@ -21,16 +21,24 @@ from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
 from torchq.nn import QuantModule, RoutedModule
 from torchq.swap import restore_
-from torchq.utils import copy_module, modules_with_names, set_submodule
+from torchq.utils import copy_module, modules_with_names, progress_stages, set_submodule
 from torchq.workflow import freeze_, quantizers
 
 __all__ = ["float_copy", "lower_model", "simulated_copy"]
 
 log = logging.getLogger(__name__)
 
+#: What the progress bar shows.
+_STAGES = ("replace layers", "fuse", "compare")
+
 
 def lower_model(
-    simulated: nn.Module, example: Any = None, *, reduce_range: bool = False, fuse: bool = True
+    simulated: nn.Module,
+    example: Any = None,
+    *,
+    reduce_range: bool = False,
+    fuse: bool = True,
+    progress: bool = False,
 ) -> nn.Module:
     """Return a model on integer kernels that computes what ``simulated`` does.
 
@@ -39,6 +47,7 @@ def lower_model(
         example: see :func:`torchq.deploy`.
         reduce_range: see :func:`torchq.deploy`.
         fuse: see :func:`torchq.deploy`.
+        progress: show a bar where it takes longer than a second.
 
     Returns:
         A new module in eval mode.
@@ -47,14 +56,17 @@ def lower_model(
         ExportError: the result for ``example`` differs from the simulation by more than -20 dB and
             by more than quantization itself makes.
     """
-    result = _replace_layers(copy_module(simulated), reduce_range)
-    check = None if example is None else ReferenceCheck(simulated, example)
-    if fuse:
-        result = fuse_layers(result, None if check is None else lambda m: check(m).problem)
-    _warn_of_saturation(result, reduce_range)
-    if check is not None:
-        _report(check(result), fuse)
-    return result
+    with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
+        result = _replace_layers(copy_module(simulated), reduce_range)
+        next_stage()
+        check = None if example is None else ReferenceCheck(simulated, example)
+        if fuse:
+            result = fuse_layers(result, None if check is None else lambda m: check(m).problem)
+        next_stage()
+        _warn_of_saturation(result, reduce_range)
+        if check is not None:
+            _report(check(result), fuse)
+        return result
 
 
 def simulated_copy(model: nn.Module) -> nn.Module:

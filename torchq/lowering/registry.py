@@ -36,6 +36,7 @@ from torchq.nn import (
     QuantLinear,
     QuantModule,
     TensorQuantizer,
+    convert_,
 )
 from torchq.utils import Registry, copy_module
 
@@ -43,6 +44,7 @@ __all__ = [
     "FLOAT_INPUT",
     "LOWERINGS",
     "active",
+    "as_linear",
     "integer_weight",
     "lower",
     "static_arguments",
@@ -120,6 +122,27 @@ def integer_weight(
         format = integer(7, narrow=format.narrow, rounding=format.rounding)
     codes, scale = _rounded(quantizer, weight, format, axis)
     return codes.to(torch.int8), scale
+
+
+def as_linear(
+    weight: Tensor, bias: Tensor | None, of_input: nn.Module, of_weight: nn.Module
+) -> QuantLinear:
+    """Return a product of a layer with several as a linear layer of its own, to be lowered.
+
+    Args:
+        weight: (out, in).
+        bias: (out,) or None.
+        of_input: the quantizer of the input.
+        of_weight: the quantizer of the weight.
+    """
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    linear = convert_(layer)
+    assert isinstance(linear, QuantLinear)
+    linear.input_quantizer, linear.weight_quantizer = of_input, of_weight
+    return linear
 
 
 def _unusual_weight(quantizer: TensorQuantizer) -> str:

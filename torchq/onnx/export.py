@@ -20,6 +20,7 @@ from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
 from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
+from torchq.onnx.constant_grids import constant_grids
 from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.ir import Model, run_passes, save_model
 from torchq.onnx.passes import EXPORT_PASSES
@@ -33,12 +34,15 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import bullets, evaluating, qualified_name
+from torchq.utils import bullets, evaluating, progress_stages, qualified_name
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
 
 _LOG = logging.getLogger(__name__)
+
+#: What the progress bar shows.
+_STAGES = ("trace", "rewrite", "write")
 
 
 def export_onnx(
@@ -53,6 +57,7 @@ def export_onnx(
     dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    progress: bool = True,
 ) -> ExportReport:
     """Write a quantized model as ONNX with QuantizeLinear, DequantizeLinear and integer weights.
 
@@ -77,6 +82,7 @@ def export_onnx(
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.
         input_names: Names in the file; default the names of the arguments of ``forward``.
         output_names: Names in the file; default those of the exporter.
+        progress: Show a bar where it takes longer than a second.
 
     Returns:
         What was written; ``print`` it.
@@ -109,26 +115,28 @@ def export_onnx(
     names = (dynamic_shapes, input_names, output_names)
     batches = (True, False) if dynamic_batch else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
-    started = time.perf_counter()
-    graph = _first_that_traces(calls, opset, modern, active)
-    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
-    run_passes(graph, EXPORT_PASSES)
-    found = _shape_for(target, graph)
-    if found:
-        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=2)
-    write_record(graph, target=target)
-    size = save_model(graph, path)
+    with progress_stages("export", _STAGES, enabled=progress) as next_stage:
+        graph = _first_that_traces(calls, opset, modern, active)
+        next_stage()
+        run_passes(graph, EXPORT_PASSES)
+        found = _shape_for(target, graph)
+        next_stage()
+        write_record(graph, target=target)
+        size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
     return report_on(graph, path, target, exporter, size, found)
 
 
 def _shape_for(target: str | None, graph: Model) -> tuple[str, ...]:
-    """Rewrite a graph for a target, and return which rules of the target it breaks."""
+    """Rewrite a graph for a target; warn of the rules of the target that it breaks, return them."""
     if target is None:
         return ()
     chosen = onnx_target(target)
     chosen.rewrite(graph)
-    return chosen.findings(graph)
+    found = chosen.findings(graph)
+    if found:
+        warnings.warn(f"export_onnx(target={target!r}):\n{bullets(found)}", stacklevel=3)
+    return found
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -164,10 +172,15 @@ def _traced(
         stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
+        if modern:
+            stack.enter_context(constant_grids(active.values()))
         stack.enter_context(_marked(call.model, active))
         stack.enter_context(_without_unknown_outputs(call.model))
         stack.enter_context(plain_attention())
-        return run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+        started = time.perf_counter()
+        graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+    _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
+    return graph
 
 
 def _first_that_traces(

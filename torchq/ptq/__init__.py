@@ -9,10 +9,20 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
-from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
+from torchq.ptq.rotation import RotationReport, hadamard_
+from torchq.ptq.smoothing import (
+    AWQGroup,
+    AWQReport,
+    SmoothedGroup,
+    SmoothReport,
+    awq_,
+    smooth_,
+)
 from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
 __all__ = [
+    "AWQGroup",
+    "AWQReport",
     "AdaRoundBlock",
     "AdaRoundReport",
     "BiasReport",
@@ -20,16 +30,19 @@ __all__ = [
     "EqualizedPair",
     "GPTQLayer",
     "GPTQReport",
+    "RotationReport",
     "RunOptions",
-    "adaround_",
     "SmoothReport",
     "SmoothedGroup",
     "TuneResult",
     "TuneTrial",
     "TunedConfig",
+    "adaround_",
+    "awq_",
     "correct_bias_",
     "equalize_",
     "gptq_",
+    "hadamard_",
     "smooth_",
     "tune",
 ]

@@ -11,8 +11,7 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,30 +22,22 @@ from torch.nn.utils import parametrize
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
+from torchq.ptq.channels import (
+    LAYERS,
+    input_ranges,
+    output_ranges,
+    parameters_restored_on_error,
+    scale_inputs_,
+    scale_outputs_,
+    spread,
+)
+from torchq.ptq.homogeneous import keeps_factors
 from torchq.ptq.modes import quantizers_off
 from torchq.utils import evaluating, table
 from torchq.workflow import quantizers
 
 __all__ = ["EqualizedPair", "EqualizeReport", "equalize_"]
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
-
-# f(s * x) = s * f(x) for s > 0, element by element.
-_HOMOGENEOUS = (
-    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-)
-_HOMOGENEOUS_FUNCTIONS = frozenset(["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"])
-# The same for the pixels of one channel.
-_POOLING = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
-_POOLING_FUNCTIONS = frozenset(
-    f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
-)
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4
 
@@ -85,8 +76,8 @@ class EqualizeReport:
     def __str__(self) -> str:
         rows = [("layers", "spread of channels")]
         for pair in self.pairs:
-            spread = f"{pair.spread_before:.3g} -> {pair.spread_after:.3g}"
-            rows.append((f"{pair.first}, {pair.second}", spread))
+            change = f"{pair.spread_before:.3g} -> {pair.spread_after:.3g}"
+            rows.append((f"{pair.first}, {pair.second}", change))
         rows += [(name, f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
         return f"{table(rows)}\n{len(self.pairs)} pairs, output changed by {self.error:.1e}"
 
@@ -137,9 +128,9 @@ def equalize_(
     with torch.no_grad(), evaluating(model), quantizers_off(model):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
-        with _parameters_restored_on_error(pairs):
+        with parameters_restored_on_error(layer for pair in pairs for _, layer in pair):
             expected = [t.double() for t in tensors_in(call_model(model, example))]
-            before = [_spread(first) for (_, first), _ in pairs]
+            before = [spread(output_ranges(first)) for (_, first), _ in pairs]
             for _ in range(iterations):
                 largest = max((_equalize(a, b) for (_, a), (_, b) in pairs), default=0.0)
                 if largest < _CONVERGED:
@@ -152,8 +143,8 @@ def equalize_(
                     f"most {tolerance:.1e}. The model is as before"
                 )
     after = [
-        EqualizedPair(first[0], second[0], spread, _spread(first[1]))
-        for (first, second), spread in zip(pairs, before, strict=True)
+        EqualizedPair(first[0], second[0], wide, spread(output_ranges(first[1])))
+        for (first, second), wide in zip(pairs, before, strict=True)
     ]
     return EqualizeReport(tuple(after), skipped, error)
 
@@ -167,7 +158,7 @@ def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[tuple[Named, Named]]
     pairs: list[tuple[Named, Named]] = []
     skipped: dict[str, str] = {}
     for call in flow.calls:
-        if not isinstance(call.module, _LAYERS) or call.name in skipped:
+        if not isinstance(call.module, LAYERS) or call.name in skipped:
             continue
         reason = obstacles.get(id(call.module))
         second = None
@@ -192,7 +183,7 @@ def _obstacles(model: nn.Module, flow: Flow) -> dict[int, str]:
             owners.setdefault(id(parameter), set()).add(id(module))
     found = {}
     for module in model.modules():
-        if not isinstance(module, _LAYERS):
+        if not isinstance(module, LAYERS):
             continue
         calls = flow.calls_of(module)
         if len(calls) > 1:
@@ -217,95 +208,31 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
         if len(readers) != 1:
             return None, f"{len(readers)} operators read its output"
         current = readers[0]
-        if isinstance(current.module, _LAYERS):
+        if isinstance(current.module, LAYERS):
             if flattened and not isinstance(current.module, nn.Linear):
                 return None, f"a flattened tensor is read by {current.name}"
             return current, None
         is_flatten = isinstance(current.module, nn.Flatten) or current.name == "flatten"
         flattened = flattened or is_flatten
-        if not (is_flatten or _keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
+        if not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
             return None, f"{current.name} does not keep factors of channels"
-
-
-def _keeps_factors(call: Call, is_convolution: bool) -> bool:
-    """Return True if a call on channels times positive factors gives its output times these."""
-    modules = (*_HOMOGENEOUS, *_POOLING) if is_convolution else _HOMOGENEOUS
-    names = _HOMOGENEOUS_FUNCTIONS
-    if is_convolution:
-        names = names | _POOLING_FUNCTIONS
-    return isinstance(call.module, modules) if call.module is not None else call.name in names
 
 
 def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     """Return True if the output channels of one layer are the input channels of the other."""
     is_linear = isinstance(first, nn.Linear), isinstance(second, nn.Linear)
     # A Linear may follow a convolution after flattening a single pixel of each channel.
-    return is_linear != (True, False) and len(_output_ranges(first)) == len(_input_ranges(second))
+    return is_linear != (True, False) and len(output_ranges(first)) == len(input_ranges(second))
 
 
 def _equalize(first: Any, second: Any) -> float:
     """Equalize the channels between two layers; return the largest ``|log(factor)|``."""
-    r1, r2 = _output_ranges(first).double(), _input_ranges(second).double()
+    r1, r2 = output_ranges(first).double(), input_ranges(second).double()
     # A channel that is zero on either side has no range to equalize.
     factor = torch.where((r1 > 0) & (r2 > 0), (r1 * r2).sqrt() / r2, 1.0)
-    _scale_outputs_(first, 1 / factor)
-    _scale_inputs_(second, factor)
+    scale_outputs_(first, 1 / factor)
+    scale_inputs_(second, factor)
     return factor.log().abs().max().item() if factor.numel() else 0.0
-
-
-def _by_groups(layer: Any) -> Tensor:
-    """Return a view of a convolution's weight as (groups, ..., ..., kernel)."""
-    return layer.weight.unflatten(0, (layer.groups, -1))
-
-
-def _output_ranges(layer: Any) -> Tensor:
-    """Return the largest magnitude of each output channel of the weight, (out,)."""
-    if isinstance(layer, _TRANSPOSED):
-        return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
-    return layer.weight.abs().flatten(1).amax(1)
-
-
-def _input_ranges(layer: Any) -> Tensor:
-    """Return the largest magnitude of each input channel of the weight, (in,)."""
-    if isinstance(layer, nn.Linear):
-        return layer.weight.abs().amax(0)
-    if isinstance(layer, _TRANSPOSED):
-        return layer.weight.abs().flatten(1).amax(1)
-    return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
-
-
-def _scale_outputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the output channels of a layer in place."""
-    factor = factor.to(layer.weight.dtype)
-    if layer.bias is not None:
-        layer.bias.mul_(factor)
-    if isinstance(layer, _TRANSPOSED):
-        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
-    else:
-        _multiply_(layer.weight, factor)
-
-
-def _scale_inputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the input channels of a layer's weight in place."""
-    factor = factor.to(layer.weight.dtype)
-    if isinstance(layer, nn.Linear):
-        layer.weight.mul_(factor)
-    elif isinstance(layer, _TRANSPOSED):
-        _multiply_(layer.weight, factor)
-    else:
-        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
-
-
-def _multiply_(weight: Tensor, factor: Tensor) -> None:
-    """Multiply ``weight`` in place by a factor over its leading dimensions."""
-    weight.mul_(factor.view(*factor.shape, *[1] * (weight.dim() - factor.dim())))
-
-
-def _spread(layer: Any) -> float:
-    """Return the largest over the median magnitude of the output channels that are not zero."""
-    ranges = _output_ranges(layer)
-    ranges = ranges[ranges > 0]
-    return (ranges.max() / ranges.median()).item() if ranges.numel() else 1.0
 
 
 def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -315,22 +242,3 @@ def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
         for f, e in zip(found, expected, strict=True)
     ]
     return max(changes, default=0.0)
-
-
-@contextmanager
-def _parameters_restored_on_error(pairs: list[tuple[Named, Named]]) -> Iterator[None]:
-    """Bring the parameters of the layers back if anything ends the block early."""
-    layers = {id(layer): layer for pair in pairs for _, layer in pair}
-    before = [(p, p.detach().clone()) for layer in layers.values() for p in _own(layer)]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
-        raise
-
-
-def _own(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the weight and the bias of a layer."""
-    return [p for p in (layer.weight, layer.bias) if isinstance(p, nn.Parameter)]

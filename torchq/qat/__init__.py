@@ -18,6 +18,7 @@ from torchq.qat.schedule import (
     quantize_from_,
 )
 from torchq.qat.shared_ranges import share_range_
+from torchq.qat.start import start_from_
 
 __all__ = [
     "BranchReport",
@@ -47,6 +48,7 @@ __all__ = [
     "quantize_from_",
     "reestimate_bn_",
     "share_range_",
+    "start_from_",
     "step_in_log2_",
     "unfreeze_bn_",
     "use_estimator_",

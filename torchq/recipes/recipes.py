@@ -3,7 +3,8 @@
 Each recipe is a plain :class:`~torchq.QuantConfig`: print it, add rules to it, save it as JSON.
 
 Recipes quantize convolutions, linear layers and the projections of attention. Pooling,
-normalization and embeddings stay float unless a rule names them.
+normalization and embeddings stay float unless a rule names them. Recurrent layers are quantized by
+``int8_dynamic``, and by ``int8(recurrent=True)``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "fp8",
     "int4_weight",
     "int8",
+    "int8_dynamic",
     "int8_per_tensor",
     "integer",
     "mxfp8",
@@ -37,6 +39,7 @@ _TRANSPOSED = "type:torch.nn.modules.conv.ConvTranspose[123]d"
 _LINEAR = "type:torch.nn.modules.linear.Linear"
 _BILINEAR = "type:torch.nn.modules.linear.Bilinear"
 _ATTENTION = "type:torch.nn.modules.activation.MultiheadAttention"
+_RECURRENT = "type:torch.nn.modules.rnn.*"
 # The axis of the output channels of the weight.
 _OUTPUT_AXES = {_CONV: 0, _TRANSPOSED: 1, _LINEAR: 0, _BILINEAR: 0, _ATTENTION: 0}
 # Activations of up to this number of bits choose between signed and unsigned codes.
@@ -142,7 +145,9 @@ def _learnable(
 
 
 @RECIPES.register("int8")
-def int8(*, reduce_range: bool = False, symmetric: bool = True) -> QuantConfig:
+def int8(
+    *, reduce_range: bool = False, symmetric: bool = True, recurrent: bool = False
+) -> QuantConfig:
     """Return INT8 weights per output channel and INT8 activations per tensor.
 
     TensorRT, ONNX Runtime and OpenVINO run this form fastest.
@@ -154,10 +159,33 @@ def int8(*, reduce_range: bool = False, symmetric: bool = True) -> QuantConfig:
         symmetric: False gives activations uint8 codes with a zero point, so that their range ends
             where their values end. That is finer behind GELU, SiLU and other functions with a short
             negative side. ONNX Runtime, OpenVINO, QNN and ``deploy`` run it; TensorRT does not.
+        recurrent: True also quantizes LSTM, GRU and RNN layers and their cells: the inputs, hidden
+            states and weights of all products, with symmetric ranges.
     """
     input = QuantDescriptor(unsigned=not symmetric, symmetric=symmetric)
-    rules = compute_layers(input, QuantDescriptor(7 if reduce_range else 8), per_channel=True)
-    return QuantConfig(tuple(rules), name="int8" if symmetric else "int8_asymmetric")
+    weight = QuantDescriptor(7 if reduce_range else 8)
+    rules = compute_layers(input, weight, per_channel=True)
+    if recurrent:
+        rules.append(_recurrent_layers(QuantDescriptor(), weight))
+    name = "int8" if symmetric else "int8_asymmetric"
+    return QuantConfig(tuple(rules), name=f"{name}_recurrent" if recurrent else name)
+
+
+def _recurrent_layers(input: QuantDescriptor, weight: QuantDescriptor) -> Rule:
+    """Return the rule for LSTM, GRU and RNN layers and their cells."""
+    return Rule(_RECURRENT, input=input, weight=weight.replace(axis=0), optional=True)
+
+
+@RECIPES.register("int8_dynamic")
+def int8_dynamic() -> QuantConfig:
+    """Return INT8 linear and recurrent layers with the activation ranges of each call.
+
+    It needs no calibration. The layers are those of torch's ``quantize_dynamic``; weights have a
+    range per output channel. For ``torchq.deploy``; ONNX files hold fixed ranges.
+    """
+    call = QuantDescriptor(dynamic=True)
+    linear = Rule(_LINEAR, input=call, weight=call.replace(axis=0), optional=True)
+    return QuantConfig((linear, _recurrent_layers(call, call)), name="int8_dynamic")
 
 
 @RECIPES.register("int8_per_tensor")

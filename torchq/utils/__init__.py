@@ -12,7 +12,7 @@ from torchq.utils.names import (
     pattern_text,
     qualified_name,
 )
-from torchq.utils.progress import progress_bar
+from torchq.utils.progress import progress_bar, progress_stages
 from torchq.utils.registry import Registry
 from torchq.utils.text import bullets, markdown_table, table, terminal_width, wrap
 from torchq.utils.tracing import constant_while_tracing
@@ -33,6 +33,7 @@ __all__ = [
     "parse_json",
     "pattern_text",
     "progress_bar",
+    "progress_stages",
     "qualified_name",
     "replacing",
     "set_submodule",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-__all__ = ["progress_bar"]
+__all__ = ["progress_bar", "progress_stages"]
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def progress_bar(
     unit: str = "batch",
     delay: float = 0.0,
 ) -> Iterator[T]:
-    """Iterate over ``items`` behind a bar that shows the rate.
+    """Iterate over ``items`` behind a bar that shows the rate and the time left.
 
     Args:
         items: anything iterable.
@@ -33,13 +34,43 @@ def progress_bar(
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
-    yield from tqdm(
-        items,
-        desc=description,
-        total=total,
-        unit=unit,
-        disable=not enabled,
-        leave=False,
-        dynamic_ncols=True,
-        delay=delay,
+    yield from _bar(
+        items, desc=description, total=total, unit=unit, disable=not enabled, delay=delay
     )
+
+
+@contextmanager
+def progress_stages(
+    description: str, names: Sequence[str], *, enabled: bool = True, delay: float = 1.0
+) -> Iterator[Callable[[], None]]:
+    """Show a bar over the unlike stages of one call, each with its name.
+
+    Args:
+        description: in front of the bar.
+        names: of the stages, in order; the first one begins with the block.
+        enabled: with False there is no bar.
+        delay: seconds after which the bar appears.
+
+    Yields:
+        A function that ends a stage and begins the next one.
+
+    Example:
+        >>> with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
+        ...     next_stage()
+    """
+    options = {"unit": "stage", "disable": not enabled, "delay": delay, "mininterval": 0}
+    with _bar(total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
+        waiting = iter(names[1:])
+
+        def advance() -> None:
+            name = next(waiting, None)
+            if name is not None:
+                bar.set_description_str(f"{description}: {name}", refresh=False)
+            bar.update()
+
+        yield advance
+
+
+def _bar(items: Any = None, **options: Any) -> Any:
+    """Return a bar that disappears when it is done, and that follows the width of its terminal."""
+    return tqdm(items, leave=False, dynamic_ncols=True, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -216,14 +216,26 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
     fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
     done = {name for name, q in live.items() if q.calibrated} - fixed
-    if done and not force:
+    if not force and (kept := _unexpected(live, done, weight_quantizers(model))):
         warnings.warn(
-            f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
-            f"({_listed(done)}); force=True replaces them",
+            f"calibrate: {len(kept)} quantizers are calibrated already and keep their ranges "
+            f"({_listed(kept)}); force=True replaces them",
             stacklevel=3,
         )
     keep = fixed | (set() if force else done)
     return {n: q for n, q in live.items() if n not in keep}, tuple(n for n in live if n in keep)
+
+
+def _unexpected(
+    live: Mapping[str, TensorQuantizer], done: set[str], weights: Collection[int]
+) -> set[str]:
+    """Return the quantizers with known ranges that a caller may not expect.
+
+    Where all weights and no inputs have ranges, an algorithm has set those of the weights.
+    """
+    of_inputs = {name for name, q in live.items() if id(q) not in weights}
+    is_algorithm = of_inputs and done == live.keys() - of_inputs
+    return set() if is_algorithm else done
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -207,13 +208,18 @@ class _Flow(TorchFunctionMode):
                     _pair(makers, _is_linear),
                 )
             )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if _IN_PLACE.fullmatch(name) and args:
+            # The tensor is no longer what its module returned.
+            self._made_by.pop(id(args[0]), None)
+        return result
 
 
 def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
+_IN_PLACE = re.compile(r"[a-z]\w*_|__i[a-z]+__")
 _ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
+from torchq.analysis.batches import checked_batches, gathered
 from torchq.analysis.mixed.costs import LayerFacts, check_budget, costs_of, gather_facts
 from torchq.analysis.mixed.damage import Damages, estimated_damages, measured_damages
 from torchq.analysis.mixed.formats import (
@@ -46,6 +47,7 @@ def mixed_precision(
     fixed: Mapping[str, FormatChoice] | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
     forward: Forward | None = None,
+    group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> MixedPrecision:
     """Choose a format for each layer, so that the damage is least within a budget.
@@ -74,6 +76,8 @@ def mixed_precision(
             ``{"conv1": "w8a8"}``.
         exclude: layers that stay float and do not count.
         forward: called as ``forward(model, batch)`` instead of the model itself.
+        group: join the figures of these processes, each with its own batches; all get the same
+            result. Seconds are those of the first process.
         progress: show bars.
 
     Returns:
@@ -94,23 +98,24 @@ def mixed_precision(
     """
     check_budget(budget)
     kept = list(checked_batches(_WHERE, batches))
-    if not kept:
+    if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
     base = copy_module(model).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
     candidates = [
-        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward)
+        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward, group=group)
         for choice in chosen.values()
         if choice != FLOAT
     ]
     names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
-    found, metric_name = _damages(base, candidates, names, kept, metric, forward, progress)
+    options = (forward, group, progress)
+    found, metric_name = _damages(base, candidates, names, kept, metric, options)
     run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
     with evaluating(base):
         facts = gather_facts(base, names, run, batch_size(kept[0]))
     free = [_named(choice)[0] for choice in formats]
-    search = _Search(base, candidates, list(chosen), free, names, found, facts)
+    search = _Search(base, candidates, list(chosen), free, names, found, facts, group)
     search.join(groups, fixed or {})
     return replace(search.plan(budget), metric=metric_name)
 
@@ -125,19 +130,18 @@ def _damages(
     names: list[str],
     batches: list[Any],
     metric: str | Evaluate,
-    forward: Forward | None,
-    progress: bool,
+    options: tuple[Forward | None, dist.ProcessGroup | None, bool],
 ) -> tuple[Damages, str]:
-    """Return the damages, and the name of the metric."""
+    """Return the damages, and the name of the metric; options are forward, group and progress."""
     if metric in ("auto", "fisher"):
         try:
-            found = estimated_damages(base, candidates, names, batches, forward, progress)
+            found = estimated_damages(base, candidates, names, batches, *options)
             return found, "fisher"
         except ConfigError:
             if metric == "fisher":
                 raise
             metric = "sqnr"
-    found = measured_damages(candidates, batches, metric, forward, progress)
+    found = measured_damages(candidates, batches, metric, *options)
     return found, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
 
 
@@ -153,10 +157,11 @@ class _Search:
         names: list[str],
         damages: Damages,
         facts: dict[str, LayerFacts],
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.base, self.formats, self.free, self.names = base, formats, free, names
         self.candidates = {candidate.name: candidate for candidate in candidates}
-        self.damages, self.facts = damages, facts
+        self.damages, self.facts, self.process_group = damages, facts, process_group
         self.group_of = {name: number for number, name in enumerate(names)}
         self.forced: dict[str, str] = {}
 
@@ -224,6 +229,7 @@ class _Search:
             for format in self.formats
             if math.isfinite(self._damage(name, format))
         }
+        costs = gathered(costs, self.process_group)[0]
         groups = sorted(set(self.group_of.values()))
         members = [[n for n in self.names if self.group_of[n] == g] for g in groups]
         kinds = list(next(iter(costs.values())))

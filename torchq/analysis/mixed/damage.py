@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
+from torchq.analysis.batches import gathered, place_in_group
 from torchq.analysis.mixed.formats import Candidate
 from torchq.analysis.ranking import sensitivity
 from torchq.analysis.ranking.fisher import Disturbance, fisher_sums
@@ -29,6 +30,7 @@ def estimated_damages(
     names: Sequence[str],
     batches: Sequence[Any],
     forward: Forward | None,
+    group: dist.ProcessGroup | None,
     progress: bool,
 ) -> Damages:
     """Return the estimates from gradients, for all layers and formats together.
@@ -39,6 +41,7 @@ def estimated_damages(
         names: paths of the layers.
         batches: what to run.
         forward: the user's own way to run the model.
+        group: processes with batches of their own.
         progress: show a bar.
 
     Raises:
@@ -50,16 +53,21 @@ def estimated_damages(
         for candidate in candidates
         if name in candidate.decisions
     ]
-    device, generator = device_of(model), torch.Generator().manual_seed(0)
-    total: dict[Any, float] = {}
-    count = 0.0
-    for batch in progress_bar(batches, description="estimate damage", enabled=progress):
+    device, first = device_of(model), place_in_group(len(batches), group)
+    own: dict[Any, list[float]] = {}
+    shown = progress_bar(batches, description="estimate damage", enabled=progress)
+    for number, batch in enumerate(shown, first):
         call = partial(call_model, model, batch, forward=forward, device=device)
-        found = fisher_sums(call, disturbances, batch_size(batch), generator)
-        for key, (value, _) in found.items():
-            total[key] = total.get(key, 0.0) + value
-        count += next(iter(found.values()))[1] if found else 0.0
-    return {key: value / max(count, 1.0) for key, value in total.items()}
+        _add(own, fisher_sums(call, disturbances, batch_size(batch), number))
+    total: dict[Any, list[float]] = {}
+    for part in gathered(own, group):
+        _add(total, part)
+    return {key: value / max(count, 1.0) for key, (value, count) in total.items()}
+
+
+def _add(total: dict[Any, list[float]], new: dict[Any, list[float]]) -> None:
+    for key, sums in new.items():
+        total[key] = [a + b for a, b in zip(total.get(key, [0.0, 0.0]), sums, strict=True)]
 
 
 def _alone(candidate: Candidate, name: str) -> Callable[[Any, Any], Any]:
@@ -72,6 +80,7 @@ def measured_damages(
     batches: Iterable[Any],
     metric: str | Evaluate,
     forward: Forward | None,
+    group: dist.ProcessGroup | None,
     progress: bool,
 ) -> Damages:
     """Return the damage that each layer does when it alone is quantized.
@@ -81,7 +90,9 @@ def measured_damages(
     """
     found: Damages = {}
     for candidate in candidates:
-        report = sensitivity(candidate.model, batches, metric, forward=forward, progress=progress)
+        report = sensitivity(
+            candidate.model, batches, metric, forward=forward, group=group, progress=progress
+        )
         for row in report.rows:
             if report.unit == "dB":
                 damage = 10 ** (-row.value / 10)

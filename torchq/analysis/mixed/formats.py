@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from torchq import recipes
@@ -87,6 +88,7 @@ def make_candidate(
     *,
     exclude: Sequence[Pattern] | Pattern | None,
     forward: Forward | None,
+    group: dist.ProcessGroup | None = None,
 ) -> Candidate:
     """Return a copy of a float model in one format, calibrated.
 
@@ -97,12 +99,13 @@ def make_candidate(
         example: the first of them.
         exclude: layers that stay float.
         forward: the user's own way to run the model.
+        group: processes with batches of their own.
     """
     name, config = named_config(choice)
     quantized = copy_module(model)
     example = None if forward is not None else example
     report = quantize_(quantized, config, exclude=exclude, example=example)
-    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", progress=False)
+    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", group=group, progress=False)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [tuple(path.rpartition(".")[0] for path in g) for g in shared_groups(quantized)]
     return Candidate(name, quantized, decisions, tuple(shared))

@@ -50,7 +50,9 @@ class Problem:
     def solve(self, budget: Mapping[str, float]) -> Solution | None:
         """Return the choice with the least damage within a budget; None where there is none.
 
-        The solver is HiGHS, behind ``scipy.optimize.milp``. It is deterministic.
+        The solver is HiGHS, behind ``scipy.optimize.milp``. It is deterministic. A group takes
+        *at least* one format; a second one would only add to damage and costs. With "exactly one"
+        HiGHS 1.11 prints a line to standard output now and then.
 
         Args:
             budget: kind -> the most that the sum may be.
@@ -62,7 +64,7 @@ class Problem:
         worst = max((abs(d) for d in flat if math.isfinite(d)), default=0.0) or 1.0
         objective = [d / worst if math.isfinite(d) else 0.0 for d in flat]
         constraints = [
-            optimize.LinearConstraint([float(i // count == group) for i in range(size)], lb=1, ub=1)
+            optimize.LinearConstraint([float(i // count == group) for i in range(size)], lb=1)
             for group in range(len(self.damages))
         ]
         for kind, bound in budget.items():
@@ -78,10 +80,9 @@ class Problem:
         return None if found.x is None else self._solution(found.x, count)
 
     def _solution(self, values: Sequence[float], count: int) -> Solution:
-        groups = range(len(self.damages))
         choices = tuple(
-            max(range(count), key=lambda f, g=group: values[g * count + f])  # type: ignore[misc]
-            for group in groups
+            min((f for f in range(count) if values[g * count + f] > 0.5), key=row.__getitem__)
+            for g, row in enumerate(self.damages)
         )
         damage = sum(self.damages[g][f] for g, f in enumerate(choices))
         costs = {

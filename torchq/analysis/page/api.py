@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
+from torchq.analysis.batches import checked_batches, gathered
 from torchq.analysis.mixed import MixedPrecision
 from torchq.analysis.page.collect import collect
 from torchq.analysis.page.document import Report, check_path
@@ -30,6 +31,7 @@ def report(
     plan: MixedPrecision | bool = True,
     forward: Forward | None = None,
     num_batches: int | None = None,
+    group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> Report:
     """Measure everything about a quantized model, and write it on one page.
@@ -48,6 +50,8 @@ def report(
         plan: a result of :func:`torchq.mixed_precision` to show; True makes one, False does not.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
+        group: join the figures of these processes, each with its own batches; the first one
+            writes the file, and its batches are those of the doctor.
         progress: show bars.
 
     Returns:
@@ -70,9 +74,9 @@ def report(
     if path is not None:
         check_path(path)
     kept = list(islice(checked_batches(_WHERE, batches, num_batches), num_batches))
-    if not kept:
+    if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
-    found = Report(collect(model, kept, metric, plan, forward, progress))
-    if path is not None:
+    found = Report(collect(model, kept, metric, plan, forward, group, progress))
+    if path is not None and (group is None or dist.get_rank(group) == 0):
         found.save(path)
     return found

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from torchq.analysis.batches import gathered
 from torchq.analysis.diagnosis import doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
@@ -36,6 +38,7 @@ def collect(
     metric: Any,
     plan: MixedPrecision | bool,
     forward: Forward | None,
+    group: dist.ProcessGroup | None,
     progress: bool,
 ) -> dict[str, Any]:
     """Measure everything that a report shows.
@@ -46,6 +49,7 @@ def collect(
         metric: see :func:`torchq.report`.
         plan: the mixed-precision plan to show, True to make one, False for none.
         forward: the user's own way to run the model.
+        group: processes with batches of their own.
         progress: show bars.
 
     Returns:
@@ -53,21 +57,23 @@ def collect(
     """
     where = "report"
     layers = quantized_layers(model, where)
-    options: dict[str, Any] = {"forward": forward, "progress": progress}
+    alone: dict[str, Any] = {"forward": forward, "progress": progress}
+    options = {**alone, "group": group}
     run = partial(_run, model, forward, device_of(model))
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
     ranking = _ranking(model, batches, options)
-    examined = doctor(model, batches, **options)
+    examined = gathered(doctor(model, batches, **alone), group)[0]
     found_plan, plan_note = _plan(model, batches, plan, options)
     facts = _facts(model, layers, run, batches[0])
+    found = histogram_rows(model, layers, batches, run, group=group, progress=progress)
     data = {
-        **_about(model, batches),
+        **_about(model, batches, group),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
         "ranking": _ranking_row(ranking),
         "layers": _layer_rows(layers, errors, ranking, facts),
-        "quantizers": _quantizer_rows(layers, errors, model, batches, run, progress),
+        "quantizers": _quantizer_rows(layers, errors, found),
         "channels": channel_rows(layers),
         "findings": [vars(finding) for finding in examined.findings],
         "checks": list(examined.checks),
@@ -78,13 +84,16 @@ def collect(
     return plain
 
 
-def _about(model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
+def _about(
+    model: nn.Module, batches: Sequence[Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    counts = gathered((len(batches), sum(map(batch_size, batches))), group)
     return {
         "torchq": __version__,
         "torch": torch.__version__,
         "model": type(model).__name__,
-        "batches": len(batches),
-        "inputs": sum(batch_size(batch) for batch in batches),
+        "batches": sum(number for number, _ in counts),
+        "inputs": sum(inputs for _, inputs in counts),
     }
 
 
@@ -195,14 +204,10 @@ def _relative(sqnr: float) -> float:
 def _quantizer_rows(
     layers: list[QuantizedLayer],
     errors: LayerErrors,
-    model: nn.Module,
-    batches: Sequence[Any],
-    run: Any,
-    progress: bool,
+    found: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     known = {q.name: q for row in errors.rows for q in row.quantizers}
     weights = {path for layer in layers for path in layer.weights}
-    found = histogram_rows(model, layers, batches, run, progress=progress)
     rows = {}
     for path, row in found.items():
         if path in known:

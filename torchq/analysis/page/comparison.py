@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
+from torchq.analysis.batches import checked_batches, gathered
 from torchq.analysis.page.collect import collect
 from torchq.analysis.page.document import Report, check_path
 from torchq.errors import CalibrationError
@@ -30,6 +31,7 @@ def compare(
     labels: tuple[str, str] = ("A", "B"),
     forward: Forward | None = None,
     num_batches: int | None = None,
+    group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> Report:
     """Put two quantized models side by side: two recipes, or two checkpoints.
@@ -43,6 +45,8 @@ def compare(
         labels: what the two are called.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
+        group: join the figures of these processes, each with its own batches; the first one
+            writes the file, and its batches are those of the doctor.
         progress: show bars.
 
     Returns:
@@ -65,13 +69,13 @@ def compare(
     if path is not None:
         check_path(path)
     kept = list(islice(checked_batches(_WHERE, batches, num_batches), num_batches))
-    if not kept:
+    if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
     reports = [
-        {**collect(model, kept, metric, False, forward, progress), "label": label}
+        {**collect(model, kept, metric, False, forward, group, progress), "label": label}
         for model, label in zip((a, b), labels, strict=True)
     ]
     found = Report({"reports": reports})
-    if path is not None:
+    if path is not None and (group is None or dist.get_rank(group) == 0):
         found.save(path)
     return found

@@ -50,7 +50,7 @@ def fisher_sums(
     call: Callable[[], Any],
     disturbances: Collection[Disturbance],
     size: int,
-    generator: torch.Generator,
+    number: int,
     probes: int = PROBES,
 ) -> dict[Any, list[float]]:
     """Return for each key the sum of the estimates over one batch, and the number of predictions.
@@ -59,7 +59,7 @@ def fisher_sums(
         call: runs the float model on the batch.
         disturbances: those of one key are taken to happen together.
         size: images or sequences in the batch.
-        generator: of the labels that are drawn.
+        number: of the batch, which seeds the labels that are drawn.
         probes: backward passes.
 
     Raises:
@@ -71,10 +71,11 @@ def fisher_sums(
         scores = _class_scores(output)
     if not taps.points:
         return {}
+    generator = torch.Generator().manual_seed(number)
     gradients: list[Sequence[Tensor | None]] = []
-    for number in range(probes):
+    for probe in range(probes):
         likelihood = _drawn_likelihood(scores, generator)
-        graph_kept = number < probes - 1
+        graph_kept = probe < probes - 1
         found = torch.autograd.grad(
             likelihood, taps.points, retain_graph=graph_kept, allow_unused=True
         )

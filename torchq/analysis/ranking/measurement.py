@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import Batches
+from torchq.analysis.batches import Batches, gathered, place_in_group
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantizing
 from torchq.analysis.ranking.fisher import Disturbance, fisher_sums
 from torchq.analysis.ranking.groups import Group
@@ -144,13 +144,13 @@ class Measurement:
             raise ConfigError(
                 f"{_WHERE}: got mode {self.mode!r} with metric='fisher'; expected mode='only'"
             )
-        generator = torch.Generator().manual_seed(0)
+        first = place_in_group(batches.total, group)
         disturbances = [d for g in self.groups for d in self._disturbances(g.name, g.quantizers)]
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
         disturbances += self._disturbances(_EVERYTHING, everything)
         sums: dict[str, list[float]] = {}
         with quantizing(self.known, []):
-            self._show(self._estimates(batches, disturbances, generator, sums), batches, 1)
+            self._show(self._estimates(batches, disturbances, first, sums), batches, 1)
         sums = _joined(sums, group)
         if not sums:
             raise CalibrationError(_NO_BATCH)
@@ -171,13 +171,12 @@ class Measurement:
         self,
         batches: Batches,
         disturbances: list[Disturbance],
-        generator: torch.Generator,
+        first: int,
         sums: dict[str, list[float]],
     ) -> Iterator[None]:
-        for batch in islice(batches, self.num_batches):
-            found = fisher_sums(
-                partial(self._call, batch), disturbances, batch_size(batch), generator
-            )
+        for number, batch in enumerate(islice(batches, self.num_batches), first):
+            call = partial(self._call, batch)
+            found = fisher_sums(call, disturbances, batch_size(batch), number)
             for name, new in found.items():
                 known = sums.get(name, [0.0, 0.0])
                 sums[name] = [a + b for a, b in zip(known, new, strict=True)]
@@ -285,12 +284,8 @@ def _joined(
     sums: dict[str, list[float]], group: dist.ProcessGroup | None
 ) -> dict[str, list[float]]:
     """Return the sums over all processes of a group."""
-    if group is None:
-        return sums
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, sums, group=group)
     total: dict[str, list[float]] = {}
-    for part in gathered:
+    for part in gathered(sums, group):
         for name, new in part.items():
             known = total.get(name, [0.0] * len(new))
             total[name] = [a + b for a, b in zip(known, new, strict=True)]

@@ -14,6 +14,7 @@ from torchq.lowering.graph.traced_module import TracedModel
 from torchq.lowering.graph.tracer import trace
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.passes import run_passes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import modules_with_names, set_submodule
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 #: empty string if they agree with the simulation. It raises what the model raises.
 Check = Callable[[nn.Module], str]
 
+#: The layers of torchq that stay single calls.
+_LAYERS = (Int8Layer, DeployedMultiheadAttention, DeployedRecurrent, DeployedRecurrentCell)
 #: Where torch defines the classes that compute nothing themselves.
 _CONTAINERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
@@ -160,7 +163,7 @@ def _is_layer(module: nn.Module) -> bool:
     """Return True if ``module`` is a layer of torch or torchq, or derived from one."""
     if isinstance(module, QuantModule):
         return not module.is_container
-    if isinstance(module, (Int8Layer, DeployedMultiheadAttention, TensorQuantizer, TracedModel)):
+    if isinstance(module, (*_LAYERS, TensorQuantizer, TracedModel)):
         return True
     bases = (cls.__module__ for cls in type(module).__mro__)
     return is_torch_leaf(module) and any(

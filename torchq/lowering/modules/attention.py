@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq.lowering.modules.linear import Int8Linear
-from torchq.lowering.registry import LOWERINGS, active, lower
-from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention, convert_
+from torchq.lowering.registry import LOWERINGS, active, as_linear, lower
+from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention
 from torchq.nn.modules.attention import ProjectedAttention
 
 __all__ = ["DeployedMultiheadAttention"]
@@ -123,21 +123,12 @@ def _projections(module: QuantMultiheadAttention) -> list[QuantLinear]:
     """Return the four projections as linear layers with the quantizers of ``module``."""
     in_biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
     biases = [*in_biases, module.out_proj.bias]
-    result = []
-    slots = zip(module.projections, module.weight_slots, strict=True)
-    for (of_input, of_weight), weight, bias in zip(
-        slots, module.projection_weights(), biases, strict=True
-    ):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        linear = convert_(layer)
-        assert isinstance(linear, QuantLinear)
-        linear.input_quantizer = getattr(module, f"{of_input}_quantizer")
-        linear.weight_quantizer = getattr(module, f"{of_weight}_quantizer")
-        result.append(linear)
-    return result
+    weights = module.projection_weights()
+    slots = zip(module.projections, module.weight_slots, weights, biases, strict=True)
+    return [
+        as_linear(weight, bias, *(getattr(module, f"{slot}_quantizer") for slot in pair))
+        for *pair, weight, bias in slots
+    ]
 
 
 def _merge_projections(layers: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -10,7 +10,9 @@ from torchq.errors import ExportError
 from torchq.functional.reduce import reduce_amax
 from torchq.functional.scale import divisor, scale_from_amax
 from torchq.lowering.modules.base import DeployedLayer
-from torchq.lowering.modules.input_checks import require_dtype
+from torchq.lowering.modules.input_checks import eager, require_dtype
+from torchq.lowering.ops import onednn
+from torchq.lowering.ops.onednn import Run
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 from torchq.lowering.ops.schemas import int8_linear, kernel
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
@@ -81,11 +83,20 @@ class DynamicInt8Linear(DeployedLayer):
         scale = scale_from_amax(amax, format)
         zero_point = SIGNED_ZERO_POINT if format.signed else 0
         numbers = format.snap_(x.to(torch.float32) / divisor(amax, scale))
-        codes = numbers.add_(zero_point).to(torch.uint8)
         # The scale of the input multiplies the result, since it may differ for each token.
-        weights = Int8Weights(self.weight_codes, self.weight_scale, None, 1.0, zero_point)
-        y = int8_linear(codes, weights, Epilogue()).mul_(scale)
+        y = self._product(numbers.add_(zero_point).to(torch.uint8)).mul_(scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _product(self, codes: Tensor) -> Tensor:
+        """Return the product of codes, as if their scale were 1."""
+        if not eager(codes) or not codes.numel() or not onednn.available():
+            return int8_linear(codes, self._weights(), Epilogue())
+        run: Run = self._kernel("product", lambda: onednn.bind_linear(self._weights(), Epilogue()))
+        return run(codes)
+
+    def _weights(self) -> Int8Weights:
+        zero_point = SIGNED_ZERO_POINT if self.descriptor.format.signed else 0
+        return Int8Weights(self.weight_codes, self.weight_scale, None, 1.0, zero_point)
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return kernel, bytes and a note for :func:`torchq.summary`."""

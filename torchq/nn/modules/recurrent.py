@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from torchq.descriptor import QuantDescriptor
 from torchq.functional import (
@@ -28,15 +27,14 @@ from torchq.functional import (
 )
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
+from torchq.nn.modules.recurrent_flow import RecurrentFlow, State
 from torchq.nn.modules.recurrent_steps import StepQuantizer, fixed_range, hidden_descriptor
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 __all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent"]
 
-State = tuple[Tensor, ...]
 
-
-class QuantRecurrent(QuantModule, nn.RNNBase):
+class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     """Base of the quantized recurrent layers; state dicts have the keys of torch's layer.
 
     With every quantizer off this is torch's own forward, bit for bit. If the hidden states stay
@@ -55,11 +53,6 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         """Return the rule's descriptors; the hidden state is signed."""
         inputs = {"input_l0": input, "hidden_l0": hidden_descriptor(input)}
         return inputs | dict.fromkeys(cls.weight_slots, weight)
-
-    def suffixes(self, level: int) -> tuple[str, ...]:
-        """Return the ends of the parameter names of a level: one for each direction."""
-        both = (f"_l{level}", f"_l{level}_reverse")
-        return both if self.bidirectional else both[:1]
 
     def all_slots(self) -> dict[str, str]:
         """Return every slot of this layer with the slot of level 0 whose descriptor it has."""
@@ -100,83 +93,28 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         """Return the outputs and the last state; the arguments are those of torch's layer."""
         if all(is_passive(self.quantizer(slot)) for slot in self.all_slots()):
             return super().forward(input, hx)
-        if isinstance(input, PackedSequence):
-            data, batch_sizes, order, back = input
-            sizes = [int(size) for size in batch_sizes]
-            state = self._given_state(data, hx, sizes[0], True, batch_sizes, order)
-            flat, last = self._run_levels(self.quantizer("input_l0")(data), sizes, state)
-            packed = PackedSequence(flat, batch_sizes, order, back)
-            return packed, self.permute_hidden(self._as_torch(last), back)
-        is_batched = input.dim() == 3
-        batched = input if is_batched else input.unsqueeze(0 if self.batch_first else 1)
-        x = self.quantizer("input_l0")(batched)
-        rows = batched.shape[0 if self.batch_first else 1]
-        state = self._given_state(batched, hx, rows, is_batched, None, None)
-        x = x.transpose(0, 1) if self.batch_first else x
-        steps = x.shape[0]
-        flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
-        y = flat.view(steps, rows, -1)
-        y = y.transpose(0, 1) if self.batch_first else y
-        if not is_batched:
-            y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
-        return y, self._as_torch(last)
+        return self.run_sequences(input, hx)
 
-    def _given_state(
-        self,
-        input: Tensor,
-        hx: Any,
-        rows: int,
-        is_batched: bool,
-        batch_sizes: Tensor | None,
-        order: Tensor | None,
-    ) -> State:
-        """Return the state to start from, each part (levels * directions, rows, width)."""
-        count = self.num_layers * (2 if self.bidirectional else 1)
-        if hx is None:
-            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
-            given: Any = tuple(input.new_zeros(count, rows, width) for width in widths)
-        elif is_batched:
-            given = hx if isinstance(hx, tuple) else (hx,)
-        else:
-            parts = hx if isinstance(hx, tuple) else (hx,)
-            given = tuple(part.unsqueeze(1) for part in parts)
-        if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
-            self.check_forward_args(input, self._as_torch(given), batch_sizes)
-        permuted = self.permute_hidden(self._as_torch(given), order)
-        return permuted if isinstance(permuted, tuple) else (permuted,)
+    def _check(self, input: Tensor, state: State, batch_sizes: Tensor | None) -> None:
+        self.check_forward_args(input, self._as_torch(state), batch_sizes)
 
-    _parts = 1
+    def _enter(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.quantizer("input_l0")(x))
 
-    def _as_torch(self, state: State) -> Any:
-        """Return a state as torch's layer takes and returns it."""
-        return state if self._parts > 1 else state[0]
-
-    def _run_levels(self, x: Tensor, sizes: list[int], state: State) -> tuple[Tensor, State]:
-        """Run all levels on a flat input; its first quantizer has run."""
-        ends: list[State] = []
-        for level in range(self.num_layers):
-            if level:
-                x = self.quantizer(f"input_l{level}")(F.dropout(x, self.dropout, self.training))
-            y, last = self._run_level(x, sizes, state, level)
-            x, ends = y, [*ends, *last]
-        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+    def _between(self, x: Tensor, level: int) -> Tensor:
+        dropped = F.dropout(x, self.dropout, self.training)
+        return cast(Tensor, self.quantizer(f"input_l{level}")(dropped))
 
     def _run_level(
         self, x: Tensor, sizes: list[int], state: State, level: int
     ) -> tuple[Tensor, list[State]]:
-        """Run one level on its quantized, flat input; return the last state of each direction."""
-        found = []
+        """Run one level, by torch's own kernel where its hidden states stay float."""
         directions = self.suffixes(level)
+        if not all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
+            return super()._run_level(x, sizes, state, level)
         first = level * len(directions)
-        if all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
-            own = tuple(part[first : first + len(directions)] for part in state)
-            return self._run_fused(x, sizes, own, directions)
-        for number, end in enumerate(directions):
-            own = tuple(part[first + number] for part in state)
-            found.append(self._run_direction(x, sizes, own, end, reverse=bool(number)))
-        outputs = [y for y, _ in found]
-        y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        return y, [last for _, last in found]
+        own = tuple(part[first : first + len(directions)] for part in state)
+        return self._run_fused(x, sizes, own, directions)
 
     def _step_quantizers(self, end: str) -> list[nn.Module]:
         """Return the quantizers that run at each step of a direction."""
@@ -269,7 +207,7 @@ def _all_gates(x: Tensor, weight: Tensor, biases: list[Tensor]) -> Tensor:
 class QuantLSTM(QuantRecurrent, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`: the same arguments, results and parameters."""
 
-    _parts = 2
+    state_parts = 2
 
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's LSTM."""

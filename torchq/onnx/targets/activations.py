@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +75,15 @@ def _clips_at_zero(node: Node) -> bool:
     return bool(attribute(node, "min", -1.0) >= 0)
 
 
-def retype_activations(model: Model, types: ActivationTypes) -> None:
+def retype_activations(
+    model: Model, types: ActivationTypes, only: Collection[str] | None = None
+) -> None:
     """Write the codes of activations in the types that a runtime wants; the ranges stay.
+
+    Args:
+        model: The model.
+        types: What the runtime wants.
+        only: The quantizers to look at, as :func:`shared_name` names them; None for all.
 
     Before::
 
@@ -95,6 +103,8 @@ def retype_activations(model: Model, types: ActivationTypes) -> None:
     for node in quantizers:
         stored = all(is_constant(v) for v in node.inputs[1:] if v is not None)
         if not stored or node.inputs[1].const_value.size != 1:
+            continue
+        if only is not None and shared_name(node) not in only:
             continue
         positive = shared_name(node) not in signed
         new = _retyped(qparams_of(node), types, positive)

@@ -27,6 +27,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
+from torchq.onnx.passes.integer_offsets import quantize_offsets
 from torchq.onnx.passes.matmul_layout import split_gemms
 from torchq.onnx.passes.pad_depthwise import pad_depthwise
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
@@ -297,6 +298,7 @@ ONNXRUNTIME = OnnxTarget(
         widen_four_bit_weights,
         drop_idle_relus,
         fold_code_factors,
+        quantize_offsets,
         store_float_weights,
         pad_depthwise,
     ),

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from torchq.onnx.targets.activations import ActivationTypes
+from torchq.onnx.ir import Model, Value, computed_by, names, nodes_of, readers
+from torchq.onnx.qdq import shared_name
+from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import check_fused_norms, check_one_range_per_tensor
 
 __all__ = ["OPENVINO"]
+
+#: What OpenVINO moves quantization across.
+_TRANSPARENT = names(
+    "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
+    "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
+)
+
+
+def unsigned_concatenations(model: Model) -> None:
+    """Write concatenated tensors, and what is computed from them at once, with unsigned codes.
+
+    OpenVINO 2026.4 computes wrong numbers where a convolution reads a concatenation with signed
+    codes: it makes them unsigned, and forgets what it has added. Unsigned codes with a zero point
+    are right, and as fast.
+
+    Before::
+
+        A Concat between Q/DQ pairs with signed codes, whatever moves elements beside it.
+
+    After::
+
+        These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
+    """
+    concatenations = nodes_of(model, "Concat")
+    pending = [value for node in concatenations for value in (*node.inputs, *node.outputs)]
+    values: set[Value] = set()
+    while pending:
+        value = pending.pop()
+        if value in values:
+            continue
+        values.add(value)
+        producer = computed_by(value, *_TRANSPARENT)
+        pending += [] if producer is None else producer.inputs[:1]
+        pending += [out for n in readers(value) if n.op_type in _TRANSPARENT for out in n.outputs]
+    found = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
+    retype_activations(model, ActivationTypes("unsigned", "unsigned"), found)
+
 
 OPENVINO = OnnxTarget(
     name="openvino",
@@ -14,6 +53,7 @@ OPENVINO = OnnxTarget(
     modules=(MAX_POOLS, AVG_POOLS),
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
+    passes=(unsigned_concatenations,),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(
         "OpenVINO computes the float parts in bfloat16 on CPUs that have it; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
 from torchq.onnx.verify.session import Session
 from torchq.onnx.verify.simulation import Simulation, parameter_difference
-from torchq.utils import evaluating
+from torchq.utils import evaluating, progress_bar
 from torchq.workflow import quantizers
 
 __all__ = ["verify_onnx"]
@@ -53,6 +53,7 @@ def verify_onnx(
     num_batches: int | None = None,
     layers: bool = True,
     measure: Measure | None = None,
+    progress: bool = True,
 ) -> VerifyReport:
     """Compare a file that :func:`torchq.export_onnx` wrote with its model, in ONNX Runtime.
 
@@ -74,6 +75,7 @@ def verify_onnx(
         layers: Compare layer by layer as well.
         measure: The agreement of an output, as ``measure(expected, found)`` that returns numbers
             between 0 and 1; default top-1 for float outputs of shape (batch, classes).
+        progress: Show a bar where it takes longer than a second.
 
     Returns:
         The agreement; ``print`` it, or ask ``report.ok``.
@@ -94,7 +96,7 @@ def verify_onnx(
     exact, unaltered, optimized = (Outputs(plain.outputs, measure) for _ in range(3))
     count = 0
     with torch.no_grad(), evaluating(model), file.simulation.active(model):
-        for batch in islice(batches, num_batches):
+        for batch in _shown(batches, num_batches, progress):
             feeds = plain.feeds(named_tensors(model, *call_arguments(model, batch)))
             expected = file.simulated(model, batch)
             found = plain.run(feeds)
@@ -117,6 +119,15 @@ def verify_onnx(
         rows,
         file.last_layers(),
     )
+
+
+def _shown(batches: Iterable[Any], num_batches: int | None, progress: bool) -> Iterator[Any]:
+    """Yield the batches to compare, behind a bar."""
+    total = len(batches) if isinstance(batches, Sized) else num_batches
+    if total is not None and num_batches is not None:
+        total = min(total, num_batches)
+    chosen = islice(batches, num_batches)
+    return progress_bar(chosen, description="verify", total=total, enabled=progress, delay=1.0)
 
 
 def _optimized(path: Path) -> Session | None:

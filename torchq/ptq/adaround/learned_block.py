@@ -17,9 +17,9 @@ from torchq.ptq.blockwise import (
     check_on_grid,
     grid_of,
     replaced_forward,
-    weight_from_matrix,
     weight_quantizer,
 )
+from torchq.workflow.layer_matrices import weight_from_matrix
 
 __all__ = ["LearnedBlock", "LearnedRange", "biases_learned", "mixed"]
 

@@ -1,20 +1,12 @@
 """Running a model block by block, in float and with what is quantized already.
 
 What the learned and the closed-form algorithms share: the blocks of a model, their inputs and
-outputs, and the layers inside as matrices.
+outputs, and the layers inside.
 """
 
 from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks, said_how_far
 from torchq.ptq.blockwise.grid import Grid, check_on_grid, grid_of
-from torchq.ptq.blockwise.layers import (
-    check_ready,
-    find_layers,
-    input_matrix,
-    output_matrix,
-    weight_from_matrix,
-    weight_matrix,
-    weight_quantizer,
-)
+from torchq.ptq.blockwise.layers import check_ready, find_layers, weight_quantizer
 from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions, replaced_forward
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 
@@ -31,12 +23,8 @@ __all__ = [
     "find_blocks",
     "find_layers",
     "grid_of",
-    "input_matrix",
     "map_tensors",
-    "output_matrix",
     "replaced_forward",
     "said_how_far",
-    "weight_from_matrix",
-    "weight_matrix",
     "weight_quantizer",
 ]

@@ -11,7 +11,8 @@ from torchq.errors import QuantizationError
 from torchq.formats import Format
 from torchq.functional import scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.ptq.blockwise.layers import weight_matrix, weight_quantizer
+from torchq.ptq.blockwise.layers import weight_quantizer
+from torchq.workflow.layer_matrices import weight_matrix
 
 __all__ = ["Grid", "check_on_grid", "grid_of"]
 

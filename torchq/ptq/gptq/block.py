@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchq.ptq.blockwise import Block, Replay, input_matrix, output_matrix, weight_matrix
+from torchq.ptq.blockwise import Block, Replay
 from torchq.ptq.gptq.layer import GPTQLayer, Options, round_layer_
 from torchq.ptq.gptq.statistics import MomentSums
+from torchq.workflow.layer_matrices import input_matrix, output_matrix, weight_matrix
 
 __all__ = ["BlockRounding"]
 

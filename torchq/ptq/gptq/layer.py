@@ -12,13 +12,12 @@ from torchq.errors import CalibrationError
 from torchq.ptq.blockwise import (
     check_on_grid,
     grid_of,
-    weight_from_matrix,
-    weight_matrix,
     weight_quantizer,
 )
 from torchq.ptq.gptq.ranges import round_groups, round_with_best_ranges
 from torchq.ptq.gptq.solver import cholesky_with_damping, quadratic_error, ridge_regression
 from torchq.ptq.gptq.statistics import Moments, MomentSums
+from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
 __all__ = ["GPTQLayer", "Options", "round_layer_"]
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torchq.formats import PerAxis
 from torchq.functional import amax_from_scale
 from torchq.ptq.blockwise.grid import Grid, grid_of
-from torchq.ptq.blockwise.layers import weight_from_matrix, weight_quantizer
+from torchq.ptq.blockwise.layers import weight_quantizer
 from torchq.ptq.gptq.solver import descend, quadratic_error, round_rows
+from torchq.workflow.layer_matrices import weight_from_matrix
 
 __all__ = ["round_groups", "round_with_best_ranges"]
 

@@ -1,4 +1,4 @@
-"""Linear layers that read one tensor, and the norm that can take factors from them."""
+"""Layers that read one tensor, and what can take factors from the channels of this tensor."""
 
 from __future__ import annotations
 
@@ -10,108 +10,130 @@ from torch import nn
 
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.ptq.channels import CONVOLUTIONS
+from torchq.ptq.smoothing.sources import is_norm, layer_before, takes_factors
 
-__all__ = ["SmoothingGroup", "find_groups"]
+__all__ = ["ChannelGroup", "find_groups"]
 
 
 @dataclass(frozen=True)
-class SmoothingGroup:
+class ChannelGroup:
     """Layers that read one tensor.
 
     Attributes:
         layers: path and layer of each.
-        norm: path and module of the norm that makes the tensor, if only these layers read it.
+        source: path and module of the norm, or of the layer, that makes the channels of the tensor
+            and can take their factors, because nothing else reads it; None if there is none.
     """
 
     layers: tuple[tuple[str, Any], ...]
-    norm: tuple[str, Any] | None
+    source: tuple[str, Any] | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of the layers."""
+        return tuple(name for name, _ in self.layers)
 
     def modules(self) -> Iterator[Any]:
-        """Yield the layers and the norm."""
+        """Yield the layers and the source."""
         yield from (layer for _, layer in self.layers)
-        if self.norm is not None:
-            yield self.norm[1]
+        if self.source is not None:
+            yield self.source[1]
+
+    def takes_scale(self) -> bool:
+        """Return True if the input quantizers can multiply by factors (``pre_quant_scale``)."""
+        return all(
+            isinstance(layer, nn.Linear) and isinstance(layer.input_quantizer, TensorQuantizer)
+            for _, layer in self.layers
+        )
 
 
-def find_groups(model: nn.Module, example: Any) -> tuple[list[SmoothingGroup], dict[str, str]]:
-    """Return the groups in running order, and the Linear layers that cannot be smoothed.
+def find_groups(
+    model: nn.Module, example: Any, *, weights: bool
+) -> tuple[list[ChannelGroup], dict[str, str]]:
+    """Return the groups in running order, and the layers that cannot be treated.
 
     Args:
         model: a quantized model whose quantizers are off.
         example: the arguments of one call.
+        weights: False finds Linear layers with quantized inputs, and norms before them. True finds
+            Linear and Conv layers with quantized weights, and norms and layers before them.
     """
     flow = record(model, example, _is_leaf)
-    groups: list[SmoothingGroup] = []
     skipped: dict[str, str] = {}
     chosen: dict[tuple[int, ...], list[Call]] = {}
+    wanted = _wanted(model, weights)
     reached = set()
     for call in flow.calls:
-        if not isinstance(call.module, nn.Linear) or not isinstance(call.module, QuantModule):
+        if call.name not in wanted or call.module is not wanted[call.name]:
             continue
         reached.add(call.name)
-        reason = _obstacle(model, flow, call)
+        reason = _obstacle(model, flow, call, weights)
         if reason is None:
             # An input of the model has no source, and its layers stay apart.
             key = call.inputs or (-1 - call.index,)
             chosen.setdefault(key, []).append(call)
         else:
             skipped[call.name] = reason
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear)
-            and isinstance(module, QuantModule)
-            and name not in reached
-        ):
-            skipped[name] = "the first batch did not reach it"
+    skipped |= dict.fromkeys(wanted.keys() - reached, "the first batch did not reach it")
+    groups: list[ChannelGroup] = []
     for key, calls in chosen.items():
         layers = tuple((call.name, call.module) for call in calls)
-        norm = _norm_before(model, flow, key, calls)
-        if norm is not None:
-            groups.append(SmoothingGroup(layers, norm))
+        source = _source(model, flow, key, calls, weights, example)
+        if source is not None:
+            groups.append(ChannelGroup(layers, source))
         else:
-            groups += [SmoothingGroup((layer,), None) for layer in layers]
+            groups += [ChannelGroup((layer,), None) for layer in layers]
     return groups, skipped
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Return True for LayerNorm and for RMSNorm, torch's or another library's."""
-    named = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
-    weight = getattr(module, "weight", None)
-    return named and weight is not None and weight.dim() == 1
+def _wanted(model: nn.Module, weights: bool) -> dict[str, nn.Module]:
+    types = (nn.Linear, *CONVOLUTIONS) if weights else (nn.Linear,)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, types) and isinstance(module, QuantModule)
+    }
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return is_torch_leaf(module) or isinstance(module, QuantModule) or _is_norm(module)
+    return is_torch_leaf(module) or isinstance(module, QuantModule) or is_norm(module)
 
 
-def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
-    """Return why the input channels of a Linear cannot be scaled, or None."""
+def _obstacle(model: nn.Module, flow: Flow, call: Call, weights: bool) -> str | None:
+    """Return why the input channels of a layer cannot be scaled, or None."""
     layer: Any = call.module
-    if not isinstance(layer.input_quantizer, TensorQuantizer):
+    if weights and not isinstance(layer.weight_quantizer, TensorQuantizer):
+        return "its weight is not quantized"
+    if weights and layer.weight_quantizer.descriptor.dynamic:
+        return "its weight range is dynamic"
+    if not weights and not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
-    if len(flow.calls_of(layer)) > 1:
-        return "it runs several times"
-    if call.functional or id(layer) in flow.read:
-        return "its weight is read by a function"
-    sharing = [m for m in model.modules() if any(p is layer.weight for p in m.parameters(False))]
-    if len(sharing) > 1:
-        return "it shares its weight with another module"
-    holders = [m for m in model.modules() if any(c is layer.input_quantizer for c in m.children())]
+    reason = takes_factors(model, flow, call)
+    if reason is not None:
+        return reason
+    quantizer = layer.input_quantizer
+    holders = [m for m in model.modules() if any(c is quantizer for c in m.children())]
     return "it shares its input quantizer with another module" if len(holders) > 1 else None
 
 
-def _norm_before(
-    model: nn.Module, flow: Flow, key: tuple[int, ...], calls: list[Call]
+def _source(
+    model: nn.Module,
+    flow: Flow,
+    key: tuple[int, ...],
+    calls: list[Call],
+    weights: bool,
+    example: Any,
 ) -> tuple[str, Any] | None:
-    """Return the norm whose output exactly these calls read, or None."""
+    """Return what makes the channels that exactly these calls read, or None."""
     if len(key) != 1 or key[0] < 0:
         return None
     source = flow.calls[key[0]]
-    if source.module is None or not _is_norm(source.module) or source.index in flow.outputs:
-        return None
     readers = {reader.index for reader in flow.consumers(source)}
-    runs_once = len(flow.calls_of(source.module)) == 1
-    fits = source.module.weight.shape[0] == calls[0].module.weight.shape[1]  # type: ignore
-    if readers != {call.index for call in calls} or not runs_once or not fits:
+    if readers != {call.index for call in calls} or source.index in flow.outputs:
         return None
-    return source.name, source.module
+    if source.module is not None and is_norm(source.module):
+        runs_once = len(flow.calls_of(source.module)) == 1
+        fits = source.module.weight.shape[0] == calls[0].module.weight.shape[1]  # type: ignore
+        return (source.name, source.module) if runs_once and fits else None
+    return layer_before(model, flow, source, calls, example) if weights else None

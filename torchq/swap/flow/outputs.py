@@ -89,9 +89,16 @@ class _Readers:
     def __init__(self, flow: Flow, call: Call) -> None:
         self._flow = flow
         self.in_float = self.returned = self.behind_norm = False
-        consumers = flow.consumers(call)
-        self.after_relu = bool(consumers) and all(map(is_relu, consumers))
+        self.after_relu = self._is_before_relus(call)
         self._follow(call, moved=False, activated=False)
+
+    def _is_before_relus(self, call: Call) -> bool:
+        """Return True if ReLUs are all that reads a result, also behind what moves elements."""
+        readers = self._flow.consumers(call)
+        return bool(readers) and all(
+            is_relu(reader) or (moves_elements(reader) and self._is_before_relus(reader))
+            for reader in readers
+        )
 
     def _follow(self, call: Call, *, moved: bool, activated: bool) -> None:
         if call.index in self._flow.outputs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from torchq.analysis.noise import Noise
 from torchq.nn import TensorQuantizer
 
-__all__ = ["QuantizerRow", "QuantizerStatistics"]
+__all__ = ["Counts", "QuantizerRow", "QuantizerStatistics"]
 
 #: Elements of one call whose codes are counted; more of them change little.
 _COUNTED = 1 << 16
@@ -43,6 +44,36 @@ class QuantizerRow:
     channels: int
 
 
+@dataclass
+class Counts:
+    """What was counted; two of them join to what both saw.
+
+    Attributes:
+        noise: of the quantized tensors beside what they were made of.
+        elements: how many there were.
+        clipped: those beyond the range.
+        codes: distinct codes.
+        lost: for each channel, whether all of its values became 0; None before the first call.
+        silent: for each channel, whether all of its values were 0; None where none was lost.
+    """
+
+    noise: Noise = field(default_factory=Noise)
+    elements: int = 0
+    clipped: int = 0
+    codes: set[float] = field(default_factory=set)
+    lost: Tensor | None = None
+    silent: Tensor | None = None
+
+    def join(self, other: Counts) -> None:
+        """Add what another process counted."""
+        self.noise.join(other.noise)
+        self.elements += other.elements
+        self.clipped += other.clipped
+        self.codes |= other.codes
+        self.lost = _both(self.lost, other.lost)
+        self.silent = _both(self.silent, other.silent)
+
+
 class QuantizerStatistics:
     """Statistics of one quantizer over the calls that it sees.
 
@@ -54,11 +85,7 @@ class QuantizerStatistics:
 
     def __init__(self, name: str, quantizer: TensorQuantizer, channel_axis: int) -> None:
         self._name, self._quantizer, self._axis = name, quantizer, channel_axis
-        self._noise = Noise()
-        self._elements = self._clipped = 0
-        self._codes: set[float] = set()
-        self._lost: Tensor | None = None
-        self._silent: Tensor | None = None
+        self.counts = Counts()
 
     def add(self, x: Tensor, quantized: Tensor) -> None:
         """Add one call.
@@ -71,12 +98,12 @@ class QuantizerStatistics:
             return
         if self._quantizer.pre_quant_scale is not None:
             x = x * self._quantizer.pre_quant_scale.to(x.dtype)
-        self._noise.add(quantized, x)
-        self._elements += x.numel()
+        self.counts.noise.add(quantized, x)
+        self.counts.elements += x.numel()
         scale = self._scale(x)
         if scale is not None:
-            self._clipped += self._count_clipped(x, quantized, scale)
-            self._codes.update(self._sample_codes(quantized, scale))
+            self.counts.clipped += self._count_clipped(x, quantized, scale)
+            self.counts.codes.update(self._sample_codes(quantized, scale))
         self._note_channels(x, quantized)
 
     def _scale(self, x: Tensor) -> Tensor | None:
@@ -111,20 +138,15 @@ class QuantizerStatistics:
     def _note_channels(self, x: Tensor, quantized: Tensor) -> None:
         if x.dim() < 2:
             return
-        lost = _only_zeros(quantized, self._axis % x.dim())
-        if self._lost is not None and self._lost.shape == lost.shape:
-            lost &= self._lost
-        self._lost = lost
-        if bool(lost.any()):
-            silent = _only_zeros(x, self._axis % x.dim())
-            if self._silent is not None and self._silent.shape == silent.shape:
-                silent &= self._silent
-            self._silent = silent
+        axis = self._axis % x.dim()
+        self.counts.lost = _both(self.counts.lost, _only_zeros(quantized, axis))
+        if bool(self.counts.lost.any()):
+            self.counts.silent = _both(self.counts.silent, _only_zeros(x, axis))
 
     def row(self) -> QuantizerRow:
         """Return what was seen."""
-        descriptor = self._quantizer.descriptor
-        lost, silent = self._lost, self._silent
+        descriptor, counts = self._quantizer.descriptor, self.counts
+        lost, silent = counts.lost, counts.silent
         dead = 0 if lost is None or silent is None else int((lost & ~silent).sum())
         amax = None
         if self._quantizer.calibrated and not descriptor.dynamic:
@@ -134,13 +156,24 @@ class QuantizerStatistics:
             name=self._name,
             descriptor=str(descriptor),
             amax=amax,
-            sqnr=self._noise.sqnr,
-            clipped=self._clipped / self._elements if self._elements else 0.0,
-            used_codes=len(self._codes),
-            codes=len(descriptor.format.values) if self._codes else 0,
+            sqnr=counts.noise.sqnr,
+            clipped=counts.clipped / counts.elements if counts.elements else 0.0,
+            used_codes=len(counts.codes),
+            codes=len(descriptor.format.values) if counts.codes else 0,
             dead_channels=dead,
             channels=0 if lost is None else lost.numel(),
         )
+
+
+@overload
+def _both(known: Tensor | None, new: Tensor) -> Tensor: ...
+@overload
+def _both(known: Tensor | None, new: Tensor | None) -> Tensor | None: ...
+def _both(known: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Return what holds in both; a tensor of another shape begins anew."""
+    if known is None or new is None:
+        return known if new is None else new
+    return known & new if known.shape == new.shape else new
 
 
 def _only_zeros(x: Tensor, axis: int) -> Tensor:

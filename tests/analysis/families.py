@@ -1,0 +1,192 @@
+"""Small networks of six families, with the places where the doctor's tests plant faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision import models
+from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.models.mobilenetv3 import InvertedResidualConfig
+from torchvision.models.resnet import BasicBlock
+from torchvision.models.segmentation import LRASPP
+
+__all__ = ["FAMILIES", "Family", "Parallel", "WithFunctional"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of network.
+
+    Attributes:
+        build: makes a network with random weights.
+        batch: makes one batch.
+        layer: path of a layer with weights in the middle of the network.
+        branch: path of what ends the branch of a residual addition, the other operand of which is
+            no layer's result; empty where there is none.
+        transposed: path of a transposed convolution; empty where there is none.
+        norm: path of a BatchNorm behind a layer; empty where there is none.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    layer: str
+    branch: str = ""
+    transposed: str = ""
+    norm: str = ""
+
+
+class UNet(nn.Module):
+    """Two levels, joined by a concatenation. Images (N, 3, H, W) with even H and W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+        self.middle = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        deep = self.up(self.middle(nn.functional.max_pool2d(skip, 2)))
+        return self.last(torch.cat([skip, deep], 1))
+
+
+class Attention(nn.Module):
+    """Self-attention with three projections of one tensor. Input (N, L, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.drop = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
+        return self.drop(self.out(weights @ self.value(x)))
+
+
+class Block(nn.Module):
+    """One layer of an encoder, with its norms first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 48), nn.GELU(), nn.Linear(48, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class TextEncoder(nn.Module):
+    """A classifier of texts that is called with keywords, as in Hugging Face's library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.blocks = nn.ModuleList([Block(24), Block(24)])
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        if attention_mask is not None:
+            x = x * attention_mask.unsqueeze(-1)
+        return {"logits": self.head(x.mean(1))}
+
+
+class Parallel(nn.Module):
+    """Two layers that read one tensor, in the place of one."""
+
+    def __init__(self, layer: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = layer, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+class WithFunctional(nn.Module):
+    """A layer behind a function that multiplies with a weight of its own."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        flat = torch.eye(width)
+        is_linear = isinstance(layer, nn.Linear)
+        self.kernel = nn.Parameter(flat if is_linear else flat[:, :, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel.dim() == 4:
+            return self.layer(nn.functional.conv2d(x, self.kernel))
+        return self.layer(nn.functional.linear(x, self.kernel))
+
+
+def images(generator: torch.Generator) -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=generator)
+
+
+def texts(generator: torch.Generator) -> dict[str, Tensor]:
+    words = torch.randint(50, (4, 7), generator=generator)
+    return {"input_ids": words, "attention_mask": torch.ones_like(words)}
+
+
+def mobilenet() -> nn.Module:
+    """Return a MobileNet v2 of few blocks: expansion, channels, blocks, stride."""
+    blocks = [[1, 8, 1, 1], [4, 12, 3, 2]]
+    return models.MobileNetV2(num_classes=5, inverted_residual_setting=blocks)
+
+
+def segmentation() -> nn.Module:
+    """Return LR-ASPP on a MobileNet v3 of few blocks."""
+    rows = [(16, 3, 16, 16, False, "RE", 1), *[(16, 3, 32, 16, True, "HS", 1)] * 3]
+    blocks = [InvertedResidualConfig(*row, dilation=1, width_mult=1.0) for row in rows]
+    features = models.MobileNetV3(blocks, last_channel=32).features
+    backbone = IntermediateLayerGetter(features, {"2": "low", "5": "high"})
+    return LRASPP(backbone, low_channels=16, high_channels=96, num_classes=4, inter_channels=16)
+
+
+def vision_transformer() -> nn.Module:
+    return models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5)
+
+
+FAMILIES: dict[str, Family] = {
+    "resnet": Family(
+        lambda: models.ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5),
+        images,
+        layer="layer2.0.conv2",
+        branch="layer2.1.bn2",
+        norm="layer2.0.bn1",
+    ),
+    "mobilenet": Family(
+        mobilenet,
+        images,
+        layer="features.3.conv.2",
+        branch="features.4.conv.3",
+        norm="features.3.conv.3",
+    ),
+    "vision transformer": Family(
+        vision_transformer,
+        images,
+        layer="encoder.layers.encoder_layer_0.mlp.0",
+        branch="encoder.layers.encoder_layer_1.dropout",
+    ),
+    "segmentation": Family(
+        segmentation,
+        images,
+        layer="backbone.2.block.0.0",
+        branch="backbone.3.block.3.1",
+        norm="backbone.2.block.0.1",
+    ),
+    "u-net": Family(UNet, images, layer="middle.0", transposed="up", norm="middle.1"),
+    "text encoder": Family(
+        TextEncoder, texts, layer="blocks.1.mlp.0", branch="blocks.1.attention.drop"
+    ),
+}

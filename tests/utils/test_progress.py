@@ -1,0 +1,100 @@
+"""Progress bars: what they show, and which functions have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from torchq.utils import progress_bar, progress_stages
+
+
+def test_a_bar_shows_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
+    assert "calibrate:" in (text := capsys.readouterr().err) and "/3" in text and "batch/s" in text
+    assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_stages_are_shown_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_stages("export", ("trace", "write"), delay=0.0) as next_stage:
+        next_stage()
+        next_stage()
+    text = capsys.readouterr().err
+    assert "export: trace" in text and "export: write" in text and "2/2" in text
+    with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
+        next_stage()
+    assert capsys.readouterr().err == ""
+
+
+class Recorder:
+    """Stands in for tqdm, and keeps the description and the total of each bar that is on."""
+
+    shown: ClassVar[list[tuple[str, int | None]]] = []
+
+    def __init__(self, items: Any = None, **options: Any) -> None:
+        self._items, self._options = items, options
+        if not options["disable"] and options.get("desc"):
+            self.shown.append((options["desc"], options["total"]))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def set_description_str(self, text: str, refresh: bool = True) -> None:
+        if not self._options["disable"]:
+            self.shown.append((text, self._options["total"]))
+
+    def update(self) -> None:
+        pass
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    monkeypatch.setattr(Recorder, "shown", [])
+    monkeypatch.setattr("torchq.utils.progress.tqdm", Recorder)
+    return Recorder.shown
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+
+
+def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
+    shown: list[tuple[str, int | None]], tmp_path: Path
+) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "model.onnx"
+    for progress in (False, True):
+        model = network().eval()
+        steps: list[Callable[[], object]] = [
+            lambda m=model, p=progress: torchq.fuse_(m, x, progress=p),
+            lambda m=model, p=progress: torchq.deploy(m, x, progress=p),
+            lambda m=model, p=progress: torchq.export_onnx(m, x, path, progress=p),
+            lambda m=model, p=progress: torchq.verify_onnx(m, path, [x] * 3, progress=p),
+        ]
+        steps[0]()
+        torchq.quantize_(model)
+        torchq.calibrate(model, [x], progress=False)
+        for step in steps[1:]:
+            step()
+        if not progress:
+            assert shown == []
+    assert ("merge blocks", 5) in shown
+    stages = ["replace layers", "fuse", "compare"]
+    assert [text for text, _ in shown if text.startswith("deploy")] == [
+        f"deploy: {stage}" for stage in stages
+    ]
+    assert ("export: write", 3) in shown
+    assert ("verify", 3) in shown

@@ -1,0 +1,108 @@
+"""The input and output channels of layers: their ranges, and factors that change them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "CONVOLUTIONS",
+    "LAYERS",
+    "TRANSPOSED",
+    "input_ranges",
+    "output_ranges",
+    "parameters_restored_on_error",
+    "scale_inputs_",
+    "scale_outputs_",
+    "spread",
+]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: Layers with a weight of two or more dimensions that are channels.
+LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+
+
+def _by_groups(layer: Any) -> Tensor:
+    """Return a view of a convolution's weight as (groups, ..., ..., kernel)."""
+    weight: Tensor = layer.weight
+    return weight.unflatten(0, (layer.groups, -1))
+
+
+def output_ranges(layer: Any) -> Tensor:
+    """Return the largest magnitude of each output channel of the weight, (out,)."""
+    if isinstance(layer, TRANSPOSED):
+        return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
+    weight: Tensor = layer.weight
+    return weight.abs().flatten(1).amax(1)
+
+
+def input_ranges(layer: Any) -> Tensor:
+    """Return the largest magnitude of each input channel of the weight, (in,)."""
+    weight: Tensor = layer.weight
+    if isinstance(layer, nn.Linear):
+        return weight.abs().amax(0)
+    if isinstance(layer, TRANSPOSED):
+        return weight.abs().flatten(1).amax(1)
+    return _by_groups(layer).abs().flatten(3).amax((1, 3)).flatten()
+
+
+def scale_outputs_(layer: Any, factor: Tensor) -> None:
+    """Multiply the output channels of a layer, weight and bias, in place.
+
+    Args:
+        layer: one of :data:`LAYERS`.
+        factor: (out,).
+    """
+    factor = factor.to(layer.weight.dtype)
+    if layer.bias is not None:
+        layer.bias.mul_(factor)
+    if isinstance(layer, TRANSPOSED):
+        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
+    else:
+        _multiply_(layer.weight, factor)
+
+
+def scale_inputs_(layer: Any, factor: Tensor) -> None:
+    """Multiply the input channels of a layer's weight in place.
+
+    Args:
+        layer: one of :data:`LAYERS`.
+        factor: (in,).
+    """
+    factor = factor.to(layer.weight.dtype)
+    if isinstance(layer, nn.Linear):
+        layer.weight.mul_(factor)
+    elif isinstance(layer, TRANSPOSED):
+        _multiply_(layer.weight, factor)
+    else:
+        _multiply_(_by_groups(layer), factor.view(layer.groups, 1, -1))
+
+
+def _multiply_(weight: Tensor, factor: Tensor) -> None:
+    """Multiply ``weight`` in place by a factor over its leading dimensions."""
+    weight.mul_(factor.view(*factor.shape, *[1] * (weight.dim() - factor.dim())))
+
+
+def spread(largest: Tensor) -> float:
+    """Return the largest over the median magnitude of the channels that are not zero."""
+    live = largest[largest > 0]
+    return (live.max() / live.median()).item() if live.numel() else 1.0
+
+
+@contextmanager
+def parameters_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Bring the modules' own parameters back if anything ends the block early."""
+    own = {id(p): p for module in modules for p in module.parameters(recurse=False)}
+    before = [(p, p.detach().clone()) for p in own.values()]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
+        raise

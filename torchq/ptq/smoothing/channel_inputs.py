@@ -1,0 +1,119 @@
+"""What layers read: the size of each channel, and some samples."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import CalibrationError
+from torchq.graph import call_model
+from torchq.ptq.blockwise import RunOptions
+from torchq.ptq.smoothing.groups import ChannelGroup
+from torchq.utils import device_of, progress_bar
+from torchq.workflow.layer_matrices import input_matrix
+
+__all__ = ["Inputs", "observe_inputs"]
+
+# Rows of the input of a Linear layer, or images of a convolution, that are kept in all.
+_ROWS, _IMAGES = 1024, 16
+# Columns of a matrix of samples.
+_SAMPLES = 1024
+
+
+@dataclass
+class Inputs:
+    """The inputs of one group.
+
+    Attributes:
+        largest: the largest magnitude of each channel.
+        total: the sum of the magnitudes of each channel.
+        count: how many values of a channel that are.
+        samples: some rows of the input of Linear layers, or some images.
+    """
+
+    largest: Tensor
+    total: Tensor
+    count: int
+    samples: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean magnitude of each channel."""
+        return self.total / max(self.count, 1)
+
+    def matrix(self, layer: Any) -> Tensor:
+        """Return the samples as a layer reads them, (groups, inputs, samples)."""
+        x = input_matrix(layer, self.samples)
+        return x[..., :: max(1, x.shape[2] // _SAMPLES)]
+
+    def add(self, other: Inputs) -> Inputs:
+        """Return the inputs of both."""
+        return Inputs(
+            torch.maximum(self.largest, other.largest),
+            self.total + other.total,
+            self.count + other.count,
+            torch.cat([self.samples, other.samples]),
+        )
+
+
+def observe_inputs(
+    where: str,
+    model: nn.Module,
+    groups: list[ChannelGroup],
+    batches: list[Any],
+    run: RunOptions,
+    progress: bool,
+) -> dict[str, Inputs]:
+    """Run the float model and return what the first layer of each group reads.
+
+    Args:
+        where: the start of error texts.
+        model: in float, without gradients.
+        groups: of layers.
+        batches: each holds the arguments of one call.
+        run: how the model is run.
+        progress: show a progress bar.
+
+    Raises:
+        CalibrationError: an input is NaN or infinite.
+    """
+    found: dict[str, Inputs] = {}
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = (args[0] if args else kwargs["input"]).detach().float()
+            inputs = _inputs(module, x, len(batches))
+            found[name] = found[name].add(inputs) if name in found else inputs
+
+        return hook
+
+    with ExitStack() as stack:
+        for group in groups:
+            name, layer = group.layers[0]
+            hook = layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+            stack.callback(hook.remove)
+        for batch in progress_bar(batches, description=where, enabled=progress):
+            call_model(model, batch, forward=run.forward, device=device_of(model))
+    for name, inputs in found.items():
+        if not bool(inputs.largest.isfinite().all()):
+            raise CalibrationError(
+                f"{where}: {name}: got NaN or infinite inputs; expected finite ones. Check the "
+                "batches and the layers before"
+            )
+    return found
+
+
+def _inputs(layer: Any, x: Tensor, batches: int) -> Inputs:
+    """Return the inputs of one call."""
+    if isinstance(layer, nn.Linear):
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        channels, each = rows.abs(), max(1, _ROWS // batches)
+    else:
+        rows = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
+        channels, each = rows.abs().transpose(0, 1).flatten(1).t(), max(1, _IMAGES // batches)
+    samples = rows[:: max(1, len(rows) // each)][:each].clone()
+    return Inputs(channels.amax(0), channels.sum(0), len(channels), samples)

@@ -1,0 +1,79 @@
+"""Convolutions and linear layers as matrices: what an output channel reads, and how often.
+
+A layer computes ``weight @ input + bias`` for every sample, where a sample is one row of a batch
+for Linear and one output pixel for a convolution. Groups of a convolution are separate matrices.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["input_matrix", "output_matrix", "weight_from_matrix", "weight_matrix"]
+
+
+def _groups(layer: Any) -> int:
+    return int(getattr(layer, "groups", 1))
+
+
+def weight_matrix(layer: Any, weight: Tensor) -> Tensor:
+    """Return ``weight`` as (groups, outputs of a group, inputs of a group)."""
+    return weight.reshape(_groups(layer), -1, weight[0].numel())
+
+
+def weight_from_matrix(layer: Any, matrix: Tensor) -> Tensor:
+    """Undo :func:`weight_matrix`."""
+    return matrix.reshape(layer.weight.shape)
+
+
+def output_matrix(layer: Any, out: Tensor) -> Tensor:
+    """Return an output of ``layer`` as (groups, outputs of a group, samples)."""
+    axis = -1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1
+    return out.movedim(axis, 0).reshape(_groups(layer), layer.weight.shape[0] // _groups(layer), -1)
+
+
+def input_matrix(layer: Any, x: Tensor) -> Tensor:
+    """Return an input of ``layer`` as (groups, inputs of a group, samples).
+
+    The entries of a convolution are the pixels under its kernel, in the order of its weight, and
+    samples are in the order of :func:`output_matrix`.
+    """
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2).t().unsqueeze(0) if x.dim() > 1 else x.view(1, -1, 1)
+    if x.dim() < layer.weight.dim():
+        x = x.unsqueeze(0)
+    x = _padded(layer, x).transpose(0, 1)  # (channels, images, pixels)
+    kernel, dilation, stride = layer.kernel_size, layer.dilation, layer.stride
+    sizes = [
+        (n - d * (k - 1) - 1) // s + 1
+        for n, k, d, s in zip(x.shape[2:], kernel, dilation, stride, strict=True)
+    ]
+    taps = list(product(*(range(k) for k in kernel)))
+    out = x.new_empty(x.shape[0], len(taps), x.shape[1], *sizes)
+    for i, tap in enumerate(taps):
+        window = [
+            slice(t * d, t * d + s * (n - 1) + 1, s)
+            for t, d, s, n in zip(tap, dilation, stride, sizes, strict=True)
+        ]
+        index = (slice(None), slice(None), *window)
+        out[:, i] = x[index]
+    return out.flatten(2).unflatten(0, (layer.groups, -1)).flatten(1, 2)
+
+
+def _padded(layer: Any, x: Tensor) -> Tensor:
+    """Return ``x`` with the padding of a convolution."""
+    amounts: list[int] = []
+    for i, kernel in enumerate(layer.kernel_size):
+        total = layer.dilation[i] * (kernel - 1)
+        if layer.padding == "valid":
+            before, after = 0, 0
+        elif layer.padding == "same":
+            before, after = total // 2, total - total // 2
+        else:
+            before, after = layer.padding[i], layer.padding[i]
+        amounts = [before, after, *amounts]  # F.pad begins with the last dimension
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, amounts, mode=mode)
