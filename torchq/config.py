@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.utils import (
+    NotebookText,
     Pattern,
     check_fields,
     check_pattern,
@@ -121,7 +122,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class QuantConfig:
+class QuantConfig(NotebookText):
     """An ordered list of rules; for each module the last rule that matches decides.
 
     Args:

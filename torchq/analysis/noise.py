@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "decibels"]
+__all__ = ["Noise", "decibels", "relative_error"]
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -23,6 +23,16 @@ def decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def relative_error(sqnr: float) -> float:
+    """Return the size of an error beside the signal, from a ratio in dB: 1 is as large.
+
+    Example:
+        >>> relative_error(20.0)
+        0.1
+    """
+    return math.nan if math.isnan(sqnr) else float(10 ** (-sqnr / 20))
 
 
 @dataclass

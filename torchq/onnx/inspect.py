@@ -25,6 +25,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import element_type, format_of, qparams_of, read_record
 from torchq.onnx.verify.session import Session
+from torchq.utils import NotebookText
 from torchq.utils.text import table, wrap
 
 __all__ = ["InspectReport", "NodePlacement", "inspect_onnx"]
@@ -75,7 +76,7 @@ class NodePlacement:
 
 
 @dataclass(frozen=True)
-class InspectReport:
+class InspectReport(NotebookText):
     """What :func:`torchq.inspect_onnx` found; ``print`` it.
 
     Attributes:

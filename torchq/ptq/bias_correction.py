@@ -22,7 +22,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
 from torchq.ptq.modes import quantizers_off
-from torchq.utils import device_of, evaluating, progress_bar, table
+from torchq.utils import NotebookText, device_of, evaluating, progress_bar, table
 
 __all__ = ["BiasReport", "correct_bias_"]
 
@@ -32,7 +32,7 @@ _LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 
 
 @dataclass(frozen=True)
-class BiasReport:
+class BiasReport(NotebookText):
     """The result of :func:`correct_bias_`.
 
     Attributes:

@@ -33,7 +33,7 @@ from torchq.ptq.channels import (
 )
 from torchq.ptq.homogeneous import keeps_factors
 from torchq.ptq.modes import quantizers_off
-from torchq.utils import evaluating, table
+from torchq.utils import NotebookText, evaluating, table
 from torchq.workflow import quantizers
 
 __all__ = ["EqualizedPair", "EqualizeReport", "equalize_"]
@@ -60,7 +60,7 @@ class EqualizedPair:
 
 
 @dataclass(frozen=True)
-class EqualizeReport:
+class EqualizeReport(NotebookText):
     """The result of :func:`equalize_`.
 
     Attributes:

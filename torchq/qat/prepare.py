@@ -19,7 +19,7 @@ from torchq.nn.transaction import unchanged_on_error
 from torchq.qat.optim import param_groups
 from torchq.qat.reparam import BranchReport, quantize_branches_
 from torchq.swap import SwapReport, quantize_
-from torchq.utils import Pattern, device_of, evaluating
+from torchq.utils import NotebookText, Pattern, device_of, evaluating
 from torchq.workflow import CalibrationReport, calibrate
 
 __all__ = ["Preparation", "prepare"]
@@ -34,7 +34,7 @@ _BATCHES = 32
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Preparation(NotebookText):
     """What :func:`prepare` did; ``str()`` tells it.
 
     Attributes:

@@ -21,7 +21,7 @@ from torchq.nn import QuantBranches, TensorQuantizer, convert_
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap import SwapReport, quantize_
 from torchq.swap.decisions import by_rules, decide, patterns, resolve_positions
-from torchq.utils import Pattern, copy_module
+from torchq.utils import NotebookText, Pattern, copy_module
 
 __all__ = ["BranchReport", "quantize_branches_"]
 
@@ -29,7 +29,7 @@ _LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 @dataclass(frozen=True)
-class BranchReport:
+class BranchReport(NotebookText):
     """The result of :func:`quantize_branches_`.
 
     Attributes:

@@ -18,6 +18,7 @@ from torchq.swap.find_operators import Operator
 from torchq.swap.obstacles import obstacle
 from torchq.swap.targets import Target
 from torchq.utils import (
+    NotebookText,
     Pattern,
     check_pattern,
     matches,
@@ -40,7 +41,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class SwapReport:
+class SwapReport(NotebookText):
     """Every decision about a model: of :func:`plan` before, of :func:`quantize_` after the swap.
 
     Attributes:

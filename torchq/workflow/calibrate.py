@@ -19,7 +19,7 @@ from torchq.calib import sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import device_of, evaluating, progress_bar, table
+from torchq.utils import NotebookText, device_of, evaluating, progress_bar, table
 from torchq.workflow.modes import quantizers, weight_quantizers
 
 __all__ = ["CalibrationReport", "calibrate", "calibrate_weights"]
@@ -30,7 +30,7 @@ OnUnseen = Literal["error", "disable", "dynamic"]
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationReport(NotebookText):
     """What one call of :func:`calibrate` did.
 
     Attributes:

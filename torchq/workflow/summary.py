@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import table, wrap
+from torchq.utils import NotebookText, table, wrap
 
 __all__ = ["LayerRow", "Summary", "SummaryRow", "summary"]
 
@@ -57,7 +57,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(NotebookText):
     """Rows to read, and to print.
 
     Attributes:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from torchq.analysis.plotting import axes_or_new
 from torchq.analysis.tables import html_table
 from torchq.utils import wrap
 
@@ -14,6 +15,7 @@ __all__ = ["SEVERITIES", "DoctorReport", "Finding", "Severity"]
 Severity = Literal["error", "warning", "info"]
 #: From the gravest to the mildest.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+_COLORS = {"error": "#c0392b", "warning": "#e67e22", "info": "#7f8c8d"}
 _SHOWN = 12  # places of one kind in a printed report
 
 
@@ -107,6 +109,32 @@ class DoctorReport:
             (f.name or "(root)", f.severity, f.kind, f.evidence, f.remedy) for f in self.findings
         ]
         return html_table([head, *rows], self.headline)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw how many findings there are of each kind with matplotlib.
+
+        Args:
+            ax: axes to draw on; default new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        counts = Counter((finding.kind, finding.severity) for finding in self.findings)
+        kinds = list(dict.fromkeys(finding.kind for finding in self.findings))
+        ax = axes_or_new(ax, height=1.2 + 0.3 * len(kinds))
+        left = [0] * len(kinds)
+        for severity in SEVERITIES:
+            values = [counts[kind, severity] for kind in kinds]
+            ax.barh(kinds, values, left=left, color=_COLORS[severity], label=severity)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        ax.invert_yaxis()
+        ax.set_xlabel("findings")
+        ax.set_title(self.headline)
+        ax.legend()
+        return ax
 
 
 def _counted(number: int, severity: str) -> str:

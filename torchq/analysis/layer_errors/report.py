@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchq.analysis.layer_errors.quantizer_statistics import QuantizerRow
+from torchq.analysis.noise import relative_error
+from torchq.analysis.plotting import draw_errors
 from torchq.analysis.tables import bar, decibel_text, html_table, percent_text, plain_number
 from torchq.utils import table
 
@@ -103,6 +105,25 @@ class LayerErrors:
 
     def _repr_html_(self) -> str:
         return html_table(self._cells(), self._ending())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the local and the accumulated error along the network with matplotlib.
+
+        Args:
+            ax: axes to draw on; default new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        names = [row.name or "(root)" for row in self.rows]
+        errors = {
+            "born in the layer": [relative_error(row.local_sqnr) for row in self.rows],
+            "in the quantized model": [relative_error(row.sqnr) for row in self.rows],
+        }
+        return draw_errors(ax, names, errors)
 
 
 def _plain(value: Any) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchq.analysis.plotting import axes_or_new
 from torchq.analysis.tables import html_table, plain_number
 from torchq.config import QuantConfig
 from torchq.utils import table
-from torchq.utils.optional import import_optional
 
 __all__ = ["FrontPoint", "LayerChoice", "MixedPrecision"]
 
@@ -117,9 +117,7 @@ class MixedPrecision(QuantConfig):
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        if ax is None:
-            pyplot = import_optional("matplotlib.pyplot", "plot", "report")
-            _, ax = pyplot.subplots()
+        ax = axes_or_new(ax)
         kind = next(iter(self.budget))
         points = [(p.costs[kind], p.damage) for p in self.front]
         ax.plot(*zip(*points, strict=True), marker="o")

@@ -17,6 +17,7 @@ from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
 from torchq.analysis.mixed import MixedPrecision, mixed_precision
 from torchq.analysis.mixed.costs import LayerFacts, gather_facts
+from torchq.analysis.noise import relative_error
 from torchq.analysis.page.outputs import compare_outputs
 from torchq.analysis.page.samples import channel_rows, histogram_rows
 from torchq.analysis.page.verdict import verdict
@@ -168,8 +169,8 @@ def _error_row(row: LayerError) -> dict[str, Any]:
         "kind": row.kind,
         "local_sqnr": row.local_sqnr,
         "sqnr": row.sqnr,
-        "local_error": _relative(row.local_sqnr),
-        "error": _relative(row.sqnr),
+        "local_error": relative_error(row.local_sqnr),
+        "error": relative_error(row.sqnr),
         "cosine": row.cosine,
         "max_error": row.max_error,
         "born": row.born,
@@ -194,11 +195,6 @@ def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
 
 def _bits(quantizers: Any) -> int:
     return min((q.descriptor.format.bits for q in quantizers), default=32)
-
-
-def _relative(sqnr: float) -> float:
-    """Return the size of an error beside the signal, from a ratio in dB: 1 is as large."""
-    return float(10 ** (-sqnr / 20)) if not math.isnan(sqnr) else math.nan
 
 
 def _quantizer_rows(

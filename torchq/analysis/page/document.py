@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from torchq.analysis.plotting import draw_errors
 from torchq.analysis.tables import decibel_text, percent_text
 from torchq.errors import ConfigError
 from torchq.utils import replacing, table, wrap
@@ -68,6 +70,31 @@ class Report:
     def _repr_html_(self) -> str:
         page = html.escape(self.to_html(), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:80vh;border:0"></iframe>'
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the error that is born in each layer with matplotlib, of all models side by side.
+
+        Args:
+            ax: axes to draw on; default new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        found = {
+            data.get("label") or data["model"]: {
+                row["name"]: row["local_error"] for row in data["layers"]
+            }
+            for data in self.reports
+        }
+        names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+        errors = {
+            label: [math.nan if (value := rows.get(name)) is None else value for name in names]
+            for label, rows in found.items()
+        }
+        return draw_errors(ax, names, errors)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as the suffix of ``path`` says: .html, .json, .txt or .md.

@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchq.analysis.plotting import axes_or_new
 from torchq.analysis.tables import bar, decibel_text, html_table, plain_number
 from torchq.utils import table, wrap
-from torchq.utils.optional import import_optional
 
 __all__ = ["SensitivityReport", "SensitivityRow"]
 
@@ -142,10 +142,8 @@ class SensitivityReport:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        if ax is None:
-            pyplot = import_optional("matplotlib.pyplot", "plot", "report")
-            _, ax = pyplot.subplots(figsize=(7, 0.6 + 0.24 * min(most, len(self.rows))))
         rows = self.rows[:most]
+        ax = axes_or_new(ax, height=0.8 + 0.24 * len(rows))
         values = [row.value if math.isfinite(row.value) else 0.0 for row in rows]
         ax.barh([row.name or "(root)" for row in rows], values)
         ax.invert_yaxis()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
+from torchq.utils import NotebookText
 from torchq.utils.text import table
 
 __all__ = [
@@ -103,7 +104,7 @@ class LayerAgreement:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(NotebookText):
     """What :func:`torchq.verify_onnx` found; ``print`` it.
 
     Attributes:

@@ -28,7 +28,7 @@ from torchq.ptq.blockwise import (
 )
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import Options
-from torchq.utils import Pattern, evaluating, progress_bar, table
+from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
 from torchq.workflow import weight_quantizers
 
 __all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
@@ -56,7 +56,7 @@ class AdaRoundBlock:
 
 
 @dataclass(frozen=True)
-class AdaRoundReport:
+class AdaRoundReport(NotebookText):
     """The result of :func:`adaround_`.
 
     Attributes:

@@ -25,7 +25,7 @@ from torchq.ptq.blockwise import (
 )
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import GPTQLayer, Options, Target
-from torchq.utils import Pattern, evaluating, progress_bar, table
+from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
 
 __all__ = ["GPTQReport", "gptq_"]
 
@@ -34,7 +34,7 @@ _TARGETS = ("weight", "layer", "block")
 
 
 @dataclass(frozen=True)
-class GPTQReport:
+class GPTQReport(NotebookText):
     """The result of :func:`gptq_`.
 
     Attributes:

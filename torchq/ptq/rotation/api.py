@@ -24,7 +24,7 @@ from torchq.ptq.rotation.heads import HeadSizes, find_heads
 from torchq.ptq.rotation.orthogonal import random_rotation
 from torchq.ptq.rotation.stream import Stream, find_stream
 from torchq.ptq.smoothing.sources import is_norm
-from torchq.utils import device_of, evaluating
+from torchq.utils import NotebookText, device_of, evaluating
 from torchq.workflow import quantizers
 
 __all__ = ["RotationReport", "hadamard_"]
@@ -34,7 +34,7 @@ _ULPS = 8
 
 
 @dataclass(frozen=True)
-class RotationReport:
+class RotationReport(NotebookText):
     """The result of :func:`hadamard_`.
 
     Attributes:

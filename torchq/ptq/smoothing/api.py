@@ -28,7 +28,7 @@ from torchq.ptq.smoothing.factors import (
 )
 from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
 from torchq.ptq.smoothing.search import best_alpha
-from torchq.utils import evaluating, table
+from torchq.utils import NotebookText, evaluating, table
 from torchq.workflow import quantizers
 
 __all__ = ["SmoothReport", "SmoothedGroup", "smooth_"]
@@ -56,7 +56,7 @@ class SmoothedGroup:
 
 
 @dataclass(frozen=True)
-class SmoothReport:
+class SmoothReport(NotebookText):
     """The result of :func:`smooth_`.
 
     Attributes:

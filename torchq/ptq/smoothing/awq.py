@@ -28,7 +28,7 @@ from torchq.ptq.smoothing.factors import (
 )
 from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
 from torchq.ptq.smoothing.search import best_alpha, entry_factors
-from torchq.utils import evaluating, progress_bar, table
+from torchq.utils import NotebookText, evaluating, progress_bar, table
 from torchq.workflow import quantizers
 from torchq.workflow.output_search import output_error, search_weight_amax
 
@@ -61,7 +61,7 @@ class AWQGroup:
 
 
 @dataclass(frozen=True)
-class AWQReport:
+class AWQReport(NotebookText):
     """The result of :func:`awq_`.
 
     Attributes:

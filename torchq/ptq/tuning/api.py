@@ -19,7 +19,15 @@ from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.ptq.tuning.candidates import STAGES, mixed_configs
 from torchq.ptq.tuning.settings import TunedConfig
 from torchq.recipes import int8
-from torchq.utils import copy_module, evaluating, parse_json, progress_bar, replacing, table
+from torchq.utils import (
+    NotebookText,
+    copy_module,
+    evaluating,
+    parse_json,
+    progress_bar,
+    replacing,
+    table,
+)
 
 __all__ = ["TuneResult", "TuneTrial", "tune"]
 
@@ -48,7 +56,7 @@ class TuneTrial:
 
 
 @dataclass(frozen=True)
-class TuneResult:
+class TuneResult(NotebookText):
     """The result of :func:`tune`.
 
     Attributes:

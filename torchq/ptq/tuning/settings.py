@@ -18,7 +18,7 @@ from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
 from torchq.swap import quantize_
-from torchq.utils import check_fields, parse_json, short_repr
+from torchq.utils import NotebookText, check_fields, parse_json, short_repr
 from torchq.workflow import calibrate
 
 __all__ = ["ALGORITHMS", "TunedConfig"]
@@ -32,7 +32,7 @@ ALGORITHMS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class TunedConfig:
+class TunedConfig(NotebookText):
     """How a model is quantized, from a float model to the result.
 
     Args:
