@@ -53,6 +53,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("torchq/frontends/onnx/functions/convolution.py", "step"): "from one row to the next",
     ("torchq/functional/lstm.py", "step"): "of a sequence",
     ("torchq/functional/recurrent.py", "step"): "of a sequence",
+    ("torchq/functional/rnn.py", "step"): "of a sequence",
     ("torchq/lowering/modules/recurrent.py", "step"): "of a sequence",
     ("torchq/nn/modules/recurrent.py", "step"): "of a sequence",
     ("torchq/qat/schedule.py", "step"): "of training",

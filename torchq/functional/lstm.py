@@ -13,25 +13,10 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format
-from torchq.functional.kernels import is_plain
+from torchq.functional.recurrent import running_order
 from torchq.functional.scale import divisor, scale_from_amax
 
-__all__ = ["lstm_over_steps", "supports_lstm"]
-
-
-def supports_lstm(start: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor) -> bool:
-    """Return True if :func:`lstm_over_steps` may run on these tensors now.
-
-    They are ordinary tensors of one dtype, float32 or float64, and no autocast is on.
-    """
-    tensors = (start, weight, hidden, cell)
-    same = {tensor.dtype for tensor in tensors}
-    return (
-        all(map(is_plain, tensors))
-        and len(same) == 1
-        and same <= {torch.float32, torch.float64}
-        and not torch.is_autocast_enabled(start.device.type)
-    )
+__all__ = ["lstm_over_steps"]
 
 
 def lstm_over_steps(
@@ -65,10 +50,6 @@ def lstm_over_steps(
     return outputs, outputs.view(-1, rows, outputs.shape[1])[last], cells[last]
 
 
-def _order(steps: int, reverse: bool) -> range:
-    return range(steps - 1, -1, -1) if reverse else range(steps)
-
-
 class _LstmOverSteps(torch.autograd.Function):
     """Outputs, flat, and cells (steps, N, width)."""
 
@@ -92,7 +73,7 @@ class _LstmOverSteps(torch.autograd.Function):
         scale = scale_from_amax(amax, format)
         by, transposed = divisor(amax, scale), weight.t()
         h, c = hidden, cell
-        for step in _order(len(gates), reverse):
+        for step in running_order(len(gates), reverse):
             operand, gate = operands[step], active[step]
             format.snap_(torch.div(h, by, out=operand)).mul_(scale)
             torch.le(h.abs(), amax, out=inside[step])
@@ -115,7 +96,7 @@ class _LstmOverSteps(torch.autograd.Function):
         of_outputs, of_cells = grads[0].view_as(cells), grads[1]
         of_gates = torch.empty_like(active)
         of_h, of_c = torch.zeros_like(cell), torch.zeros_like(cell)
-        order = list(_order(len(cells), ctx.reverse))
+        order = list(running_order(len(cells), ctx.reverse))
         before = [None, *order]
         for step, previous in zip(reversed(order), reversed(before[:-1]), strict=True):
             first, forget, value, last = active[step].chunk(4, 1)

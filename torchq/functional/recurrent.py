@@ -22,7 +22,9 @@ __all__ = [
     "lstm_cell",
     "rnn_cell",
     "run_over_steps",
+    "running_order",
     "step_product",
+    "supports_whole_sequences",
 ]
 
 #: A product of each step: ``(index of the step, its operand)`` to the result.
@@ -155,3 +157,22 @@ def run_over_steps(
     if ended:
         state = tuple(map(torch.cat, zip(state, *reversed(ended), strict=True)))
     return torch.cat(outputs), state
+
+
+def running_order(steps: int, reverse: bool) -> range:
+    """Return the indices of the steps in the order in which a direction runs them."""
+    return range(steps - 1, -1, -1) if reverse else range(steps)
+
+
+def supports_whole_sequences(*tensors: Tensor) -> bool:
+    """Return True if functions with a backward of their own may run on these tensors now.
+
+    They are ordinary tensors of one dtype, float32 or float64, and no autocast is on.
+    """
+    same = {tensor.dtype for tensor in tensors}
+    return (
+        all(map(is_plain, tensors))
+        and len(same) == 1
+        and same <= {torch.float32, torch.float64}
+        and not torch.is_autocast_enabled(tensors[0].device.type)
+    )

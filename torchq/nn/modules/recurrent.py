@@ -8,22 +8,24 @@ do (``weight_hh_l1_reverse_quantizer``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.formats import Format
 from torchq.functional import (
     compute_dtype,
     gru_cell,
     lstm_cell,
     lstm_over_steps,
     rnn_cell,
+    rnn_over_steps,
     run_over_steps,
     step_product,
-    supports_lstm,
+    supports_whole_sequences,
 )
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
@@ -45,6 +47,8 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
 
     input_slots = ("input_l0", "hidden_l0")
     weight_slots = ("weight_ih_l0", "weight_hh_l0")
+    #: True where :meth:`_over_steps` exists.
+    runs_whole: ClassVar[bool] = False
 
     @classmethod
     def slot_descriptors(
@@ -132,9 +136,10 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     ) -> tuple[Tensor, State]:
         weights, biases = self._weights(end)
         quantizers = self._step_quantizers(end)
-        whole = self._run_whole(x, sizes, state, weights, biases, quantizers[0], reverse)
-        if whole is not None:
-            return whole
+        if self.runs_whole and not self.proj_size and all(size is sizes[0] for size in sizes):
+            whole = self._run_whole(x, state, weights, biases, quantizers[0], reverse)
+            if whole is not None:
+                return whole
         steps = [StepQuantizer(quantizer) for quantizer in quantizers]
         cell = self._make_cell(x, sizes, weights, biases, steps)
         result = run_over_steps(cell, state, sizes, reverse)
@@ -145,15 +150,44 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     def _run_whole(
         self,
         x: Tensor,
-        sizes: list[int],
         state: State,
         weights: list[Tensor],
         biases: list[Tensor],
         quantizer: nn.Module,
         reverse: bool,
     ) -> tuple[Tensor, State] | None:
-        """Run one direction by a function for whole sequences, or return None if there is none."""
-        return None
+        """Run one direction by :meth:`_over_steps`, or return None if that does not fit."""
+        amax = fixed_range(quantizer)
+        if amax is None:
+            return None
+        start = _all_gates(x, weights[0], biases)
+        if not supports_whole_sequences(start, weights[1], *state):
+            return None
+        assert isinstance(quantizer, TensorQuantizer)
+        amax, format = amax.to(compute_dtype(x.dtype)).reshape(()), quantizer.descriptor.format
+        y, *last = self._over_steps(start, weights[1], state, amax, format, reverse)
+        return y, tuple(last)
+
+    def _over_steps(
+        self,
+        start: Tensor,
+        weight: Tensor,
+        state: State,
+        amax: Tensor,
+        format: Format,
+        reverse: bool,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a direction, flat, and its last state, by one function.
+
+        Args:
+            start: the products of the input, with all biases, flat.
+            weight: of the hidden state.
+            state: before the first step.
+            amax: the range of the hidden state, 0-d.
+            format: of the hidden state.
+            reverse: run from the last step to the first.
+        """
+        raise NotImplementedError
 
     def _run_fused(
         self, x: Tensor, sizes: list[int], state: State, directions: tuple[str, ...]
@@ -195,6 +229,18 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
             biases: of the input and of the hidden state, or none.
             quantizers: of the hidden state, and of what is projected.
         """
+        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
+
+        def cell(step: int, state: State) -> State:
+            output, *rest = self._after_gates(product(step, quantizers[0](state[0])), state)
+            if self.proj_size:
+                output = F.linear(quantizers[1](output), weights[2])
+            return output, *rest
+
+        return cell
+
+    def _after_gates(self, gates: Tensor, state: State) -> State:
+        """Return the new state of a step from the sum of both products and the state before."""
         raise NotImplementedError
 
 
@@ -208,50 +254,26 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`: the same arguments, results and parameters."""
 
     state_parts = 2
+    runs_whole = True
 
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's LSTM."""
         return torch.lstm(*args)
 
-    def _run_whole(
+    def _over_steps(
         self,
-        x: Tensor,
-        sizes: list[int],
+        start: Tensor,
+        weight: Tensor,
         state: State,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        quantizer: nn.Module,
+        amax: Tensor,
+        format: Format,
         reverse: bool,
-    ) -> tuple[Tensor, State] | None:
-        amax = fixed_range(quantizer)
-        if amax is None or self.proj_size or any(size is not sizes[0] for size in sizes):
-            return None
-        start = _all_gates(x, weights[0], biases)
-        if not supports_lstm(start, weights[1], *state):
-            return None
-        assert isinstance(quantizer, TensorQuantizer)
-        amax, format = amax.to(compute_dtype(x.dtype)).reshape(()), quantizer.descriptor.format
+    ) -> tuple[Tensor, ...]:
         hidden, cell = state
-        y, *last = lstm_over_steps(start, weights[1], hidden, cell, amax, format, reverse)
-        return y, tuple(last)
+        return lstm_over_steps(start, weight, hidden, cell, amax, format, reverse)
 
-    def _make_cell(
-        self,
-        x: Tensor,
-        sizes: Sequence[int],
-        weights: list[Tensor],
-        biases: list[Tensor],
-        quantizers: list[StepQuantizer],
-    ) -> Callable[[int, State], State]:
-        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
-
-        def cell(step: int, state: State) -> State:
-            output, new = lstm_cell(product(step, quantizers[0](state[0])), state[1])
-            if self.proj_size:
-                output = F.linear(quantizers[1](output), weights[2])
-            return output, new
-
-        return cell
+    def _after_gates(self, gates: Tensor, state: State) -> State:
+        return lstm_cell(gates, state[1])
 
 
 @register(nn.GRU)
@@ -287,21 +309,23 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 class QuantRNN(QuantRecurrent, nn.RNN):
     """Quantized :class:`torch.nn.RNN`: the same arguments, results and parameters."""
 
+    runs_whole = True
+
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's RNN with the layer's nonlinearity."""
         return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
 
-    def _make_cell(
+    def _over_steps(
         self,
-        x: Tensor,
-        sizes: Sequence[int],
-        weights: list[Tensor],
-        biases: list[Tensor],
-        quantizers: list[StepQuantizer],
-    ) -> Callable[[int, State], State]:
-        product = step_product(_all_gates(x, weights[0], biases), weights[1], sizes)
+        start: Tensor,
+        weight: Tensor,
+        state: State,
+        amax: Tensor,
+        format: Format,
+        reverse: bool,
+    ) -> tuple[Tensor, ...]:
+        (hidden,) = state
+        return rnn_over_steps(start, weight, hidden, amax, format, self.nonlinearity, reverse)
 
-        def cell(step: int, state: State) -> State:
-            return (rnn_cell(product(step, quantizers[0](state[0])), self.nonlinearity),)
-
-        return cell
+    def _after_gates(self, gates: Tensor, state: State) -> State:
+        return (rnn_cell(gates, self.nonlinearity),)
