@@ -346,6 +346,26 @@ def test_dead_weights_and_disabled_quantizers_export(tmp_path: Path) -> None:
     assert report.weights == ("0.weight_quantizer",)
 
 
+class StartsAtZero(nn.Module):
+    """A residual branch whose factor is zero until it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gain = nn.Conv2d(3, 3, 3, padding=1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x) * self.gain
+
+
+def test_an_activation_that_saw_only_zeros_exports_with_a_warning(tmp_path: Path) -> None:
+    model, x = StartsAtZero(), torch.randn(2, 3, 8, 8)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    with pytest.warns(UserWarning, match="other_quantizer: calibrated on zeros alone"):
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
+
+
 def test_float_models_export_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match="Linear has no active quantizer; the file will hold a float model"

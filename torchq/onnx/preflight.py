@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -103,6 +104,10 @@ def check_quantizers(
         ExportError: A quantizer has no fixed range, a range that cannot be right, codes as output,
             a format that ONNX lacks, or something that ``opset`` lacks. The text names all
             quantizers with the same fault.
+
+    Warns:
+        UserWarning: An activation saw only zeros. This is legal: a residual branch whose last
+            factor starts at zero does so until it is trained.
     """
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
     weights = weight_quantizers(model)
@@ -112,6 +117,15 @@ def check_quantizers(
             raise ExportError(f"{_listed(found)}: {text}")
     for name, quantizer in active.items():
         _check_opset(name, quantizer, opset, modern)
+    dead = [name for name, q in active.items() if _is_dead(q, id(q) in weights)]
+    if dead:
+        warnings.warn(
+            f"export_onnx: {_listed(dead)}: calibrated on zeros alone, so the model gives 0 there, "
+            "and the file rounds to whole numbers. If other values come, run "
+            "torchq.calibrate(model, batches) on data that has them, or switch the quantizer off "
+            "with torchq.disabled(model, name)",
+            stacklevel=3,
+        )
     if target is not None:
         _check_zero_points(active, target)
     return active
@@ -173,11 +187,6 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
         lambda q, _: bool((q.amax.detach() < 0).any()),
         "has a negative range; expected numbers >= 0. "
         "A learned range went wrong: lower its learning rate",
-    ),
-    (
-        _is_dead,
-        "has a range of at most 2**-24, which counts as zero; expected a larger one. "
-        f"The data was zero, or almost. {_CALIBRATE}",
     ),
 )
 
