@@ -83,6 +83,8 @@ def _torchvision(key: str) -> Entry:
     options = TORCHVISION_OPTIONS.get(key, {})
     if key in DETECTORS:
         options = {"weights_backbone": None}
+    if re.search("rcnn|retina|fcos", key):
+        options |= {"min_size": 96, "max_size": 96}  # What it resizes images to.
     model = models.get_model(key, weights=None, **options)
     if key == "raft_small":
         frames = torch.randn(1, 3, 128, 128)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import Layers, Residual, calibrated, run_file
+from tests.onnx.exported import MODERN, Layers, Residual, calibrated, run_file
 from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
@@ -156,6 +157,28 @@ def test_several_outputs_and_dict_batches(tmp_path: Path) -> None:
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [{"x": torch.randn(2, 3, 9, 9)}])
     assert [o.name for o in report.outputs] == ["up", "left", "right"]
     assert report.ok
+
+
+class Nested(nn.Module):
+    """A head that takes its features in containers, as detectors and trackers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, features: dict[str, Any]) -> torch.Tensor:
+        first, (second,) = features["first"], features["rest"]
+        return self.left(first) + self.right(second)
+
+
+@pytest.mark.skipif(not MODERN, reason="the TorchScript exporter takes no containers")
+def test_batches_with_tensors_in_containers(tmp_path: Path) -> None:
+    batch = {"features": {"first": torch.randn(2, 4), "rest": (torch.randn(2, 5),)}}
+    model = Nested()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [batch], progress=False)
+    torchq.export_onnx(model, batch, tmp_path / "m.onnx", dynamo=True)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [batch]).ok
 
 
 def test_a_plain_export_is_compared_end_to_end(tmp_path: Path) -> None:

@@ -319,6 +319,19 @@ def test_without_source_a_trace_is_made_again_when_an_attribute_is_set() -> None
         assert torch.equal(model(X, X), model.float_forward(X, X))
 
 
+def test_without_source_a_forward_that_makes_tensors_keeps_its_operators_float() -> None:
+    """A trace would keep the tensor of its own run; timm's EVA divides by one so."""
+    made = SOURCELESS.replace("* self.gain", "/ torch.tensor(self.gain)")
+    namespace: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": __name__}
+    exec(made, namespace)
+    model = namespace["Sourceless"]().eval()
+    report = torchq.quantize_(model, target="openvino", example=X)
+    assert "it makes tensors of its own" in str(report).replace("\n", " ")
+    model.gain = 5.0
+    with torchq.disabled(model):
+        assert torch.equal(model(X), X + model.conv(X) / 5.0)
+
+
 class Caching(nn.Module):
     """timm's LeViT keeps biases by device in a dictionary, others count calls in a buffer."""
 

@@ -144,3 +144,23 @@ def test_memory_formats_and_compiled_wrappers(generator: torch.Generator) -> Non
     model = net()[:2].to(memory_format=torch.channels_last)
     torchq.quantize_(model)
     assert model(x).is_contiguous(memory_format=torch.channels_last)
+
+
+class Counts(nn.Module):
+    """A forward that changes a buffer and stores its result, as running statistics and caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(4, 4), nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = self.fc(x)
+        return self.last + x
+
+
+@pytest.mark.parametrize("target", [None, "onnxruntime"])
+def test_runs_on_an_example_leave_buffers_and_attributes_alone(target: str | None) -> None:
+    model = Counts()
+    torchq.quantize_(model, target=target, example=torch.randn(3, 4))
+    assert model.calls.item() == 0 and not hasattr(model, "last")

@@ -98,3 +98,15 @@ def test_a_sign_that_calibration_chose_is_loaded(tmp_path: Path) -> None:
     torch.save(data, tmp_path / "bad.pt")
     with pytest.raises(ConfigError, match=r"1\.unsigned: got \[77\]; expected -1, 0 or 1"):
         torchq.load(build(), tmp_path / "bad.pt")
+
+
+def test_a_model_without_numbers_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    torchq.quantize_(model)
+    torchq.save(model, tmp_path / "m.pt")
+    empty = nn.Sequential(nn.Linear(3, 2, device="meta"))
+    with pytest.raises(QuantizationError, match=r"0\.bias and 3 more: on the meta device.*to_empty"):
+        torchq.load(empty, tmp_path / "m.pt")
+    assert type(empty[0]) is nn.Linear
+    torchq.load(empty.to_empty(device="cpu"), tmp_path / "m.pt")
+    assert torch.equal(empty[0].weight, model[0].weight)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torchq.graph.calling import call_model, tensors_in
 from torchq.graph.flow import LAYER_FUNCTIONS, Call, Flow, passes_bias, read_arguments
 from torchq.graph.operators import METADATA
-from torchq.graph.tracing import is_torch_leaf
+from torchq.graph.tracing import is_torch_leaf, state_kept
 from torchq.utils import evaluating
 
 __all__ = ["record"]
@@ -146,6 +146,7 @@ def record(
             recorder.note(names[id(module)], module, recorder.pending.pop(), (), out)
 
     with ExitStack() as stack:
+        stack.enter_context(state_kept(model))
         for module in model.modules():
             takes_hooks = not isinstance(module, torch.jit.ScriptModule)
             if is_leaf(module) and module is not model and takes_hooks:

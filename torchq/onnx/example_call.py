@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.graph import call_arguments
+from torchq.graph import call_arguments, tensors_in
 
-__all__ = ["ExampleCall", "argument_names", "named_tensors"]
+__all__ = ["ExampleCall", "argument_names", "named_tensors", "nested_tensors"]
 
 _BATCH = "batch"
 
@@ -93,6 +93,23 @@ def named_tensors(
     """Return the tensors among the arguments of a call, by the names that they have in a file."""
     named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def nested_tensors(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors of a call with those inside its containers, in the order of a file.
+
+    Names are those of :func:`named_tensors`, with a number inside a container.
+    """
+    named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        else:
+            found |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
+    return found
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:

@@ -181,7 +181,7 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
 
     Raises:
         Exception: Whatever the forward raises on a Proxy, or its operators are known as nodes
-            only and differ between training and evaluation.
+            only, and differ between training and evaluation or read tensors that the trace made.
     """
     with recording_operators([module]) as recorders:
         graphs, sites = [], []
@@ -199,6 +199,8 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
     if sites[0]:
         graphs = [trace_forward(module, training) for training in (False, True)]
         nodes = [_nodes_between_tensors(graph, kinds) for graph in graphs]
+    if any(_is_lost(node, module) for graph in graphs for node in graph.nodes):
+        raise _MakesTensors("it makes tensors of its own, which a trace would keep as they are now")
     evaluated, trained = nodes
     if [(n.name, k) for n, k in evaluated] != [(n.name, k) for n, k in trained]:
         raise _DifferentModes("its operators differ between training and evaluation")
@@ -207,6 +209,18 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> list[_Candidate]:
 
 class _DifferentModes(Exception):
     """The graph of a module is another one in training."""
+
+
+class _MakesTensors(Exception):
+    """The graph of a module reads tensors that existed during the trace alone."""
+
+
+def _is_lost(node: fx.Node, module: nn.Module) -> bool:
+    """Return True if a node reads an attribute that the module does not have."""
+    if node.op != "get_attr":
+        return False
+    path, _, name = str(node.target).rpartition(".")
+    return not hasattr(module.get_submodule(path), name)
 
 
 def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node, str]:

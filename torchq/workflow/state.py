@@ -151,6 +151,13 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     # A quantizer adopts these factors, which only some files have.
     adopted = {f"{name}.pre_quant_scale" for name in quantizers(model)}
     problems += [f"{key} is not expected" for key in state if key not in own and key not in adopted]
+    empty = [k for k in own.keys() & state.keys() if _is_meta(own[k]) and not _is_meta(state[k])]
+    if empty:
+        raise QuantizationError(
+            f"load: {min(empty)}{f' and {len(empty) - 1} more' if len(empty) > 1 else ''}: on the "
+            "meta device, where nothing can be copied; expected real tensors. Call "
+            "model.to_empty(device='cpu') first, then load"
+        )
     for key in own.keys() & state.keys():
         problem = _difference(own[key], state[key])
         is_range = key.endswith((".amax", ".amin", ".pre_quant_scale")) or key in ("amax", "amin")
@@ -162,6 +169,10 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"load: {qualified_name(type(model))}: {'; '.join(sorted(problems)[:5])}{more}; "
             "expected the tensors of the model. Load into the architecture that was saved"
         )
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _difference(own: Any, given: Any) -> str:

@@ -16,7 +16,7 @@ from torchq.errors import ExportError
 from torchq.functional import fake_quantize, quantize
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.onnx.example_call import named_tensors
+from torchq.onnx.example_call import nested_tensors
 from torchq.onnx.export import unwrap
 from torchq.onnx.ir import (
     Model,
@@ -97,7 +97,7 @@ def verify_onnx(
     count = 0
     with torch.no_grad(), evaluating(model), file.simulation.active(model):
         for batch in _shown(batches, num_batches, progress):
-            feeds = plain.feeds(named_tensors(model, *call_arguments(model, batch)))
+            feeds = plain.feeds(nested_tensors(model, *call_arguments(model, batch)))
             expected = file.simulated(model, batch)
             found = plain.run(feeds)
             exact.add(expected, found)
