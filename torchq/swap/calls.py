@@ -25,6 +25,7 @@ from torchq.nn import (
 )
 from torchq.nn.calls.find import WHOLE_ATTENTION
 from torchq.swap.decision import Decision
+from torchq.swap.unused import NOT_CALLED, with_unread_noted
 from torchq.utils import modules_with_names
 
 __all__ = ["ByRules", "decide_calls"]
@@ -81,7 +82,9 @@ def decide_calls(
             result[place : place + 1] = new
         else:
             result[place + 1 : place + 1] = new
-    return result if found is None else _without_unused(result, found)
+    if found is None:
+        return with_unread_noted(model, result)
+    return _without_unused(result, found)
 
 
 def _with_unknown(
@@ -101,7 +104,10 @@ def _with_unknown(
 
 
 def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) -> list[Decision]:
-    """Leave layers float that are never called, but whose weight a call uses or computes with."""
+    """Leave layers float that are never called, but whose weight a call uses or computes with.
+
+    Other layers that are never called get a note: other data than the example may call them.
+    """
     sources = {key for calls in found.values() for key in calls.sources}
     sources |= {
         id(d.module.get_parameter(site.weight))
@@ -119,8 +125,11 @@ def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) 
     for d in decisions:
         own = {id(parameter) for parameter in d.module.parameters(recurse=False)}
         is_called = id(d.module) in found or id(d.module) in holders
-        if not d.reason and not d.calls and not is_called and own & sources:
-            d = replace(d, input=None, weight=None, reason=_UNUSED)
+        if not d.reason and not d.calls and not is_called:
+            if own & sources:
+                d = replace(d, input=None, weight=None, reason=_UNUSED)
+            elif own:
+                d = replace(d, note=d.note or NOT_CALLED)
         result.append(d)
     return result
 

@@ -46,7 +46,7 @@ class Decision:
             ``parent`` adopts instead.
         layer: The class that it is quantized as, whose rules apply; None is its own.
         calls: The calls in its own forward that are quantized, where its class has no twin.
-        note: What a target changed about it, for the report.
+        note: What else there is to know about it, for the report.
         output: The descriptor of its result, or None.
     """
 
