@@ -86,6 +86,7 @@ from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, Qua
 from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
 from torchq.nn.modules.reparam import QuantBranches, QuantFoldedConv
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
+from torchq.nn.operator_graphs import OperatorOwner
 from torchq.nn.operator_modules import (
     RewrittenForward,
     recording_operators,
@@ -160,6 +161,7 @@ __all__ = [
     "ScaledDotProductAttention",
     "Tap",
     "TensorQuantizer",
+    "OperatorOwner",
     "RewrittenForward",
     "RoutedModule",
     "convert_",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchq.descriptor import QuantDescriptor
@@ -35,8 +35,7 @@ __all__ = [
     "is_weight_quantizer",
 ]
 
-#: Float class -> quantized class. A subclass that computes the same needs no entry of its own; see
-#: :func:`quantized_as`.
+#: Float class -> quantized class; :func:`quantized_as` finds those of subclasses.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 
 #: Why a module cannot quantize its result.
@@ -77,14 +76,13 @@ class QuantModule(nn.Module):
 
     #: The float class; set by :func:`register`.
     float_class: ClassVar[type[nn.Module]]
-    #: Names of the quantized inputs and intermediate values. A rule's ``input`` applies to them.
+    #: Names of the quantized inputs and intermediate values; the ``input`` of a rule is theirs.
     input_slots: ClassVar[tuple[str, ...]] = ("input",)
-    #: Names of the quantized weights. A rule's ``weight`` applies to them.
+    #: Names of the quantized weights; the ``weight`` of a rule is theirs.
     weight_slots: ClassVar[tuple[str, ...]] = ("weight",)
     #: The axis of the weight that holds its output channels.
     channel_axis: ClassVar[int] = 0
-    #: True for a module that is converted only because a descendant is: it must call its children
-    #: instead of a fused kernel.
+    #: True if only a descendant is quantized: the module calls it instead of a fused kernel.
     is_container: ClassVar[bool] = False
     #: True for a module that computes nothing: it is reported only where a rule names it.
     is_marker: ClassVar[bool] = False
@@ -295,8 +293,7 @@ class _DerivedTwin(QuantModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no importable name: copies and pickles look it up by its float class.
-        reduced: Any = super().__reduce_ex__(2)
-        return _blank_twin, (type(self).float_class,), *reduced[2:]
+        return _blank_twin, (type(self).float_class,), *cast(Any, super().__reduce_ex__(2))[2:]
 
 
 @cache
@@ -386,11 +383,16 @@ def revert_(module: QuantModule) -> nn.Module:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class of the same layout.
+    """Give ``module`` another class of the same layout; ``__class__`` is assigned only here.
 
-    This is the only assignment to ``__class__`` in torchq, and only ``torchq.nn`` may call it.
+    A graph module gets a class of its own below ``cls``, which holds the code of its graph.
     """
-    module.__class__ = cls
+    if not isinstance(module, fx.GraphModule):
+        module.__class__ = cls
+        return
+    own: Any = type(cls.__new__(cls))
+    own.__name__, module.__class__ = type(module).__name__, own
+    module.recompile()
 
 
 def is_weight_quantizer(module: QuantModule, quantizer: nn.Module) -> bool:

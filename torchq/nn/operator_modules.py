@@ -2,7 +2,7 @@
 
 Quantizers can sit in such children. The module object, its children, hooks and parameters stay, as
 with every conversion (:mod:`torchq.nn.convert`), and no function or method of torch is patched.
-There are two ways to redirect an operator:
+There are three ways to redirect an operator:
 
 Source
     The forward runs as its author wrote it, but for the operators, which a router carries out
@@ -13,6 +13,9 @@ Trace
     traced with all children kept whole, once for training and once for evaluation, and the graph
     runs in its place. The trace is made again when an attribute of the module is set. A call with
     another value for an argument that the trace took for a constant runs the float forward.
+
+Graph
+    The nodes of a :class:`torch.fx.GraphModule` are changed (:mod:`torchq.nn.operator_graphs`).
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from torch import fx, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
-from torchq.nn.convert import QuantModule, change_class
-from torchq.nn.modules.operators import Tap, operator_name, operator_named
+from torchq.nn.convert import change_class
+from torchq.nn.modules.operators import Tap, operator_named
+from torchq.nn.operator_graphs import OperatorOwner, copied_graph, replace_nodes_
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
@@ -45,7 +49,7 @@ __all__ = [
 _TRACED = ("_eval_run", "_train_run", "_constants", "_stale")
 
 
-class RewrittenForward(QuantModule):
+class RewrittenForward(OperatorOwner):
     """Base of the classes that :func:`replace_operators_` makes, two for each float class.
 
     Attributes:
@@ -55,27 +59,13 @@ class RewrittenForward(QuantModule):
         recorder: Where calls note their operators, or None.
     """
 
-    input_slots = ()
-    weight_slots = ()
-    is_container = True
     #: The class's own forward, under a name that the tracer can ask for.
     float_forward: ClassVar[Callable[..., Any]]
     #: The forward is traced, not rewritten.
     is_traced: ClassVar[bool]
 
-    replacements: Mapping[str, str] = types.MappingProxyType({})
     replaced_sites: frozenset[str] = frozenset()
     recorder: Recorder | None = None
-
-    def replacement_record(self) -> dict[str, Any]:
-        """Return what :func:`replace_recorded_operators_` needs, as JSON data."""
-        children = dict.fromkeys(self.replacements.values())
-        kinds = {child: operator_name(self.get_submodule(child)) for child in children}
-        return {
-            "class": qualified_name(type(self).float_class),
-            "nodes": dict(self.replacements),
-            "children": kinds,
-        }
 
     def on_revert(self) -> None:
         """Remove the children and everything else that the class needs."""
@@ -216,12 +206,14 @@ def recording_operators(modules: Iterable[nn.Module]) -> Iterator[dict[int, Reco
 
     Yields:
         The recorder of each module by its id, filled as the modules are called. Modules whose
-        source cannot be rewritten are left out.
+        source cannot be rewritten are left out, and so are graph modules.
     """
     found: dict[int, Recorder] = {}
     changed = []
     try:
         for module in modules:
+            if isinstance(module, fx.GraphModule):
+                continue
             cls = type(module)
             twin = _routed_class(cls)  # type: ignore[arg-type]
             if twin is not None and "forward" not in vars(module):
@@ -257,6 +249,8 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
     Raises:
         Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
+    if isinstance(module, fx.GraphModule):
+        return copied_graph(module)
     before = module.training
     module.training = training
     is_routed = isinstance(module, RewrittenForward) and module.recorder is None
@@ -332,6 +326,8 @@ def replace_operators_(module: nn.Module, replacements: Mapping[str, str]) -> nn
             raise QuantizationError(
                 f"{where}: got {child!r} as the name of a child; expected a Python identifier"
             )
+    if isinstance(module, fx.GraphModule):
+        return replace_nodes_(module, replacements)
     cls, is_routed = type(module), all(name.startswith(MARK) for name in replacements)
     twin = _routed_class(cls) if is_routed else _traced_class(cls)  # type: ignore[arg-type]
     if twin is None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Union
 
-from torch import nn
+from torch import fx, nn
 
 from torchq.errors import ConfigError
 
@@ -33,7 +33,12 @@ Pattern = Union[str, type, Callable[[str, nn.Module], bool]]
 
 
 def qualified_name(cls: type) -> str:
-    """Return the full name of a class: ``torch.nn.modules.conv.Conv2d`` for ``nn.Conv2d``."""
+    """Return the full name of a class: ``torch.nn.modules.conv.Conv2d`` for ``nn.Conv2d``.
+
+    The class that torch makes for each graph module has the name of the class below it.
+    """
+    if issubclass(cls, fx.GraphModule) and "<locals>" in cls.__qualname__:
+        cls = cls.__bases__[0]
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

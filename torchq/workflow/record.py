@@ -19,8 +19,8 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
     CallSite,
+    OperatorOwner,
     QuantModule,
-    RewrittenForward,
     RoutedModule,
     convert_,
     replace_recorded_operators_,
@@ -75,7 +75,7 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, RoutedModule):
             sites = [site.to_dict() for site in module.calls]
             calls[names[0]] = {"class": qualified_name(type(module).float_class), "sites": sites}
-        if isinstance(module, RewrittenForward):
+        if isinstance(module, OperatorOwner):
             operators[names[0]] = module.replacement_record()
         elif isinstance(module, QuantModule) and not (
             isinstance(module, RoutedModule) and module.is_container

@@ -1,0 +1,137 @@
+"""Models that are graphs of torch.fx: operators are placed in the graph itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import torchq
+from torchq.errors import QuantizationError
+from torchq.nn import replace_operators_
+
+
+class Block(nn.Module):
+    """Two convolutions with every operator that a target wants quantizers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        z = self.second(y) * torch.sigmoid(y) + y
+        return F.avg_pool2d(self.last(torch.cat([z, y], dim=1)), 2)
+
+
+def quantized(target: str = "onnxruntime") -> tuple[fx.GraphModule, Tensor]:
+    model, x = fx.symbolic_trace(Block().eval()), torch.randn(2, 3, 8, 8)
+    torchq.quantize_(model, target=target, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    return model, x
+
+
+def called(model: fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
+def test_operators_are_nodes_of_the_graph(target: str) -> None:
+    torch.manual_seed(3)
+    eager = Block().eval()
+    torch.manual_seed(3)
+    model, x = quantized(target)
+    torchq.quantize_(eager, target=target, example=x)
+    torchq.calibrate(eager, [x], progress=False)
+    placed = {name for name, _ in model.named_children() if name.startswith("quant_")}
+    assert placed and placed <= called(model)
+    assert placed == {name for name, _ in eager.named_children() if name.startswith("quant_")}
+    assert torch.equal(model(x), eager(x))
+
+
+def test_copies_and_pickles_keep_the_operators() -> None:
+    model, x = quantized()
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        twin.quant_add.input_quantizer.set_amax(0.01)
+        assert not torch.equal(twin(x), expected)
+        assert called(twin) == called(model)
+        torchq.restore_(twin)
+        assert not any(name.startswith("quant_") for name in called(twin))
+    assert torch.equal(model(x), expected)
+
+
+def test_recompiling_keeps_the_operators() -> None:
+    model, x = quantized()
+    expected = model(x)
+    model.recompile()
+    assert torch.equal(model(x), expected)
+    assert torch.equal(fx.GraphModule(model, model.graph)(x), expected)
+
+
+def test_restore_gives_the_float_graph_back() -> None:
+    model, x = quantized()
+    plain = fx.symbolic_trace(Block().eval())
+    plain.load_state_dict(model.state_dict(), strict=False)
+    with torchq.disabled(model):
+        expected = model(x)
+    torchq.restore_(model)
+    assert called(model) == {"first", "second", "last"}
+    assert type(model).__mro__[1] is fx.GraphModule and not model.meta
+    assert torch.equal(model(x), expected) and torch.equal(plain(x), expected)
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    assert {"quant_add", "quant_mul", "quant_cat"} <= called(model)
+
+
+def test_files_bring_the_operators_back(tmp_path: Path) -> None:
+    model, x = quantized()
+    torchq.save(model, tmp_path / "model.pt")
+    fresh = fx.symbolic_trace(Block().eval())
+    torchq.load(fresh, tmp_path / "model.pt")
+    assert torch.equal(fresh(x), model(x))
+    assert called(fresh) == called(model)
+
+
+def test_files_of_another_graph_are_refused(tmp_path: Path) -> None:
+    model, _ = quantized()
+    torchq.save(model, tmp_path / "model.pt")
+
+    class Other(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cat([self.first(x), self.second(self.first(x))], 1))
+
+    other = fx.symbolic_trace(Other().eval())
+    before = other.code
+    with pytest.raises(QuantizationError, match="its graph has no node sigmoid"):
+        torchq.load(other, tmp_path / "model.pt")
+    assert other.code == before
+
+
+def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
+    model = fx.symbolic_trace(Block().eval())
+    model.add_module("sum", torchq.nn.Add())
+    before = model.code
+    with pytest.raises(QuantizationError, match="its graph has no node nothing; expected"):
+        replace_operators_(model, {"add": "sum", "nothing": "sum"})
+    assert model.code == before
+
+
+def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = quantized()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the last convolution returns float
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", target="onnxruntime")
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
+    assert report.ok, report
+    with torch.no_grad():
+        difference = torchq.deploy(model, x)(x) - model(x)
+    assert difference.norm() < 0.05 * model(x).norm()
