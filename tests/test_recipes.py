@@ -73,8 +73,8 @@ def test_what_each_recipe_does() -> None:
     assert axes(recipes.int8_per_tensor, "weight") == [QuantDescriptor()] * 3
     assert axes(recipes.int4_weight, "input") == [None] * 3
     assert axes(recipes.int4_weight, "weight") == [
-        *(d.replace(num_bits=4) for d in per_channel[:2]),
-        QuantDescriptor(4, block_size=128),
+        *(d.replace(num_bits=4, calib_method="activation") for d in per_channel[:2]),
+        QuantDescriptor(4, block_size=128, calib_method="activation"),
     ]
     assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
     learned = QuantDescriptor(4, learn_amax=True, scale_range_grad=True)
@@ -83,7 +83,7 @@ def test_what_each_recipe_does() -> None:
     assert axes(recipes.w4a4, "input") == [end, middle, end]
     assert axes(recipes.w4a4, "weight") == [
         QuantDescriptor(axis=0),
-        learned.replace(axis=1),
+        learned.replace(axis=1, calib_method="activation"),
         QuantDescriptor(axis=0),
     ]
     assert axes(lambda: recipes.w4a4(first_last=None), "input") == [middle] * 3
@@ -108,7 +108,7 @@ def test_integer_makes_any_width() -> None:
     assert axes(lambda: recipes.integer(4, None), "input") == [None] * 3
     assert axes(lambda: recipes.integer(None, 8), "weight") == [None] * 3
     whole = recipes.integer(4, per_channel=False, unsigned=True)
-    assert axes(lambda: whole, "weight") == [QuantDescriptor(4)] * 3
+    assert axes(lambda: whole, "weight") == [QuantDescriptor(4, calib_method="activation")] * 3
     assert axes(lambda: whole, "input") == [QuantDescriptor(unsigned=True)] * 3
     assert QuantConfig.from_json(config.to_json()) == config
 

@@ -64,7 +64,7 @@ def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
 
 def test_trials_build_on_the_best_before_them() -> None:
     metric = Metric()
-    result = search(metric, 0.09, torchq.recipes.integer(3, 8))
+    result = search(metric, 0.09, torchq.recipes.integer(3, 8, weight_method="max"))
     changes = [trial.change for trial in result.table]
     assert result.kept and changes[:3] == [
         "recipe w3a8",
@@ -83,7 +83,7 @@ def test_trials_build_on_the_best_before_them() -> None:
 def test_mixed_precision_is_the_last_resort() -> None:
     pytest.importorskip("scipy")
     with pytest.warns(UserWarning, match="tune: the best of 14 trials has the metric"):
-        result = search(Metric(), 0.0, torchq.recipes.integer(2, 8))
+        result = search(Metric(), 0.0, torchq.recipes.integer(2, 8, weight_method="max"))
     changes = [trial.change for trial in result.table]
     assert changes[-1] == "mixed precision, 6.5 bits" and not any(t.error for t in result.table)
     assert {"gptq", "adaround", "bias correction", "equalization"} <= set(changes)
@@ -98,9 +98,9 @@ def test_without_success_the_best_is_returned_with_a_warning() -> None:
 
 def test_a_checkpoint_saves_the_trials(tmp_path: Path) -> None:
     path, metric = tmp_path / "trials.json", Metric()
-    first = search(metric, 0.12, torchq.recipes.integer(3, 8), checkpoint=path)
+    first = search(metric, 0.12, torchq.recipes.integer(3, 8, weight_method="max"), checkpoint=path)
     calls = metric.calls
-    again = search(metric, 0.12, torchq.recipes.integer(3, 8), checkpoint=path)
+    again = search(metric, 0.12, torchq.recipes.integer(3, 8, weight_method="max"), checkpoint=path)
     assert metric.calls == calls + 1  # the float model
     assert again.table == first.table and again.config == first.config
     path.write_text(json.dumps({"other": 1}))

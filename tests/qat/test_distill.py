@@ -21,7 +21,9 @@ def prepared() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = ConvNet().eval()
     original = copy.deepcopy(model)
-    torchq.qat.prepare(model, image_batches(), torchq.recipes.w4a4(), progress=False)
+    # Ranges by the largest magnitude leave something to learn.
+    recipe = torchq.recipes.integer(4, 4, first_last=8, weight_method="max", learn_ranges=True)
+    torchq.qat.prepare(model, image_batches(), recipe, progress=False)
     return model, original
 
 

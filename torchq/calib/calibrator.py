@@ -12,9 +12,10 @@ from torch import Tensor
 from torchq.calib import estimators
 from torchq.calib.histogram import Histogram, HistogramObserver
 from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
+from torchq.calib.power_of_two_ranges import least_error_power_of_two
 from torchq.calib.statistics import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import Format, Granularity, PerAxis, PerTensor, by_bits
+from torchq.formats import POWER_OF_TWO, Format, Granularity, PerAxis, PerTensor, by_bits
 from torchq.utils import Registry, short_repr
 
 __all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator"]
@@ -32,6 +33,10 @@ class Calibrator(ABC):
         unsigned: True calibrates for an unsigned format, for which negative values are zeros.
         format: used in place of ``num_bits`` and ``unsigned``.
         granularity: used in place of ``axis``.
+
+    Attributes:
+        scale_format: the format of scales, if they are rounded; only
+            :data:`torchq.formats.POWER_OF_TWO` changes what is computed, and only for mse and lp.
     """
 
     observer: Observer
@@ -47,6 +52,7 @@ class Calibrator(ABC):
     ) -> None:
         self.format = format or by_bits(num_bits, unsigned=unsigned)
         self.granularity = granularity or _granularity(axis)
+        self.scale_format: Format | None = None
 
     @property
     def batches(self) -> int:
@@ -287,6 +293,10 @@ class HistogramCalibrator(Calibrator):
         if method == self.method:
             options = {**self.options, **options}
         histogram = self.observer.histogram()
+        if self.scale_format is POWER_OF_TWO and method in ("mse", "lp"):
+            power = float(options.get("power", 2.0 if method == "mse" else 2.4))
+            found = least_error_power_of_two(histogram.to("cpu"), self.format, power)
+            return found.to(histogram.counts.device)
         # Estimating on the CPU in float64 gives every device and rank the same bits; some devices
         # have no float64.
         amax = ESTIMATORS[method](histogram.to("cpu"), self.format, **options)

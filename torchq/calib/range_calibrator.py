@@ -38,6 +38,9 @@ class RangeCalibrator:
         granularity: which elements share one range.
         options: of the method; see :func:`torchq.calib.make_calibrator`.
 
+    Attributes:
+        scale_format: see :class:`torchq.calib.Calibrator`.
+
     Raises:
         ConfigError: see :func:`torchq.calib.make_calibrator`.
 
@@ -53,6 +56,7 @@ class RangeCalibrator:
         self, method: str, *, format: Format, granularity: Granularity, **options: Any
     ) -> None:
         self.format = format
+        self.scale_format: Format | None = None
         side = integer(format.bits, unsigned=True)
         self.upper = make_calibrator(method, format=side, granularity=granularity, **options)
         self.lower = make_calibrator(method, format=side, granularity=granularity, **options)
@@ -77,10 +81,11 @@ class RangeCalibrator:
         self.upper.collect(x)
         self.lower.collect(x.detach().neg())
 
-    def compute_range(self, **options: Any) -> tuple[Tensor, Tensor]:
+    def compute_range(self, method: str | None = None, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the range for everything collected so far; waits for the device.
 
         Args:
+            method: default: the one it was made for; others need histograms.
             options: of the method, such as ``percentile=99.9``.
 
         Returns:
@@ -89,22 +94,27 @@ class RangeCalibrator:
         Raises:
             CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
         """
-        method = self.upper.method if isinstance(self.upper, HistogramCalibrator) else ""
-        if method not in ("mse", "lp", "entropy"):
-            return -self.lower.compute_amax(**options), self.upper.compute_amax(**options)
+        own = self.upper.method if isinstance(self.upper, HistogramCalibrator) else ""
+        if (method or own) not in ("mse", "lp", "entropy"):
+            amin = -self.lower.compute_amax(method, **options)
+            return amin, self.upper.compute_amax(method, **options)
         assert isinstance(self.upper, HistogramCalibrator)
         assert isinstance(self.lower, HistogramCalibrator)
         with torch.inference_mode(False), torch.no_grad():
-            upper, lower = self.upper.histogram(), self.lower.histogram()
-            if method == "entropy":
-                return _entropy_range(upper, lower, self.format)
-            options = {**self.upper.options, **options}
-            power = float(options.get("power", 2.0 if method == "mse" else 2.4))
-            return _least_error(upper, lower, self.format, power)
+            sides = self.upper.histogram(), self.lower.histogram()
+            if (method or own) == "entropy":
+                return _entropy_range(*sides, self.format)
+            options = {**(self.upper.options if method in (None, own) else {}), **options}
+            power = float(options.get("power", 2.0 if (method or own) == "mse" else 2.4))
+            return _least_error(*sides, self.format, power, self.scale_format)
 
 
 def _least_error(
-    upper: Histogram, lower: Histogram, format: Format, power: float
+    upper: Histogram,
+    lower: Histogram,
+    format: Format,
+    power: float,
+    scale_format: Format | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the range of least error of the bin centers; see :func:`torchq.calib.estimators.lp`.
 
@@ -116,7 +126,7 @@ def _least_error(
     counts = torch.cat([lower.counts[:, 1:], upper.counts[:, 1:]], 1).double()
 
     def error(amin: Tensor, amax: Tensor) -> Tensor:
-        return total_error(centers, counts, amin, amax, format, power)
+        return total_error(centers, counts, amin, amax, format, power, scale_format)
 
     amin, amax = minimize_range(-lower.amax, upper.amax, error)
     return amin.view(lower.shape).to(device), amax.view(upper.shape).to(device)

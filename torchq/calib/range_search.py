@@ -55,7 +55,13 @@ def minimize_range(amin: Tensor, amax: Tensor, error: Error) -> tuple[Tensor, Te
 
 
 def total_error(
-    values: Tensor, counts: Tensor, amin: Tensor, amax: Tensor, format: Format, power: float
+    values: Tensor,
+    counts: Tensor,
+    amin: Tensor,
+    amax: Tensor,
+    format: Format,
+    power: float,
+    scale_format: Format | None = None,
 ) -> Tensor:
     """Return ``sum(counts * |error| ** power)`` of each group of values.
 
@@ -66,13 +72,13 @@ def total_error(
         amax: (groups,) float32: the upper ends.
         format: an integer format.
         power: > 0.
+        scale_format: None, or :data:`torchq.formats.POWER_OF_TWO`.
 
     Returns:
         (groups,) float64.
     """
-    scale, point = (
-        t.unsqueeze(1) for t in scale_and_zero_point(amin.double(), amax.double(), format)
-    )
+    ends = amin.double(), amax.double()
+    scale, point = (t.unsqueeze(1) for t in scale_and_zero_point(*ends, format, scale_format))
     rows = max(1, _PIECE // values.shape[1])
     errors = []
     for some in torch.arange(len(values)).split(rows):

@@ -13,6 +13,7 @@ from torchq.calib.mse_search import search_amax
 from torchq.calib.range_search import search_range
 from torchq.errors import ConfigError
 from torchq.formats import Format, Granularity
+from torchq.functional import reduce_amax, reduce_range
 from torchq.utils import Registry
 
 __all__ = [
@@ -48,6 +49,22 @@ CALIBRATORS.add("moving_average", _make_moving_average)
 CALIBRATORS.add("histogram", HistogramCalibrator)
 SEARCHES.add("mse", search_amax)
 RANGE_SEARCHES.add("mse", search_range)
+
+
+def _largest(x: Tensor, format: Format, granularity: Granularity, **options: Any) -> Tensor:
+    """Return the largest magnitudes: without the inputs of a layer no error is known."""
+    return reduce_amax(x, granularity)
+
+
+def _whole_range(
+    x: Tensor, format: Format, granularity: Granularity, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the whole ranges, for the same reason."""
+    return reduce_range(x, granularity)
+
+
+SEARCHES.add("activation", _largest)
+RANGE_SEARCHES.add("activation", _whole_range)
 
 
 def methods() -> tuple[str, ...]:

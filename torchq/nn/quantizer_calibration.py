@@ -63,6 +63,7 @@ class QuantizerCalibration(QuantizerRange):
             )
         except ConfigError as error:
             raise ConfigError(f"{self._label}: {error}") from None
+        calibrator.scale_format = d.block_scale_format
         if self._chooses_sign and isinstance(calibrator, Calibrator):
             calibrator.track_negative()
         return calibrator
@@ -70,9 +71,13 @@ class QuantizerCalibration(QuantizerRange):
     @property
     def _search(self) -> Callable[..., Any] | None:
         """The range search for tensors that exist as a whole, or None for a calibrator."""
+        return self._search_of(None)
+
+    def _search_of(self, method: str | None) -> Callable[..., Any] | None:
         d = self.descriptor
         find = find_search if d.symmetric else find_range_search
-        return find(d.calib_method, d.calib_options)
+        is_own = method in (None, d.calib_method)
+        return find(method or d.calib_method, d.calib_options if is_own else ())
 
     def start_calibration(self, method: str | None = None, **options: Any) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
@@ -124,18 +129,23 @@ class QuantizerCalibration(QuantizerRange):
                 stacklevel=4,
             )
 
-    def calibrate_on(self, x: Tensor) -> None:
-        """Set the range from one tensor, such as a weight, by the descriptor's method.
+    def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
+        """Set the range from one tensor, such as a weight.
 
         A method with a search, such as ``"mse"``, tries ranges on the tensor itself.
+
+        Args:
+            x: the tensor.
+            method: in place of the descriptor's.
 
         Raises:
             CalibrationError: NaN or infinite values; the range stays as it was.
         """
         d = self.descriptor
-        if self._search is not None:
+        search = self._search_of(method)
+        if search is not None:
             try:
-                found = self._search(x, d.format, d.granularity, scale_format=d.block_scale_format)
+                found = search(x, d.format, d.granularity, scale_format=d.block_scale_format)
             except CalibrationError as error:
                 raise CalibrationError(f"{self._label}: {error}") from None
             if d.symmetric:
@@ -144,7 +154,7 @@ class QuantizerCalibration(QuantizerRange):
                 self.set_range(*found)
             return
         observing, pending = self.observing, self.calibrator
-        self.start_calibration()
+        self.start_calibration(method)
         try:
             self.observe(x)
             self.finish_calibration()

@@ -68,7 +68,7 @@ def integer(
     first_last: int | None = None,
     per_channel: bool = True,
     unsigned: bool | Literal["auto"] | None = None,
-    weight_method: str = "max",
+    weight_method: str | None = None,
     input_method: str | None = None,
     learn_ranges: bool = False,
     symmetric: bool = True,
@@ -85,7 +85,9 @@ def integer(
         unsigned: the sign of the inputs. None means "auto" if ``input_bits`` is at most 4, so
             that calibration chooses unsigned codes if it sees no negative value, and otherwise
             False.
-        weight_method: the calibration method of the weights.
+        weight_method: the calibration method of the weights. None means "activation" up to 4
+            bits, which searches for the least error of a layer's output on the calibration
+            batches (see :func:`torchq.calibrate`), and "max" above.
         input_method: the calibration method of the inputs; None means "mse" up to 4 bits and
             "max" above.
         learn_ranges: train the ranges too, with LSQ's gradient scale; for QAT. With
@@ -112,10 +114,11 @@ def integer(
         weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
     ) -> list[Rule]:
         learn = learn_ranges and position is None
-        inputs = _learnable(input, input_method, unsigned, learn)
+        inputs = _learnable(input, input_method or _input_method(input), unsigned, learn)
         if inputs is not None:
             inputs = inputs.replace(symmetric=symmetric)
-        descriptors = (inputs, _learnable(weight, weight_method, False, learn))
+        method = weight_method or _weight_method(weight)
+        descriptors = (inputs, _learnable(weight, method, False, learn))
         return compute_layers(*descriptors, per_channel=per_channel, position=position)
 
     found = rules(weight_bits, input_bits)
@@ -129,16 +132,24 @@ def integer(
     return QuantConfig(tuple(found), name="".join(parts))
 
 
+def _input_method(bits: int | None) -> str:
+    """Return the calibration method of inputs of a width."""
+    return "mse" if bits is not None and bits <= _FEW_BITS else "max"
+
+
+def _weight_method(bits: int | None) -> str:
+    """Return the calibration method of weights of a width."""
+    return "activation" if bits is not None and bits <= _FEW_BITS else "max"
+
+
 def _learnable(
-    bits: int | None, method: str | None, unsigned: bool | Literal["auto"], learn: bool
+    bits: int | None, method: str, unsigned: bool | Literal["auto"], learn: bool
 ) -> QuantDescriptor | None:
     """Return the descriptor of a tensor with an integer format, or None without a width."""
     if bits is None:
         return None
     if type(bits) is not int:
         raise ConfigError(f"recipes.integer: got width {short_repr(bits)}; expected an integer")
-    if method is None:
-        method = "mse" if bits <= _FEW_BITS else "max"
     return QuantDescriptor(
         bits, unsigned=unsigned, calib_method=method, learn_amax=learn, scale_range_grad=learn
     )
@@ -199,8 +210,9 @@ def int8_per_tensor() -> QuantConfig:
 def w4a4(*, first_last: int | None = 8) -> QuantConfig:
     """Return INT4 weights per output channel and INT4 activations, with ranges that QAT learns.
 
-    Activations without negative values get unsigned codes at calibration. Weight ranges are the
-    largest magnitudes. The gradient of the ranges is scaled as by LSQ (Esser et al., 2020).
+    Activations without negative values get unsigned codes at calibration. Weight ranges have the
+    least error of the output of a layer. The gradient of the ranges is scaled as by LSQ (Esser et
+    al., 2020).
 
     Args:
         first_last: the width of the first and last layer, whose ranges stay as calibrated; None
@@ -222,9 +234,10 @@ def int4_weight() -> QuantConfig:
     """Return INT4 weights alone.
 
     Linear, Bilinear and MultiheadAttention layers have blocks of 128 inputs; convolutions have a
-    range per output channel.
+    range per output channel. With batches, :func:`torchq.calibrate` searches the ranges of Linear
+    and Conv layers for the least error of their outputs.
     """
-    weight = QuantDescriptor(4)
+    weight = QuantDescriptor(4, calib_method="activation")
     rules = []
     for pattern, axis in _OUTPUT_AXES.items():
         is_convolution = pattern in (_CONV, _TRANSPOSED)

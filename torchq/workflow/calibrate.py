@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,48 +14,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchq.calib import sync
+from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import NotebookText, device_of, evaluating, progress_bar, table
+from torchq.utils import evaluating
+from torchq.workflow.batch_stream import BatchStream
+from torchq.workflow.calibration_report import CalibrationReport
 from torchq.workflow.modes import quantizers, weight_quantizers
+from torchq.workflow.output_choice import (
+    AUTO,
+    BY_OUTPUT,
+    OutputSamples,
+    choose_methods,
+    set_range_by_output,
+    starting_method,
+)
 
-__all__ = ["CalibrationReport", "calibrate", "calibrate_weights"]
+__all__ = ["calibrate", "calibrate_weights"]
 
 log = logging.getLogger(__name__)
 
 OnUnseen = Literal["error", "disable", "dynamic"]
-
-
-@dataclass(frozen=True)
-class CalibrationReport(NotebookText):
-    """What one call of :func:`calibrate` did.
-
-    Attributes:
-        batches: batches that ran through the model.
-        ranges: path of each quantizer that got a range -> its smallest and its largest amax, or the
-            ends of an asymmetric range.
-        kept: paths of the quantizers that kept a range they had before.
-        unseen: paths of the quantizers that no batch reached.
-    """
-
-    batches: int
-    ranges: Mapping[str, tuple[float, float]]
-    kept: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [("quantizer", "amax")]
-        for name, (smallest, largest) in self.ranges.items():
-            one = smallest == largest
-            rows.append((name, f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"))
-        rows += [(name, "no data reached it") for name in self.unseen]
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        end = f"{len(self.ranges)} ranges from {batches}"
-        if self.kept:
-            end += f", {len(self.kept)} kept from before"
-        return f"{table(rows)}\n{end}"
 
 
 def calibrate(
@@ -64,6 +43,7 @@ def calibrate(
     batches: Iterable[Any] | None = None,
     *,
     method: str | None = None,
+    weights: str | None = None,
     forward: Forward | None = None,
     num_batches: int | None = None,
     on_unseen: OnUnseen = "error",
@@ -85,7 +65,10 @@ def calibrate(
             :func:`torchq.graph.call_arguments`. Tensors are moved to the model's device. None
             calibrates weights alone.
         method: how activations are calibrated, a name in :func:`torchq.calib.methods`. None
-            takes the method of each descriptor.
+            takes the method of each descriptor. ``"auto"`` chooses for each quantizer the method
+            with the least error at the output of its layer.
+        weights: the same for weights. ``"activation"`` searches the ranges of Linear and Conv
+            layers for the least error of their outputs on the batches, and takes "mse" elsewhere.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         on_unseen: what happens to activation quantizers that no batch reached: ``"error"`` names
@@ -119,37 +102,49 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
-    _check_arguments(batches, on_unseen)
+    _check_arguments(batches, on_unseen, weights)
     model = _unwrapped(model)
     todo, kept = _pending(model, force)
     if batches is not None and group is None:
         _warn_of_other_ranks()
-    weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
-    activations = {name: q for name, q in todo.items() if id(q) not in weights}
-    count, unseen = 0, list[str]()
+    of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
+    activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
+    count, unseen, chosen = 0, list[str](), dict[str, str]()
+    asked = _Methods(method, weights, options)
+    wanted = batches is not None and asked.need_samples(todo.values())
+    search = OutputSamples(model, activations) if wanted else None
     with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
         try:
-            if batches is not None and (activations or group):
-                stream = _Stream(batches, forward, num_batches, progress)
-                count, unseen = _observe_batches(
-                    model, activations, stream, group, timeout, (method, options)
-                )
+            if batches is not None and (activations or group or search):
+                stream = BatchStream(batches, forward, num_batches, progress)
+                found = _observe_batches(model, activations, stream, group, timeout, asked, search)
+                count, unseen, chosen = found
                 _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
         except CalibrationError:
-            calibrate_weights(model, only=pending)
+            calibrate_weights(model, only=pending, method=weights)
             raise
         # Weights come last: weight_norm and its like compute the weight in a forward pass.
-        calibrate_weights(model, only=pending)
+        calibrate_weights(model, only=pending, method=weights, samples=search, group=group)
     ranges = {name: _bounds(q) for name, q in todo.items() if q.calibrated}
-    return CalibrationReport(count, ranges, kept, tuple(unseen))
+    return CalibrationReport(count, ranges, kept, tuple(unseen), chosen)
 
 
-def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None:
+def calibrate_weights(
+    model: nn.Module,
+    *,
+    only: set[int] | None = None,
+    method: str | None = None,
+    samples: OutputSamples | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Set the range of every weight quantizer from its weight; no data is needed.
 
     Args:
         model: a quantized model.
         only: ids of the quantizers to treat; None treats all that are on and not dynamic.
+        method: in place of that of each descriptor.
+        samples: inputs of layers, for the method ``"activation"``.
+        group: processes that search together.
 
     Raises:
         CalibrationError: A weight holds NaN or infinity; the text names its quantizer.
@@ -162,8 +157,11 @@ def calibrate_weights(model: nn.Module, *, only: set[int] | None = None) -> None
                     if only is None
                     else id(quantizer) in only
                 )
-                if chosen:
-                    quantizer.calibrate_on(weight)
+                by_output = (method or quantizer.descriptor.calib_method) == BY_OUTPUT
+                if chosen and not (
+                    by_output and set_range_by_output(module, quantizer, samples, group)
+                ):
+                    quantizer.calibrate_on(weight, method)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -176,7 +174,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_arguments(batches: Iterable[Any] | None, on_unseen: str) -> None:
+def _check_arguments(batches: Iterable[Any] | None, on_unseen: str, weights: str | None) -> None:
+    known = (*methods(), BY_OUTPUT)
+    if weights is not None and weights not in known:
+        raise ConfigError(
+            f"calibrate: got weights={weights!r}; expected one of: {', '.join(known)}"
+        )
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(
             f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
@@ -266,51 +269,38 @@ def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class _Stream:
-    """The batches of one calibration and how they are run."""
+class _Methods:
+    """The calibration methods of inputs and weights that a caller asks for."""
 
-    batches: Iterable[Any]
-    forward: Forward | None
-    num_batches: int | None
-    progress: bool
+    inputs: str | None
+    weights: str | None
+    options: dict[str, Any]
 
-    def run(self, model: nn.Module, show: bool) -> int:
-        """Run ``model`` on every batch and return how many there were."""
-        length = len(self.batches) if isinstance(self.batches, Sized) else None
-        total = self.num_batches if length is None else length
-        if length is not None and self.num_batches is not None:
-            total = min(length, self.num_batches)
-        device, count = device_of(model), 0
-        unbounded = self.num_batches is None and (length is None or length > _MANY)
-        text = "calibrate (all batches; num_batches=N stops earlier)" if unbounded else "calibrate"
-        shown = progress_bar(
-            islice(self.batches, self.num_batches),
-            description=text,
-            total=total,
-            enabled=self.progress and show,
-        )
-        for batch in shown:
-            call_model(model, batch, forward=self.forward, device=device)
-            count += 1
-        return count
-
-
-#: A loader with more batches than this is offered a bound in the progress bar.
-_MANY = 64
+    def need_samples(self, quantizers: Iterable[TensorQuantizer]) -> bool:
+        """Return True if inputs of layers have to be kept."""
+        by_output = (q.descriptor.calib_method == BY_OUTPUT for q in quantizers)
+        asked = self.inputs == AUTO or self.weights == BY_OUTPUT
+        return asked or (self.weights is None and any(by_output))
 
 
 def _observe_batches(
     model: nn.Module,
     activations: dict[str, TensorQuantizer],
-    stream: _Stream,
+    stream: BatchStream,
     group: dist.ProcessGroup | None,
     timeout: float,
-    calibrators: tuple[str | None, dict[str, Any]],
-) -> tuple[int, list[str]]:
-    """Run the batches and set the ranges; return how many batches, and who saw nothing."""
-    with torch.no_grad(), evaluating(model), _observing(model, activations, *calibrators):
+    asked: _Methods,
+    samples: OutputSamples | None,
+) -> tuple[int, list[str], dict[str, str]]:
+    """Run the batches and set the ranges.
+
+    Returns:
+        How many batches there were, who saw nothing, and the methods that were chosen.
+    """
+    with torch.no_grad(), evaluating(model), _observing(model, activations, asked):
         first = group is None or dist.get_rank(group) == 0
-        count = stream.run(model, first) if activations else 0
+        with samples or nullcontext():
+            count = stream.run(model, first) if activations or samples else 0
         if group is not None:
             named = [(name, c) for name, q in activations.items() for c in q.calibrators]
             observers, names = [c for _, c in named], [name for name, _ in named]
@@ -320,15 +310,17 @@ def _observe_batches(
                 "calibrate: got no batch; expected at least one. A generator runs only once: "
                 "make a new one"
             )
-        return count, _set_ranges(activations)
+        chosen: dict[str, str] = {}
+        if asked.inputs == AUTO and samples is not None:
+            chosen = choose_methods(model, activations, samples, group)
+        return count, _set_ranges(activations, chosen), chosen
 
 
 @contextmanager
 def _observing(
     model: nn.Module,
     chosen: dict[str, TensorQuantizer],
-    method: str | None,
-    options: dict[str, Any],
+    asked: _Methods,
 ) -> Iterator[None]:
     """Let the chosen quantizers observe and none of the model quantize.
 
@@ -337,7 +329,7 @@ def _observing(
     before = [(q, q.mode) for q in quantizers(model).values()]
     try:
         for quantizer in chosen.values():
-            quantizer.start_calibration(method, **options)
+            quantizer.start_calibration(starting_method(quantizer, asked.inputs), **asked.options)
         for quantizer, _ in before:
             quantizer.quantizing = False
         yield
@@ -348,15 +340,20 @@ def _observing(
             quantizer.calibrator = None
 
 
-def _set_ranges(chosen: dict[str, TensorQuantizer]) -> list[str]:
-    """Set every range from what was observed; return the names of those that saw nothing."""
+def _set_ranges(chosen: dict[str, TensorQuantizer], by_name: Mapping[str, str]) -> list[str]:
+    """Set every range from what was observed; return the names of those that saw nothing.
+
+    Args:
+        chosen: path -> quantizer.
+        by_name: path -> the method, where it is another than the calibrator's own.
+    """
     unseen, failed = [], []
     for name, quantizer in chosen.items():
         if quantizer.calibrator is None or not quantizer.calibrator.seen:
             unseen.append(name)
             continue
         try:
-            quantizer.finish_calibration()
+            quantizer.finish_calibration(**({"method": by_name[name]} if name in by_name else {}))
         except CalibrationError as error:
             failed.append(str(error))
     if failed:

@@ -17,14 +17,22 @@ from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import TensorQuantizer
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
-__all__ = ["output_error", "search_weight_amax"]
+__all__ = ["WEIGHT_FRACTIONS", "output_error", "search_weight_amax"]
 
-# The largest magnitude times these; of equal errors the first wins.
-_FRACTIONS = tuple(1 - i / 40 for i in range(33))
+#: The largest magnitude times these is tried; of equal errors the first wins.
+WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
+
+
+def _same(error: Tensor) -> Tensor:
+    return error
 
 
 def search_weight_amax(
-    layer: Any, x: Tensor, *, fractions: Sequence[float] = _FRACTIONS
+    layer: Any,
+    x: Tensor,
+    *,
+    fractions: Sequence[float] = WEIGHT_FRACTIONS,
+    add: Callable[[Tensor], Tensor] = _same,
 ) -> tuple[Tensor, float]:
     """Return the weight range of least squared error of the layer's output.
 
@@ -36,6 +44,7 @@ def search_weight_amax(
         x: samples of its input, (groups, inputs, samples); see
             :func:`torchq.workflow.layer_matrices.input_matrix`.
         fractions: what is tried.
+        add: from the errors of these samples to those of all, where several processes have some.
 
     Returns:
         The range, of the shape of the quantizer's amax, and the mean of the fractions.
@@ -48,7 +57,7 @@ def search_weight_amax(
     for fraction in fractions:
         amax = largest * fraction
         rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)
-        error = loss(rounded - weight).view(largest.shape)
+        error = add(loss(rounded - weight).view(largest.shape))
         best = torch.where(error < least, fraction, best)
         least = torch.minimum(error, least)
     return largest * best, best.mean().item()

@@ -108,12 +108,7 @@ def hadamard_(
         QuantizationError: the model is built in another way, such as with LayerNorm; or the float
             output changed by more than ``tolerance``.
     """
-    known = [name for name, q in quantizers(model).items() if q.calibrated]
-    if known:
-        raise ConfigError(
-            f"hadamard_: got a calibrated model ({known[0]} has a range), whose ranges would be "
-            "wrong afterwards; expected a call before torchq.calibrate"
-        )
+    _check_ranges(model)
     if example is None:
         example = torch.arange(8, device=device_of(model)).unsqueeze(0)
     with torch.no_grad(), evaluating(model), quantizers_off(model), HeadSizes() as attention:
@@ -121,27 +116,48 @@ def hadamard_(
         stream = find_stream(flow)
         _check_modules(model, stream)
         pairs = find_heads(flow, stream, attention.sizes) if heads else []
-        expected = _outputs(model, example)
+        most = _most_error(stream) if tolerance is None else tolerance
+        return _rotate_all(model, example, stream, pairs, seed, most)
 
-        def change_of_output() -> float:
-            return _relative_error(_outputs(model, example), expected)
 
-        with parameters_restored_on_error(stream.modules()), ExitStack() as undo:
-            untied = _untie(model, stream, undo)
-            most = _most_error(stream) if tolerance is None else tolerance
-            if not _rotate_heads(
-                dict(model.named_modules()), pairs, lambda: change_of_output() <= most
-            ):
-                pairs = []
-            is_hadamard = _rotate(stream, seed)
-            error = change_of_output()
-            if not error <= most:
-                raise QuantizationError(
-                    f"hadamard_: the float output changed by {error:.1e}, relative; expected at "
-                    f"most {most:.1e}. The model is as before. A norm may use its weight in "
-                    "another way than as a factor"
-                )
-            undo.pop_all()
+def _check_ranges(model: nn.Module) -> None:
+    """Raise an error for a calibrated model."""
+    known = [name for name, q in quantizers(model).items() if q.calibrated]
+    if known:
+        raise ConfigError(
+            f"hadamard_: got a calibrated model ({known[0]} has a range), whose ranges would be "
+            "wrong afterwards; expected a call before torchq.calibrate"
+        )
+
+
+def _rotate_all(
+    model: nn.Module,
+    example: Any,
+    stream: Stream,
+    pairs: list[tuple[str, str, int]],
+    seed: int,
+    most: float,
+) -> RotationReport:
+    """Rotate the heads and the stream, or change nothing if the output does not stay."""
+    expected = _outputs(model, example)
+
+    def change_of_output() -> float:
+        return _relative_error(_outputs(model, example), expected)
+
+    with parameters_restored_on_error(stream.modules()), ExitStack() as undo:
+        untied = _untie(model, stream, undo)
+        layers = dict(model.named_modules())
+        if not _rotate_heads(layers, pairs, lambda: change_of_output() <= most):
+            pairs = []
+        is_hadamard = _rotate(stream, seed)
+        error = change_of_output()
+        if not error <= most:
+            raise QuantizationError(
+                f"hadamard_: the float output changed by {error:.1e}, relative; expected at "
+                f"most {most:.1e}. The model is as before. A norm may use its weight in "
+                "another way than as a factor"
+            )
+        undo.pop_all()
     readers = tuple(name for group in stream.readers.values() for name in group)
     names = tuple(stream.embeddings), tuple(stream.writers), readers
     return RotationReport(

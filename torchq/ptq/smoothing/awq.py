@@ -30,7 +30,7 @@ from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
 from torchq.ptq.smoothing.search import best_alpha, entry_factors
 from torchq.utils import NotebookText, evaluating, progress_bar, table
 from torchq.workflow import quantizers
-from torchq.workflow.output_search import output_error, search_weight_amax
+from torchq.workflow.output_search import WEIGHT_FRACTIONS, output_error, search_weight_amax
 
 __all__ = ["AWQGroup", "AWQReport", "awq_"]
 
@@ -198,8 +198,8 @@ def _set_ranges(group: ChannelGroup, inputs: Inputs, scaled: _Scaled, clip: bool
     errors, fractions = [], []
     for _, layer in group.layers:
         x = inputs.matrix(layer) / entry_factors(layer, scaled.factors).unsqueeze(2)
-        tried = {} if clip else {"fractions": (1.0,)}
-        amax, fraction = search_weight_amax(layer, x, **tried)
+        tried = WEIGHT_FRACTIONS if clip else (1.0,)
+        amax, fraction = search_weight_amax(layer, x, fractions=tried)
         layer.weight_quantizer.set_amax(amax)
         d, weight = layer.weight_quantizer.descriptor, layer.weight.float()
         rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)

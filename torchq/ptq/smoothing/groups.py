@@ -107,6 +107,8 @@ def _obstacle(model: nn.Module, flow: Flow, call: Call, weights: bool) -> str | 
         return "its weight is not quantized"
     if weights and layer.weight_quantizer.descriptor.dynamic:
         return "its weight range is dynamic"
+    if weights and not layer.weight_quantizer.descriptor.symmetric:
+        return "its weight range is asymmetric"
     if not weights and not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
     reason = takes_factors(model, flow, call)
