@@ -41,8 +41,10 @@ Row = dict[str, Any]
 PEERS = ("onnx", "onnxruntime", "torchvision", "onnxscript")
 EXPORTERS = {"torchscript": False, "dynamo": True}
 LIMIT = 1e-4  # of the error relative to the largest output
-#: Image sizes of networks that do not accept 64 x 64.
-SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_h_14": 56}
+#: Image sizes of networks that do not accept 64 x 64. The pooling of AlexNet and VGG would make
+#: more windows than there are pixels, which the older exporter cannot write.
+SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_h_14": 56, "alexnet": 224}
+SIZES |= {f"vgg{depth}{end}": 224 for depth in (11, 13, 16, 19) for end in ("", "_bn")}
 HALF_PRECISION = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # two units in the last place
 
 
@@ -156,6 +158,8 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 1.5)
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.02)  # the heads of vision transformers are zero
     return model, torch.randn(1, 3, size, size)
 
 

@@ -1,7 +1,8 @@
 """Feed mutated files to everything that reads a file: only named errors may come out.
 
 ``load`` and ``load_model`` read mutated checkpoints, ``inspect``, ``retarget`` and ``verify``
-mutated ONNX files, and ``config`` mutated JSON. A reader passes if it returns, or raises a subclass
+mutated ONNX files, ``config`` mutated JSON; :mod:`benchmarks.fuzz_readers` adds those of other
+frameworks. A reader passes if it returns, or raises a subclass
 of ``TorchqError``. It fails with any other exception, beyond the limits on time and memory, if the
 process dies, if a refused checkpoint has changed the model, or if an accepted one holds a range
 that is negative or not finite.
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.fuzz_mutations import mutate_checkpoint, mutate_json, mutate_onnx
+from benchmarks.fuzz_readers import FRAMEWORK_READERS
 from benchmarks.harness import Reporter
 from torchq.errors import TorchqError
 
@@ -182,6 +184,7 @@ READERS: dict[str, Callable[[Random, Path], None]] = {
     "retarget": read_retarget,
     "verify": read_verify,
     "config": read_config,
+    **FRAMEWORK_READERS,
 }
 
 

@@ -26,9 +26,9 @@ from tests.lowering.pass_graphs import (
     picture,
     quantize,
 )
+from torchq.graph import trace_or_culprit
 from torchq.lowering import Int8Conv, QParams
 from torchq.lowering.graph.editor import GraphEditor
-from torchq.lowering.graph.tracer import trace
 from torchq.lowering.modules.float_pointwise_conv import FloatPointwiseConv
 from torchq.lowering.modules.lookup_table import LookupTable
 from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
@@ -40,7 +40,7 @@ def test_the_check_of_an_argument_survives() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return x if mask is None else x * mask
 
-    found = trace(Optional(), lambda m: False)
+    found = trace_or_culprit(Optional(), lambda m: False)
     assert isinstance(found, fx.GraphModule)
     editor = GraphEditor(found, torch.float32)
     assert apply(editor, "check_none_by_module")

@@ -103,15 +103,7 @@ class Backend:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return the value of a node; :class:`torchq.graph.GraphRunner` calls this.
-
-        Args:
-            graph_module: the graph and its modules.
-            node: a node that calls something.
-            default: computes the value as torch does.
-            args: the arguments.
-            kwargs: the keyword arguments.
-        """
+        """Return the value of a node; see :meth:`torchq.graph.NodeBackend.call`."""
         function = default
         for handler in self.handlers(operation_of(node, graph_module)):
             function = partial(handler, Call(graph_module, node, function))

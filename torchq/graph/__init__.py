@@ -28,6 +28,7 @@ from torchq.graph.tracing import (
     state_kept,
     trace_call,
     trace_modules,
+    trace_or_culprit,
 )
 
 __all__ = [
@@ -68,4 +69,5 @@ __all__ = [
     "trace",
     "trace_call",
     "trace_modules",
+    "trace_or_culprit",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +17,16 @@ from torchq.utils import evaluating
 
 __all__ = [
     "ForwardTracer",
+    "ModuleTracer",
     "forward_hook_kind",
     "is_torch_leaf",
     "state_kept",
     "trace_call",
     "trace_modules",
+    "trace_or_culprit",
 ]
+
+log = logging.getLogger(__name__)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -72,13 +79,66 @@ def _number_of_parts(node: fx.Node) -> int | None:
     return parts if name == "chunk" and isinstance(parts, int) else None
 
 
-class _Tracer(ForwardTracer):
-    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+class ModuleTracer(ForwardTracer):
+    """The tracer of whole models: calls of leaf modules stay whole.
+
+    Args:
+        is_leaf: which modules stay one ``call_module`` node.
+        assume_no_varargs: trace as if ``*args`` and ``**kwargs`` were empty. The result accepts
+            the named arguments alone. Without this option their use cannot be traced.
+
+    Attributes:
+        culprit: the innermost module whose code could not be traced.
+    """
+
+    def __init__(
+        self, is_leaf: Callable[[nn.Module], bool], assume_no_varargs: bool = False
+    ) -> None:
         super().__init__()
-        self._leaf = is_leaf
+        self._leaf, self._assume_no_varargs = is_leaf, assume_no_varargs
+        self.culprit: nn.Module | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True for modules that stay single calls."""
         return self._leaf(m)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Trace a call of a module; see :meth:`torch.fx.Tracer.call_module`."""
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self.culprit is None and not self._leaf(m):
+                self.culprit = m
+            raise
+
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the arguments of the model; see :meth:`torch.fx.Tracer.create_args_for_root`."""
+        function, values = super().create_args_for_root(*args, **kwargs)
+        if self._assume_no_varargs:
+            values = [self._without_varargs(value) for value in values]
+        return function, values
+
+    def _without_varargs(self, value: Any) -> Any:
+        """Return an empty tuple or dict in the place of ``*args`` and ``**kwargs``."""
+        name = str(value.node.target) if isinstance(value, fx.Proxy) else ""
+        if not name.startswith("*"):
+            return value
+        self.graph.erase_node(value.node)
+        return {} if name.startswith("**") else ()
+
+    def create_arg(self, a: Any) -> Any:
+        """Turn a value into part of the graph; see :meth:`torch.fx.Tracer.create_arg`.
+
+        torch.fx makes a plain dict of every mapping. Here ordered dictionaries (torchvision) and
+        dictionaries that are dataclasses (transformers) keep their type.
+        """
+        plain = (dict, fx.immutable_collections.immutable_dict)
+        if not isinstance(a, dict) or type(a) in plain:
+            return super().create_arg(a)
+        items = {name: self.create_arg(value) for name, value in a.items()}
+        if type(a) is OrderedDict or dataclasses.is_dataclass(a):
+            return self.create_node("call_function", type(a), (items,), {})
+        raise TypeError(f"{type(a).__name__} cannot be part of a traced model")
 
 
 @contextmanager
@@ -185,13 +245,47 @@ def trace_modules(
     Raises:
         Exception: Whatever the model raises when its control flow looks at a tensor.
     """
-    tracer = _Tracer(is_leaf)
+    tracer = ModuleTracer(is_leaf)
     tracer.record_stack_traces = record_lines
+    return _traced(tracer, model, given)
+
+
+def trace_or_culprit(
+    model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, assume_no_varargs: bool = False
+) -> fx.GraphModule | nn.Module:
+    """Trace ``model`` as :func:`trace_modules` does, or name what stands in the way.
+
+    Args:
+        model: left unchanged.
+        is_leaf: which modules stay one ``call_module`` node.
+        assume_no_varargs: see :class:`ModuleTracer`.
+
+    Returns:
+        The traced model; or, if that fails, the module whose code cannot be traced: ``model``
+        itself or one of its parts.
+    """
+    tracer = ModuleTracer(is_leaf, assume_no_varargs)
+    try:
+        return _traced(tracer, model, None)
+    except Exception as error:  # code whose control flow looks at a tensor may raise anything
+        culprit = model if tracer.culprit is None else tracer.culprit
+        name = type(culprit).__name__
+        log.debug("%s cannot be traced (%s: %s)", name, type(error).__name__, error)
+        return culprit
+
+
+def _traced(
+    tracer: ModuleTracer, model: nn.Module, given: Mapping[str, Any] | None
+) -> fx.GraphModule:
+    """Return the traced model, with the tensors that its code creates as attributes.
+
+    ``fx.GraphModule`` copies attributes from ``model``, so they stand there for a moment.
+    """
     with evaluating(model), state_kept(model):
         graph = trace_call(tracer, model, given)
         for tensor, name in tracer.tensor_attrs.items():
-            # fx.GraphModule copies the tensors that the code creates from attributes of the model.
-            setattr(model, name, tensor)
+            if not hasattr(model, name.partition(".")[0]):
+                vars(model)[name] = tensor
         return fx.GraphModule(tracer.root, graph)
 
 

@@ -3,6 +3,7 @@
 from torchq.frontends.building.builder import GraphBuilder
 from torchq.frontends.building.node import MAX_FOLDED, FileNode
 from torchq.frontends.building.paths import free_path, identifier, parent_of
+from torchq.frontends.building.registry import entering
 from torchq.frontends.building.values import Constant, Ints, Value, stack_ints
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GraphBuilder",
     "Ints",
     "Value",
+    "entering",
     "free_path",
     "identifier",
     "parent_of",

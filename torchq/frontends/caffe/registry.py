@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchq.frontends.building import Value
+from torchq.frontends.building import Value, entering
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.utils import Registry
 
@@ -25,10 +25,4 @@ def converter(*types: str) -> Callable[[Converter], Converter]:
     Raises:
         ConfigError: one of the types has a converter already.
     """
-
-    def enter(function: Converter) -> Converter:
-        for name in types:
-            CONVERTERS.add(name, function)
-        return function
-
-    return enter
+    return entering(CONVERTERS, types)

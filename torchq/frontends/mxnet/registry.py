@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchq.frontends.building import Value
+from torchq.frontends.building import Value, entering
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.utils import Registry
 
@@ -25,13 +25,7 @@ def converter(*op_types: str) -> Callable[[Converter], Converter]:
     Raises:
         ConfigError: one of the operators has a converter already.
     """
-
-    def enter(function: Converter) -> Converter:
-        for op_type in op_types:
-            CONVERTERS.add(op_type, function)
-        return function
-
-    return enter
+    return entering(CONVERTERS, op_types)
 
 
 def identity(function: Callable[..., object], *op_types: str) -> None:

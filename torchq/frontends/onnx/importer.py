@@ -11,7 +11,7 @@ from torchq.errors import FrontendError
 from torchq.frontends.building import Constant, Value, identifier
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.inference import infer_types, note_ndims
+from torchq.frontends.onnx.inference import infer_types, note_types
 from torchq.frontends.onnx.preparation import (
     count_readers,
     domain_of,
@@ -164,7 +164,7 @@ class Importer:
         for output, value in zip(proto.output, results, strict=False):
             if output:
                 builder.values[output] = value
-        note_ndims(context, results)
+        note_types(context, results)
         for output in proto.output[len(results) :]:
             if output:
                 context.refuse(f"its output {output!r} is not supported")

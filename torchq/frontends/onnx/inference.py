@@ -15,7 +15,7 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.utils.optional import import_optional
 
-__all__ = ["infer_types", "note_ndims"]
+__all__ = ["infer_types", "note_types"]
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +26,14 @@ Shapes = dict[str, list[int | None]]
 #: Operators whose results have as many dimensions as their first input.
 _SAME_NDIM = frozenset(
     {
-        "Abs", "AveragePool", "BatchNormalization", "BitwiseNot", "Cast", "Ceil", "Clip", "Concat",
-        "Conv", "CumSum", "DequantizeLinear", "Dropout", "Elu", "Erf", "Exp", "Floor",
-        "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish",
-        "Identity", "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Log",
-        "LogSoftmax", "MaxPool", "Neg", "Not", "Pad", "QuantizeLinear", "Reciprocal", "Relu",
-        "Resize", "Round", "Scatter", "ScatterElements", "ScatterND", "Sigmoid", "Sign", "Slice",
+        "Abs", "Attention", "AveragePool", "BatchNormalization", "BiasGelu", "BitwiseNot", "Cast",
+        "Ceil", "Clip", "Concat", "Conv", "CumSum", "DequantizeLinear", "Dropout", "Elu", "Erf",
+        "Exp", "FastGelu", "Floor", "FusedConv", "FusedGemm", "GatherElements", "Gelu",
+        "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity",
+        "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax",
+        "MaxPool", "MultiHeadAttention", "Neg", "Not", "Pad", "QuantizeLinear", "QuickGelu",
+        "Reciprocal", "Relu", "Resize", "Round", "Scatter", "ScatterElements", "ScatterND",
+        "Sigmoid", "Sign", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Slice",
         "Softmax", "Softplus", "Split", "Sqrt", "Tanh", "Tile", "TopK", "Transpose", "Trilu",
         "Upsample",
     }
@@ -39,17 +41,58 @@ _SAME_NDIM = frozenset(
 #: Operators whose result has as many dimensions as the input with the most.
 _BROADCAST = frozenset(
     {
-        "Add", "And", "Div", "Equal", "Expand", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
-        "MatMul", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where",
-        "Xor",
+        "Add", "And", "Div", "Equal", "Expand", "FusedMatMul", "Greater", "GreaterOrEqual",
+        "Less", "LessOrEqual", "MatMul", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow",
+        "Sub", "Sum", "Where", "Xor",
     }
 )  # fmt: skip
+#: Operators whose result has an element type of its own.
+_FLAGS = frozenset(
+    {
+        "And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not",
+        "Or", "Xor",
+    }
+)  # fmt: skip
+_PLACES = frozenset(
+    {"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Shape", "Size", "Unique"}
+)  # fmt: skip
 #: Operators whose result has a fixed number of dimensions.
-_FIXED_NDIM = {"Flatten": 2, "NonMaxSuppression": 2, "NonZero": 2, "Range": 1, "RoiAlign": 4}
+_FIXED_NDIM = {
+    "EmbedLayerNormalization": 3,
+    "Flatten": 2,
+    "NonMaxSuppression": 2,
+    "NonZero": 2,
+    "Range": 1,
+    "RoiAlign": 4,
+}
 
 
-def note_ndims(node: NodeContext, results: Sequence[Value]) -> None:
-    """Note how many dimensions the results have where shape inference does not know it."""
+def note_types(node: NodeContext, results: Sequence[Value]) -> None:
+    """Note dimensions and element types of results that shape inference does not know.
+
+    It knows nothing of operators of other domains, nor of what is computed from their results.
+    """
+    dtypes = node.builder.dtypes
+    for index, name in enumerate(node.output_names):
+        if name and name not in dtypes:
+            found = _dtype_of_result(node, index)
+            if found is not None:
+                dtypes[name] = found
+    _note_ndims(node, results)
+
+
+def _dtype_of_result(node: NodeContext, index: int) -> torch.dtype | None:
+    if node.op_type in _FLAGS:
+        return torch.bool
+    if node.op_type in _PLACES or (node.op_type == "TopK" and index == 1):
+        return torch.int64
+    if node.op_type in ("Cast", "CastLike", "QuantizeLinear", "If") or not node.inputs:
+        return dtype_of(node.attr("to", 0)) if node.op_type == "Cast" else None
+    source = {"Where": 1, "OneHot": 2, "EmbedLayerNormalization": 2}.get(node.op_type, 0)
+    return node.dtype(source) if node.input(source) is not None else None
+
+
+def _note_ndims(node: NodeContext, results: Sequence[Value]) -> None:
     shapes = node.builder.shapes
     for name, result in zip(node.output_names, results, strict=False):
         if not name or name in shapes or not isinstance(result, fx.Node):

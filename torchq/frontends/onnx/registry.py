@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchq.frontends.building import Value
+from torchq.frontends.building import Value, entering
 from torchq.utils import Registry
 
 if TYPE_CHECKING:
@@ -67,13 +67,8 @@ def converter(
     Raises:
         ConfigError: one of the operators has a converter already.
     """
-
-    def enter(function: Converter) -> Converter:
-        for op_type in op_types:
-            CONVERTERS.add((domain, op_type), Entry(function, dtypes))
-        return function
-
-    return enter
+    keys = [(domain, op_type) for op_type in op_types]
+    return entering(CONVERTERS, keys, lambda function: Entry(function, dtypes))
 
 
 def identity(

@@ -119,9 +119,9 @@ def source_line(node: fx.Node) -> str:
     places = [number for number, line in enumerate(lines) if line.startswith('File "')]
     for number in reversed(places):
         file = lines[number].split('"')[1]
-        if file.startswith(_TRACER):
+        if file.startswith(_TRACER) and lines[number].endswith("in trace_call"):
             break
-        if not file.startswith(_TORCH):
+        if not file.startswith((_TORCH, _TRACER)):
             code = lines[number + 1 : number + 2]
             return ": ".join([lines[number], *code])
     return ""

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from torchq.graph import forward_hook_kind, is_torch_leaf
+from torchq.graph import forward_hook_kind, is_torch_leaf, trace_or_culprit
 from torchq.lowering.graph.traced_module import TracedModel
-from torchq.lowering.graph.tracer import trace
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
@@ -131,10 +130,12 @@ def _traced(model: nn.Module, opaque: set[nn.Module] | None) -> fx.GraphModule |
             part must be traced.
     """
     if opaque is None:
-        found = trace(model, _is_leaf)
+        found = trace_or_culprit(model, _is_leaf)
         return found if isinstance(found, fx.GraphModule) else None
     while True:
-        found = trace(model, lambda m: m in opaque or _is_layer(m), assume_no_varargs=True)
+        found = trace_or_culprit(
+            model, lambda m: m in opaque or _is_layer(m), assume_no_varargs=True
+        )
         if isinstance(found, fx.GraphModule):
             return found
         # What stops at one block of a network stops at the others too.

@@ -6,8 +6,10 @@ Importing this package fills the registry.
 from torchq.frontends.onnx.converters import (
     activations,
     arithmetic,
+    attention,
     control,
     convolutions,
+    fused,
     indexing,
     matmul,
     movement,
@@ -23,8 +25,10 @@ from torchq.frontends.onnx.converters import (
 __all__ = [
     "activations",
     "arithmetic",
+    "attention",
     "control",
     "convolutions",
+    "fused",
     "indexing",
     "matmul",
     "movement",

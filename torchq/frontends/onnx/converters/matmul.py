@@ -78,6 +78,8 @@ def gemm(
 
 def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of integer matrices in their element type, modulo its range."""
+    if a.is_floating_point():  # the file does not tell the type
+        return torch.matmul(a, b)
     return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)
 
 
