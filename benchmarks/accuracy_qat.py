@@ -9,7 +9,7 @@ better).
 Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Cases
 "from gptq_" start from the network that ``torchq.ptq.gptq_`` rounds, with frozen BatchNorms and a
 tenth of the learning rate. Each case runs once for each seed. A case that ``--out`` holds already
-is left out, so a run that was stopped continues where it was.
+is left out, and a run that is stopped continues at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Bench:
                 return distillation.loss()
 
             plan = Training(steps, lr, optimizer="adam", clip=1.0, seed=case.seed)
-            fit(model, loss, plan, label=str(case))
+            fit(model, loss, plan, label=str(case), checkpoint=self._checkpoint(case, plan))
         return {"perplexity": self.score(model), "steps": steps, "lr": lr}
 
     def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> dict[str, object]:
@@ -220,6 +220,12 @@ class Bench:
         if not from_gptq:
             reestimate_bn_(model, batches, progress=False)
         return {"steps": steps, "lr": lr} | ({} if share is None else {"oscillating": share})
+
+    def _checkpoint(self, case: Case, plan: Training) -> Path:
+        """Return the file that keeps the state of a run."""
+        self.options.work.mkdir(parents=True, exist_ok=True)
+        text = "_".join(map(str, (*vars(case).values(), plan.steps))).replace(" ", "")
+        return self.options.work / f"{text}.run"
 
     def _fit(
         self, model: nn.Module, case: Case, teacher: nn.Module, plan: Training
@@ -252,7 +258,9 @@ class Bench:
                     oscillations.freeze_above = _FREEZE_TO + (_FREEZE_FROM - _FREEZE_TO) * share
                 oscillations.update_()
 
-            fit(model, loss, plan, after=after, label=str(case))
+            extras = {} if oscillations is None else {"oscillations": oscillations}
+            path = self._checkpoint(case, plan)
+            fit(model, loss, plan, after=after, label=str(case), checkpoint=path, extras=extras)
         return None if oscillations is None else round(oscillations.share(), 5)
 
 

@@ -1,9 +1,15 @@
-"""The training loop of the QAT benchmarks: an ordinary one, with a cosine and a progress bar."""
+"""The training loop of the QAT benchmarks: an ordinary one, with a cosine and a progress bar.
+
+A run that is stopped continues where it was, bit for bit, from its last checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +18,9 @@ import torchq
 from torchq.utils import progress_bar
 
 __all__ = ["Training", "fit"]
+
+#: Steps between two checkpoints.
+_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ def fit(
     *,
     after: Callable[[int], object] | None = None,
     label: str = "train",
+    checkpoint: Path | None = None,
+    extras: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Train ``model`` in place and return it in eval mode.
 
@@ -51,6 +62,8 @@ def fit(
         training: how long and how fast.
         after: called with the number of each step after it.
         label: the text of the progress bar.
+        checkpoint: a file for the state of the run, which is removed at the end.
+        extras: further objects with a state dict that belong to the run, by name.
     """
     generator = torch.Generator().manual_seed(training.seed)
     torch.manual_seed(training.seed)
@@ -61,8 +74,10 @@ def fit(
         else torch.optim.AdamW(groups)
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, **(extras or {})}
+    first = _resume(checkpoint, parts, generator)
     model.train()
-    for step in progress_bar(range(training.steps), description=label, unit="step"):
+    for step in progress_bar(range(first, training.steps), description=label, unit="step"):
         optimizer.zero_grad()
         loss(generator).backward()
         if training.clip is not None:
@@ -71,4 +86,27 @@ def fit(
         schedule.step()
         if after is not None:
             after(step)
+        if checkpoint is not None and step % _EVERY == _EVERY - 1:
+            _keep(checkpoint, parts, generator, step + 1)
+    if checkpoint is not None:
+        checkpoint.unlink(missing_ok=True)
     return model.eval()
+
+
+def _keep(path: Path, parts: Mapping[str, Any], generator: torch.Generator, steps: int) -> None:
+    """Write the state of a run after a number of steps; the file is replaced whole."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "generator": generator.get_state(), "steps": steps}, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def _resume(path: Path | None, parts: Mapping[str, Any], generator: torch.Generator) -> int:
+    """Load the state of a run if there is one; return how many steps are done."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    generator.set_state(state["generator"])
+    done: int = state["steps"]
+    return done
