@@ -9,6 +9,7 @@ import argparse
 
 import torch
 from ultralytics import YOLO
+from ultralytics.utils.torch_utils import ModelEMA
 
 import torchq
 
@@ -17,8 +18,11 @@ EXCLUDE = ["*.dfl.*"]
 
 
 def quantize_at_start(trainer: object) -> None:
-    """Swap the layers of a trainer's model: a callback for "on_pretrain_routine_start"."""
+    """Quantize a trainer's model: a callback for "on_pretrain_routine_end"."""
     torchq.quantize_(trainer.model, torchq.recipes.int8(), exclude=EXCLUDE)
+    images = (trainer.preprocess_batch(batch)["img"] for batch in trainer.train_loader)
+    torchq.calibrate(trainer.model, images, num_batches=16)
+    trainer.ema = ModelEMA(trainer.model)  # the copy that is validated and saved
 
 
 def main() -> None:
@@ -49,7 +53,7 @@ def main() -> None:
 
     if options.train:
         model = YOLO(options.model)
-        model.add_callback("on_pretrain_routine_start", quantize_at_start)
+        model.add_callback("on_pretrain_routine_end", quantize_at_start)
         model.train(data=options.train, epochs=1, imgsz=options.size, lr0=1e-3)
 
 

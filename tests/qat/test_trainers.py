@@ -25,7 +25,7 @@ from torchq.qat import Distillation, param_groups, prepare, use_estimator_
 from torchq.workflow import quantizers
 
 # The frameworks warn of each other and of small data.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
 def dataset(count: int = 16) -> TensorDataset:

@@ -1,0 +1,129 @@
+"""Small real training runs with the trainer of Ultralytics and in the manner of timm's script.
+
+The recipes are those of docs/howto/; here they are run on a data set that is made for the test.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchq
+from torchq.workflow import quantizers
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(page: str, containing: str, **names: Any) -> dict[str, Any]:
+    """Return the names that a code block of a page defines."""
+    text = (ROOT / "docs/howto" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    (block,) = (block for block in blocks if containing in block)
+    found = {"torch": torch, "torchq": torchq, **names}
+    exec(compile(block, page, "exec"), found)
+    return found
+
+
+def detection_data(folder: Path) -> Path:
+    """Write eight noisy images with a box each for training and for validation."""
+    image = pytest.importorskip("PIL.Image")
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for kind in ("images", "labels"):
+            (folder / kind / split).mkdir(parents=True)
+        for number in range(8):
+            pixels = torch.randint(256, (64, 64, 3), generator=generator, dtype=torch.uint8)
+            image.fromarray(pixels.numpy()).save(folder / "images" / split / f"{number}.png")
+            label = folder / "labels" / split / f"{number}.txt"
+            label.write_text(f"{number % 2} 0.5 0.5 0.4 0.4\n")
+    listing = folder / "data.yaml"
+    listing.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [a, b]\n")
+    return listing
+
+
+def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("YOLO_OFFLINE", "True")
+    ultralytics = pytest.importorskip("ultralytics", reason="the test is about ultralytics")
+    model = recipe("ultralytics.md", "add_callback", YOLO=ultralytics.YOLO)["model"]
+    started: list[dict[str, torch.Tensor]] = []
+    model.add_callback(
+        "on_train_start",
+        lambda trainer: started.append(
+            {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        ),
+    )
+    model.train(
+        data=str(detection_data(tmp_path / "data")),
+        epochs=2,
+        imgsz=64,
+        batch=4,
+        nbs=4,  # a step of the optimizer for each batch
+        warmup_epochs=0,
+        optimizer="SGD",
+        workers=0,
+        device="cpu",
+        project=str(tmp_path),
+        plots=False,
+        verbose=False,
+    )
+    trainer = model.trainer
+    moved = [n for n, p in trainer.model.named_parameters() if not torch.equal(p, started[0][n])]
+    assert len(moved) > 0.5 * len(started[0])  # the optimizer trains the quantized layers
+    for path in (trainer.best, trainer.last):
+        network = ultralytics.YOLO(path).model.float().eval()
+        found = quantizers(network)
+        assert len(found) == len(quantizers(trainer.model)) > 100
+        assert all(q.calibrated for q in found.values())
+        x = torch.rand(1, 3, 64, 64)
+        with torch.no_grad():
+            expected = network(x)[0]
+            network.fuse()
+            got = network(x)[0]
+        # fuse() folds BatchNorms, which changes no code; a value at a tie may still fall otherwise.
+        assert (got - expected).norm() < 1e-3 * expected.norm()
+        assert len(quantizers(network)) == len(found)
+
+
+def test_the_train_script_of_timm(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm", reason="the test is about timm")
+    loss_of = pytest.importorskip("timm.loss").SoftTargetCrossEntropy()
+    torch.manual_seed(0)
+    images = torch.rand(4, 3, 32, 32)
+    run = recipe("timm.md", "create_optimizer_v2", timm=timm, images=images)
+    model, optimizer, scheduler, ema = (
+        run[name] for name in ("model", "optimizer", "scheduler", "ema")
+    )
+    assert {group["name"] for group in optimizer.param_groups} >= {"weights", "ranges"}
+    mixup = timm.data.Mixup(mixup_alpha=0.2, num_classes=1000)
+    scaler = timm.utils.NativeScaler(device="cpu")
+    saver = timm.utils.CheckpointSaver(
+        model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path)
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for epoch in range(2):
+        model.train()
+        for x, labels in run["loader"]:
+            x, targets = mixup(x, labels)
+            loss = loss_of(model(x), targets)
+            optimizer.zero_grad()
+            scaler(loss, optimizer, parameters=model.parameters(), clip_grad=1.0)
+            ema.update(model)
+        scheduler.step(epoch + 1)
+        saver.save_checkpoint(epoch, metric=float(epoch))
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert any(name.endswith("amax") for name in moved) and len(moved) > 0.5 * len(before)
+    again = recipe("timm.md", "create_optimizer_v2", timm=timm, images=images)["model"]
+    timm.models.load_checkpoint(again, str(tmp_path / "last.pth.tar"), weights_only=False)
+    state = ema.module.state_dict()  # timm loads the average by default
+    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+    expected = again.eval()(images)
+    torchq.fuse_(again, images, progress=False)
+    # Folding BatchNorms changes no code.
+    torch.testing.assert_close(again(images), expected, rtol=1e-3, atol=1e-4)
