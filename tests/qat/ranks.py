@@ -5,6 +5,7 @@ It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from torchq.workflow import quantizers
 
 # The stream of a CPU, which FSDP2 waits for, came with torch 2.7.
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+
+
+LEAVES_PARAMETERS_OUT = "ignored_params" in inspect.signature(fully_shard).parameters
 
 
 class Net(nn.Module):
@@ -78,14 +82,20 @@ def main(folder: Path) -> None:
         wrapped = DistributedDataParallel(model, find_unused_parameters=False)
         train(wrapped, torch.optim.SGD(groups), rank)
         results[name] = state(model)
-    model, _ = prepared(rank, learn=False)
-    results["fsdp before"] = state(model)
-    if SHARDS_ON_CPU:
+    for name, learn in (("fsdp fixed", False), ("fsdp learned", True)):
+        model, groups = prepared(rank, learn=learn)
+        results[f"{name} before"] = state(model)
+        if not SHARDS_ON_CPU or (learn and not LEAVES_PARAMETERS_OUT):
+            continue
+        options = {"ignored_params": torchq.qat.replicate_ranges_(model)} if learn else {}
         mesh = init_device_mesh("cpu", (2,))
         for part in (model.stem, model.body, model.head, model):
-            fully_shard(part, mesh=mesh)
-        train(model, torch.optim.SGD(model.parameters(), lr=0.05), rank)
-        results["fsdp"] = state(model)
+            fully_shard(part, mesh=mesh, **options)
+        # Sharding replaces parameters, so the groups are made again, of the same rates.
+        rates = {group["name"]: group["lr"] for group in groups}
+        groups = torchq.qat.param_groups(model, lr=rates["weights"], weight_decay=1e-4)
+        train(model, torch.optim.SGD(groups), rank)
+        results[name] = state(model)
     results["quantizers"] = list(quantizers(model))
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()

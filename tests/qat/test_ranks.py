@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import torchq
+from torchq.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
@@ -21,7 +26,14 @@ Results = list[dict[str, Any]]
 needs_fsdp = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP2 needs a GPU"
 )
-CASES = ["ddp fixed", "ddp learned", pytest.param("fsdp", marks=needs_fsdp)]
+leaves_out = "ignored_params" in inspect.signature(fully_shard).parameters
+needs_ignoring = pytest.mark.skipif(not leaves_out, reason="this torch shards all parameters")
+CASES = [
+    "ddp fixed",
+    "ddp learned",
+    pytest.param("fsdp fixed", marks=needs_fsdp),
+    pytest.param("fsdp learned", marks=[needs_fsdp, needs_ignoring]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +59,25 @@ def test_ranks_agree_on_everything_after_training(results: Results, case: str) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_move_and_only_learned_ranges_do(results: Results, case: str) -> None:
-    before = results[0]["fsdp before" if case == "fsdp" else f"{case} before"]
+    before = results[0][f"{case} before"]
     after = results[0][case]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert {"stem.weight", "body.weight", "head.weight"} <= moved
     ranges = {name for name in before if name.endswith("amax")}
     assert len(ranges) == 6
-    assert (moved & ranges == ranges) if case == "ddp learned" else not moved & ranges
+    assert (moved & ranges == ranges) if case.endswith("learned") else not moved & ranges
 
 
 @needs_fsdp
-def test_sharded_training_is_that_of_replicas(results: Results) -> None:
-    replicas, shards = results[0]["ddp fixed"], results[0]["fsdp"]
+@pytest.mark.parametrize("kind", ["fixed", pytest.param("learned", marks=needs_ignoring)])
+def test_sharded_training_is_that_of_replicas(results: Results, kind: str) -> None:
+    replicas, shards = results[0][f"ddp {kind}"], results[0][f"fsdp {kind}"]
     assert replicas.keys() == shards.keys()
     # Sums in another order may round a value to the next code, whose gradient is a little other.
     for name in replicas:
         torch.testing.assert_close(shards[name], replicas[name], rtol=1e-3, atol=1e-4)
+
+
+def test_ranges_are_replicated_in_a_process_group_alone() -> None:
+    with pytest.raises(ConfigError, match="replicate_ranges_: got no process group"):
+        torchq.qat.replicate_ranges_(torch.nn.Linear(2, 2))

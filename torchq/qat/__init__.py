@@ -17,7 +17,7 @@ from torchq.qat.schedule import (
     observing,
     quantize_from_,
 )
-from torchq.qat.shared_ranges import share_range_
+from torchq.qat.shared_ranges import replicate_ranges_, share_range_
 from torchq.qat.start import start_from_
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "quantize_folded_",
     "quantize_from_",
     "reestimate_bn_",
+    "replicate_ranges_",
     "share_range_",
     "start_from_",
     "step_in_log2_",
