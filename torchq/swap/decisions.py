@@ -94,7 +94,7 @@ class SwapReport(NotebookText):
             names = " = ".join(d.names) or "(root)"
             rows.append((names, d.float_class.__name__, _what_text(d), d.rule or ""))
         operators = {id(d) for _, d in self.operators}
-        containers = [d for d in self.replaced if not (d.input or d.weight or d.calls)]
+        containers = [d for d in self.replaced if not (d.input or d.weight)]
         layers = len(self.replaced) - len(operators) - len(containers)
         counts = [f"{layers} quantized"]
         if operators:
