@@ -1,4 +1,4 @@
-"""Average pooling of codes."""
+"""Average and max pooling of codes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torchq.lowering import QParams
 from torchq.lowering.modules.pooling import CodesAvgPool2d
 from torchq.lowering.modules.qdq import Dequantize, Quantize
 from torchq.lowering.ops import onednn
+from torchq.lowering.ops.pooling import max_pool2d
 
 SIGNED, UNSIGNED, NARROW = (
     QParams(0.02, 128, 0, 255),
@@ -116,3 +117,19 @@ def test_kernels_are_bound_once_for_each_shape_and_some_are_kept() -> None:
     for size in range(4, 24):
         layer(codes_of((1, 4, size, 4), SIGNED))
     assert 0 < len(layer._kernels) <= 8
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 9, 9), (1, 24, 7, 8), (1, 32, 6, 6), (1, 40, 8, 8)])
+@pytest.mark.parametrize("window", [(3, 2, 1, 1), (2, 2, 0, 1), (3, 1, 0, 2)])
+def test_codes_of_any_number_of_channels_are_pooled_as_values(
+    shape: tuple[int, ...], window: tuple[int, int, int, int]
+) -> None:
+    """The kernel gets padded channels; none of them may be seen."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    codes = codes.contiguous(memory_format=torch.channels_last)
+    kernel, stride, padding, dilation = window
+    found = max_pool2d(codes, [(n, n) for n in window], False)
+    expected = nn.functional.max_pool2d(codes.float(), kernel, stride, padding, dilation)
+    assert torch.equal(found.float(), expected)
+    assert found.is_contiguous(memory_format=torch.channels_last)

@@ -68,7 +68,7 @@ def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
         raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
     if not eager(x) or not x.numel():
         return -math.inf
-    smallest = float(x.detach().amin())
+    smallest = float((x.detach() if x.requires_grad else x).amin())
     if math.isnan(smallest):
         raise QuantizationError(
             f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "

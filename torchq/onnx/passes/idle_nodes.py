@@ -35,9 +35,9 @@ def _has_stored_bounds(node: Node) -> bool:
 
 def _keeps_all(node: Node, shape: Shape) -> bool:
     """Return True if a Slice with stored bounds keeps every element of a tensor of this shape."""
-    starts, ends, *rest = (None if v is None else value_of(v).tolist() for v in node.inputs[1:])
-    axes = rest[0] if rest and rest[0] is not None else list(range(len(starts)))
-    strides = rest[1] if len(rest) > 1 and rest[1] is not None else [1] * len(starts)
+    given = [[] if value is None else value_of(value).tolist() for value in node.inputs[1:]]
+    starts, ends, axes, strides = (*given, [], [])[:4]
+    axes, strides = axes or list(range(len(starts))), strides or [1] * len(starts)
     for axis, start, end, stride in zip(axes, starts, ends, strides, strict=True):
         length = shape[axis] if -len(shape) <= axis < len(shape) else None
         if not isinstance(length, int) or stride != 1:
