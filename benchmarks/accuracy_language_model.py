@@ -45,6 +45,10 @@ def _hadamard(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.hadamard_(model, batches[0])
 
 
+def _hadamard_online(model: nn.Module, batches: list[Tensor]) -> None:
+    torchq.ptq.hadamard_(model, batches[0], online=True)
+
+
 def _gptq(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.gptq_(model, batches, progress=False)
 
@@ -53,22 +57,23 @@ def _published_gptq(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.gptq_(model, batches, target="weight", refine=False, progress=False)
 
 
-# Name -> what runs before calibration, and after it.
-_ALGORITHMS: dict[str, tuple[Algorithm, Algorithm]] = {
-    "nearest": (_nothing, _nothing),
-    "smooth_": (_smooth, _nothing),
-    "awq_": (_awq, _nothing),
-    "GPTQ as published": (_nothing, _published_gptq),
-    "gptq_": (_nothing, _gptq),
-    "smooth_, gptq_": (_smooth, _gptq),
-    "hadamard_": (_hadamard, _nothing),
-    "hadamard_, gptq_": (_hadamard, _gptq),
+# Name -> what runs before quantize_, before calibrate, and after it.
+_ALGORITHMS: dict[str, tuple[Algorithm, Algorithm, Algorithm]] = {
+    "nearest": (_nothing, _nothing, _nothing),
+    "smooth_": (_nothing, _smooth, _nothing),
+    "awq_": (_nothing, _awq, _nothing),
+    "GPTQ as published": (_nothing, _nothing, _published_gptq),
+    "gptq_": (_nothing, _nothing, _gptq),
+    "hadamard_": (_hadamard, _nothing, _nothing),
+    "hadamard_, online": (_hadamard_online, _nothing, _nothing),
+    "hadamard_, online, gptq_": (_hadamard_online, _nothing, _gptq),
 }
 _CASES = [
     *(("W4 group 128", name) for name in ("nearest", "awq_", "GPTQ as published", "gptq_")),
     *(("W8A8", name) for name in ("nearest", "smooth_")),
-    *(("W4A8", name) for name in ("nearest", "smooth_", "awq_", "smooth_, gptq_")),
-    *(("W4A4", name) for name in ("nearest", "smooth_", "hadamard_", "gptq_", "hadamard_, gptq_")),
+    *(("W4A8", name) for name in ("nearest", "smooth_", "awq_")),
+    *(("W4A4", name) for name in ("nearest", "smooth_", "hadamard_", "hadamard_, online")),
+    *(("W4A4", name) for name in ("gptq_", "hadamard_, online, gptq_")),
 ]
 
 
@@ -84,7 +89,7 @@ def _options() -> argparse.ArgumentParser:
     options = parser(__doc__)
     options.add_argument("--work", type=Path, required=True, help="folder for the weights")
     options.add_argument("--steps", type=int, default=800, help="of training, if there are none")
-    options.add_argument("--pieces", type=int, default=400, help="of 128 bytes, of the test text")
+    options.add_argument("--pieces", type=int, default=200, help="of 128 bytes, of the test text")
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     return options
 
@@ -108,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 perplexity=perplexity(model, test),
             )
         for seed in options.seeds:
-            batches = _batches(text.batch, seed, 2 if options.quick else 8)
+            batches = _batches(text.batch, seed, 2 if options.quick else 6)
             for widths, name in _CASES:
                 if (widths, name, seed) not in done:
                     found = _measure(model, widths, name, batches, test)
@@ -133,10 +138,11 @@ def _measure(
     model: nn.Module, widths: str, name: str, batches: list[Tensor], test: Tensor
 ) -> dict[str, Any]:
     """Return the perplexity, and the seconds of process time of the algorithm."""
-    before, after = _ALGORITHMS[name]
+    first, before, after = _ALGORITHMS[name]
     quantized = copy.deepcopy(model)
-    torchq.quantize_(quantized, _recipe(widths), exclude=["lm_head"])
     start = time.process_time()
+    first(quantized, batches)
+    torchq.quantize_(quantized, _recipe(widths), exclude=["lm_head"])
     before(quantized, batches)
     torchq.calibrate(quantized, batches, progress=False)
     after(quantized, batches)

@@ -21,16 +21,33 @@ from torch import nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, parse, parser
+from benchmarks.qat_networks import depthwise, kept, train_depthwise
 from benchmarks.repvgg import repvgg_cifar
 
 __all__ = ["main"]
 
+
+def _depthwise(folder: Path) -> nn.Module:
+    """Return the MobileNet, from ``depthwise.pt`` in the folder or trained now, for half an hour.
+
+    The file is the one that benchmarks/accuracy_qat.py keeps.
+    """
+
+    def train() -> nn.Module:
+        return train_depthwise(read_split(folder, "train", 50_000), _FLOAT_STEPS)
+
+    return kept(folder / "depthwise.pt", depthwise(), train)
+
+
 _NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
     "resnet20": resnet20,
     "repvgg": repvgg_cifar,
+    "depthwise": _depthwise,
 }
 _WIDTHS = ((4, 8), (4, 4), (3, 4), (2, 4))
 _BATCH = 64
+# Training steps of the depthwise network.
+_FLOAT_STEPS = 6000
 # Images that activation ranges are calibrated on.
 _CALIBRATION = 512
 
@@ -41,6 +58,15 @@ def _nothing(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
 
 def _correct_bias(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     torchq.ptq.correct_bias_(model, batches[:8], progress=False)
+
+
+def _equalize(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    """Equalize channels, calibrate again, and correct biases: what needs no rounding."""
+    for quantizer in torchq.workflow.quantizers(model).values():
+        quantizer.forget_amax()
+    torchq.ptq.equalize_(model, batches[0][:4])
+    torchq.calibrate(model, batches, progress=False)
+    torchq.ptq.correct_bias_(model, batches, progress=False)
 
 
 def _gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
@@ -59,6 +85,7 @@ def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
 _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None], int]] = {
     "nearest": (_nothing, 512),
     "bias correction": (_correct_bias, 512),
+    "equalization, bias correction": (_equalize, 512),
     "GPTQ as published": (_published_gptq, 512),
     "gptq_": (_gptq, 512),
     "gptq_, 1,024 images": (_gptq, 1024),

@@ -101,17 +101,18 @@ class LlamaLike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(CODES, _WIDTH)
-        self.model.layers = nn.ModuleList(DecoderLayer() for _ in range(_LAYERS))
-        self.model.norm = RMSNorm(_WIDTH)
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(CODES, _WIDTH),
+                "layers": nn.Sequential(*(DecoderLayer() for _ in range(_LAYERS))),
+                "norm": RMSNorm(_WIDTH),
+            }
+        )
         self.lm_head = nn.Linear(_WIDTH, CODES, bias=False)
 
     def forward(self, codes: Tensor) -> Tensor:
-        x = self.model.embed_tokens(codes)
-        for layer in self.model.layers:
-            x = layer(x)
-        return self.lm_head(self.model.norm(x))
+        x = self.model["layers"](self.model["embed_tokens"](codes))
+        return self.lm_head(self.model["norm"](x))
 
 
 def trained_language_model(folder: Path, steps: int = _STEPS) -> tuple[nn.Module, Text]:

@@ -52,7 +52,7 @@ def block(values: int = 8, offset: bool = False, inputs: int | None = None) -> A
     with torch.no_grad():
         model.norm.weight[2] = 20.0  # one channel with large values, as in language models
         model.up.weight[3] *= 20.0
-    torchq.quantize_(model, torchq.recipes.integer(3, inputs))
+    torchq.quantize_(model, torchq.recipes.integer(3, inputs, weight_method="max"))
     return model
 
 

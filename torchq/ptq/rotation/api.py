@@ -21,11 +21,12 @@ from torchq.nn import QuantModule
 from torchq.ptq.channels import parameters_restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.rotation.heads import HeadSizes, find_heads
+from torchq.ptq.rotation.online import rotate_online
 from torchq.ptq.rotation.orthogonal import random_rotation
 from torchq.ptq.rotation.stream import Stream, find_stream
 from torchq.ptq.smoothing.sources import is_norm
 from torchq.utils import NotebookText, device_of, evaluating
-from torchq.workflow import quantizers
+from torchq.workflow import is_quantized, quantizers
 
 __all__ = ["RotationReport", "hadamard_"]
 
@@ -44,6 +45,7 @@ class RotationReport(NotebookText):
         writers: paths of the layers whose outputs were rotated.
         readers: paths of the layers whose inputs were rotated; they also took the norms' weights.
         heads: paths of the layers that make and read values that were rotated inside each head.
+        online: paths of the layers whose inputs are rotated when the model runs.
         untied: paths of the layers that shared the table of an embedding and have their own weight
             now.
         error: the relative change of the float output.
@@ -55,6 +57,7 @@ class RotationReport(NotebookText):
     writers: tuple[str, ...]
     readers: tuple[str, ...]
     heads: tuple[tuple[str, str], ...]
+    online: tuple[str, ...]
     untied: tuple[str, ...]
     error: float
 
@@ -65,6 +68,8 @@ class RotationReport(NotebookText):
             f"{len(self.embeddings)} embeddings, {len(self.writers)} writers, "
             f"{len(self.readers)} readers; {len(self.heads)} attentions rotated inside their heads"
         )
+        if self.online:
+            text += f", {len(self.online)} layers with a rotation before them"
         if self.untied:
             text += f"; {', '.join(self.untied)} no longer shares the embedding"
         return f"{text}\noutput changed by {self.error:.1e}"
@@ -75,6 +80,7 @@ def hadamard_(
     example: Any = None,
     *,
     heads: bool = True,
+    online: bool = False,
     seed: int = 0,
     tolerance: float | None = None,
 ) -> RotationReport:
@@ -96,6 +102,11 @@ def hadamard_(
         example: arguments of one call; see :func:`torchq.graph.call_arguments`. None calls the
             model with eight numbers of tokens.
         heads: also rotate the values inside each attention head, where the layers are found.
+        online: also rotate the inputs of the other layers that write to the stream, such as the
+            last one of a SwiGLU, whose activations are the hardest. No layer before can take this
+            rotation, so it is computed: each of these layers becomes a Sequential of the rotation
+            and itself. Only for float models. A file that :func:`torchq.save` writes is loaded into
+            a model that went through the same call.
         seed: of the random signs.
         tolerance: the largest relative change of the float output that is accepted; None means
             1e-5 for float32, and 8 units in the last place for other dtypes.
@@ -108,7 +119,7 @@ def hadamard_(
         QuantizationError: the model is built in another way, such as with LayerNorm; or the float
             output changed by more than ``tolerance``.
     """
-    _check_ranges(model)
+    _check_ready(model, online)
     if example is None:
         example = torch.arange(8, device=device_of(model)).unsqueeze(0)
     with torch.no_grad(), evaluating(model), quantizers_off(model), HeadSizes() as attention:
@@ -117,11 +128,16 @@ def hadamard_(
         _check_modules(model, stream)
         pairs = find_heads(flow, stream, attention.sizes) if heads else []
         most = _most_error(stream) if tolerance is None else tolerance
-        return _rotate_all(model, example, stream, pairs, seed, most)
+        return _rotate_all(model, example, stream, pairs, _Plan(seed, online, most))
 
 
-def _check_ranges(model: nn.Module) -> None:
-    """Raise an error for a calibrated model."""
+def _check_ready(model: nn.Module, online: bool) -> None:
+    """Raise an error for a calibrated model, or for layers that cannot be wrapped any more."""
+    if online and is_quantized(model):
+        raise ConfigError(
+            "hadamard_: got online=True and a quantized model; expected a float one. Call it "
+            "before torchq.quantize_"
+        )
     known = [name for name, q in quantizers(model).items() if q.calibrated]
     if known:
         raise ConfigError(
@@ -130,13 +146,21 @@ def _check_ranges(model: nn.Module) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What to rotate by: the seed, whether also online, and the largest change of the output."""
+
+    seed: int
+    online: bool
+    most: float
+
+
 def _rotate_all(
     model: nn.Module,
     example: Any,
     stream: Stream,
     pairs: list[tuple[str, str, int]],
-    seed: int,
-    most: float,
+    plan: _Plan,
 ) -> RotationReport:
     """Rotate the heads and the stream, or change nothing if the output does not stay."""
     expected = _outputs(model, example)
@@ -147,21 +171,32 @@ def _rotate_all(
     with parameters_restored_on_error(stream.modules()), ExitStack() as undo:
         untied = _untie(model, stream, undo)
         layers = dict(model.named_modules())
-        if not _rotate_heads(layers, pairs, lambda: change_of_output() <= most):
+        if not _rotate_heads(layers, pairs, lambda: change_of_output() <= plan.most):
             pairs = []
-        is_hadamard = _rotate(stream, seed)
+        is_hadamard = _rotate(stream, plan.seed)
+        others = stream.writers.keys() - {out for _, out, _ in pairs}
+        names = [name for name in stream.writers if name in others and plan.online]
+        online = rotate_online(model, names, undo)
         error = change_of_output()
-        if not error <= most:
+        if not error <= plan.most:
             raise QuantizationError(
                 f"hadamard_: the float output changed by {error:.1e}, relative; expected at "
-                f"most {most:.1e}. The model is as before. A norm may use its weight in "
+                f"most {plan.most:.1e}. The model is as before. A norm may use its weight in "
                 "another way than as a factor"
             )
         undo.pop_all()
     readers = tuple(name for group in stream.readers.values() for name in group)
-    names = tuple(stream.embeddings), tuple(stream.writers), readers
+    rotated = tuple((value, out) for value, out, _ in pairs)
     return RotationReport(
-        stream.size, is_hadamard, *names, tuple((v, o) for v, o, _ in pairs), untied, error
+        size=stream.size,
+        is_hadamard=is_hadamard,
+        embeddings=tuple(stream.embeddings),
+        writers=tuple(stream.writers),
+        readers=readers,
+        heads=rotated,
+        online=online,
+        untied=untied,
+        error=error,
     )
 
 

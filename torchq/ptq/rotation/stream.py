@@ -90,6 +90,11 @@ def find_stream(flow: Flow) -> Stream:
             else:
                 _check_carries(reader)
                 todo.append(reader)
+    order = {call.name: call.index for call in flow.calls}
+    for found in (stream.embeddings, stream.writers, stream.norms, stream.readers):
+        ordered = sorted(found.items(), key=lambda item: order[item[0]])
+        found.clear()
+        found.update(ordered)
     return stream
 
 
