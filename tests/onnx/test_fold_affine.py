@@ -70,6 +70,30 @@ def test_norms_and_factors_become_part_of_weights(perchannel: bool, tmp_path: Pa
     assert torchq.verify_onnx(model, path, [x, torch.randn(2, 3, 9, 9)]).ok
 
 
+class Last(nn.Module):
+    """A factor behind the last convolution, which runs in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gamma = nn.Conv2d(3, 8, 3), nn.Parameter(torch.rand(8, 1, 1) - 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * self.gamma
+
+
+def test_weights_of_float_convolutions_include_factors_too(tmp_path: Path) -> None:
+    x, model, path = torch.randn(2, 3, 9, 9), Last().eval(), tmp_path / "m.onnx"
+    assert exported(model, x, path) == ["Conv"]
+    assert torchq.verify_onnx(model, path, [x]).ok
+    damaged = onnx.load(str(path))
+    name = "conv.weight_quantizer/float weight"
+    stored = next(t for t in damaged.graph.initializer if t.name == name)
+    stored.raw_data = (1.01 * onnx.numpy_helper.to_array(stored)).astype("float32").tobytes()
+    onnx.save(damaged, str(path))
+    report = torchq.verify_onnx(model, path, [x])
+    assert not report.ok and "conv" in report.layers[0].layers
+
+
 def test_factors_of_codes_become_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, model, path = torch.randn(2, 3, 9, 9), Scaled().eval(), tmp_path / "m.onnx"

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 import torchq
 from torchq.errors import QuantizationError
 from torchq.nn import replace_operators_
+from torchq.nn.transaction import unchanged_on_error
 
 
 class Block(nn.Module):
@@ -122,6 +123,21 @@ def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
     with pytest.raises(QuantizationError, match="its graph has no node nothing; expected"):
         replace_operators_(model, {"add": "sum", "nothing": "sum"})
     assert model.code == before
+
+
+def test_an_error_gives_the_graph_back() -> None:
+    model, x = fx.symbolic_trace(Block().eval()), torch.randn(2, 3, 8, 8)
+    expected, code = model(x), model.code
+
+    def interrupted() -> None:
+        with unchanged_on_error(model):
+            torchq.quantize_(model, target="onnxruntime", example=x)
+            assert not torch.equal(model(x), expected)
+            raise KeyboardInterrupt
+
+    pytest.raises(KeyboardInterrupt, interrupted)
+    assert model.code == code and torch.equal(model(x), expected)
+    assert not model.meta and len(list(model.children())) == 3
 
 
 def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:

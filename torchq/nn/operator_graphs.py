@@ -29,7 +29,7 @@ from torchq.nn.modules.operators import (
 )
 from torchq.utils import qualified_name
 
-__all__ = ["OperatorOwner", "RewrittenGraph", "copied_graph", "replace_nodes_"]
+__all__ = ["OperatorOwner", "RewrittenGraph", "replace_nodes_"]
 
 _META = "torchq_operators"
 _FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
@@ -86,9 +86,11 @@ class RewrittenGraph(OperatorOwner):
     def on_revert(self) -> None:
         """Let the nodes call functions again, and remove the children."""
         children = set(self.replacements.values())
-        for node in list(self.graph.nodes):
+        graph = copy.deepcopy(self.graph)
+        for node in list(graph.nodes):
             if node.op == "call_module" and node.target in children:
                 self._revert_node(node)
+        self.graph = graph
         for child in children:
             delattr(self, child)
         self.meta.pop(_META, None)
@@ -97,7 +99,7 @@ class RewrittenGraph(OperatorOwner):
         child = self.get_submodule(str(node.target))
         if isinstance(child, Tap):
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            self.graph.erase_node(node)
+            node.graph.erase_node(node)
             return
         cls = next(cls for cls in type(child).__mro__ if cls in _FUNCTIONS)
         node.op, node.target = "call_function", _FUNCTIONS[cls]
@@ -128,11 +130,6 @@ def _unpickled(
     return module
 
 
-def copied_graph(module: fx.GraphModule) -> fx.Graph:
-    """Return a copy of the module's graph; its nodes have the same names."""
-    return copy.deepcopy(module.graph)
-
-
 def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> fx.GraphModule:
     """Make nodes of the module's graph call its children, in place, and return the module.
 
@@ -144,8 +141,9 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
     Raises:
         QuantizationError: The graph has no such node. The module is unchanged then.
     """
-    nodes = {node.name: node for node in module.graph.nodes}
-    cls = _float_class(module)
+    # A copy is changed, so that an error further on leaves the module with the graph that it had.
+    graph, cls = copy.deepcopy(module.graph), _float_class(module)
+    nodes = {node.name: node for node in graph.nodes}
     for name in replacements:
         if name not in nodes:
             raise QuantizationError(
@@ -154,6 +152,7 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
             )
     for name, child in replacements.items():
         _call_child(nodes[name], child, isinstance(module.get_submodule(child), Tap))
+    module.graph = graph
     module.meta[_META] = dict(replacements)
     change_class(module, _graph_class(cls))  # type: ignore[arg-type]
     return module

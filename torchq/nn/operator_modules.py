@@ -20,6 +20,7 @@ Graph
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import warnings
@@ -34,7 +35,7 @@ from torchq.errors import QuantizationError
 from torchq.graph import ForwardTracer, rewrite_forward, trace_call
 from torchq.nn.convert import change_class
 from torchq.nn.modules.operators import Tap, operator_named
-from torchq.nn.operator_graphs import OperatorOwner, copied_graph, replace_nodes_
+from torchq.nn.operator_graphs import OperatorOwner, replace_nodes_
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
@@ -250,7 +251,7 @@ def trace_forward(module: nn.Module, training: bool) -> fx.Graph:
         Exception: Whatever the forward raises when its control flow looks at a tensor.
     """
     if isinstance(module, fx.GraphModule):
-        return copied_graph(module)
+        return copy.deepcopy(module.graph)
     before = module.training
     module.training = training
     is_routed = isinstance(module, RewrittenForward) and module.recorder is None

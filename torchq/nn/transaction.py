@@ -35,11 +35,12 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         Linear
     """
     classes = [(module, type(module)) for module in model.modules()]
-    with undone_on_error(model):
-        try:
+    try:
+        with undone_on_error(model):
             yield
-        except BaseException:
-            for module, cls in classes:
-                if type(module) is not cls:
-                    change_class(module, cls)
-            raise
+    except BaseException:
+        # The attributes are back by now: a graph module generates its code from its graph.
+        for module, cls in classes:
+            if type(module) is not cls:
+                change_class(module, cls)
+        raise

@@ -19,9 +19,17 @@ from torchq.onnx.ir import (
     nodes_of,
     onnx_ir,
     readers,
+    replace_stored,
     value_of,
 )
-from torchq.onnx.qdq import pair_name, read_record, shared_name, stored_weight, write_record
+from torchq.onnx.qdq import (
+    FLOAT_WEIGHT,
+    pair_name,
+    read_record,
+    shared_name,
+    stored_weight,
+    write_record,
+)
 
 __all__ = ["fold_affine", "fold_code_factors", "unfold_code_factors", "unfold_weight_factors"]
 
@@ -60,11 +68,11 @@ def fold_affine(model: Model) -> None:
 
 
 def unfold_weight_factors(model: Model) -> None:
-    """Divide the scales of weights by what :func:`fold_affine` noted, to compare the weights.
+    """Divide weights by what :func:`fold_affine` noted, to compare them.
 
     Before::
 
-        Weights that include factors.
+        Weights that include factors: codes with their scales, or the float values of codes.
 
     After::
 
@@ -74,6 +82,10 @@ def unfold_weight_factors(model: Model) -> None:
     for node in nodes_of(model, "DequantizeLinear"):
         if pair_name(node) in record and is_constant(node.inputs[0]):
             _multiply(node, 1 / torch.tensor(record[pair_name(node)]))
+    for name, value in list(model.graph.initializers.items()):
+        if (pair := name.removesuffix(FLOAT_WEIGHT)) in record and pair != name:
+            weight, factor = value_of(value), torch.tensor(record[pair])
+            replace_stored(value, weight / factor.reshape(-1, *[1] * (weight.dim() - 1)))
 
 
 def fold_code_factors(model: Model) -> None:

@@ -117,8 +117,7 @@ def _softmax(node: NodeContext) -> Value:
             return node.call(elementwise.hardmax, node.inputs[0], axis)
         return node.module(modules[node.op_type](axis), node.inputs[0])
     # Before opset 13 the axes from ``axis`` on count as one.
-    ndim = node.ndim(0)
-    flat = node.call(torch.flatten, node.inputs[0], axis % ndim)
+    flat = node.call(torch.flatten, node.inputs[0], axis)
     if node.op_type == "Hardmax":
         result = node.call(elementwise.hardmax, flat, -1)
     else:

@@ -52,7 +52,8 @@ def _max_pool(node: NodeContext) -> Value | list[Value]:
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)) or ceil_mode:
         amounts = [side for p in reversed(padding) for side in (p, p)]
         x = node.call(pad_for_ceil, x, amounts, kernel, stride, dilation, ceil_mode)
-        padding = [0] * len(kernel)
+    if x is not node.inputs[0]:
+        return node.call(convolution.max_pool_of_padded, x, kernel, stride, dilation)
     return node.module(_MAX[len(kernel)](kernel, stride, padding, dilation), x)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building import Constant, Value, stack_ints
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
+from torchq.frontends.onnx.functions.elementwise import cast
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
@@ -74,13 +75,27 @@ def _constant_of_shape(node: NodeContext) -> Value:
 
 @converter("Range")
 def _range(node: NodeContext) -> Value:
-    bounds = [node.ints(i) if node.dtype(i) == torch.int64 else None for i in range(3)]
-    if all(bound is not None for bound in bounds) and any(
-        isinstance(item, fx.Node) for bound in bounds for item in bound or ()
-    ):
-        start, limit, delta = ((bound or [0])[0] for bound in bounds)
-        return node.call(torch.arange, start, limit, delta)
+    bounds = [_bound(node, index) for index in range(3)]
+    dtype = node.dtype(0)
+    if dtype is not None and None not in bounds and any(isinstance(b, fx.Node) for b in bounds):
+        return node.call(torch.arange, *bounds, dtype=dtype)
     return node.call(movement.range_of, *node.inputs)
+
+
+def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
+    """Return a bound of a range: a number, or a node that computes a size; None for a tensor.
+
+    Detectors compute their grids from sizes that are cast to floats.
+    """
+    items, value = node.ints(index), node.inputs[index]
+    if items is not None:
+        return items[0]
+    if isinstance(value, Constant):
+        return float(value.tensor)
+    source = value.args[0] if isinstance(value, fx.Node) and value.target is cast else None
+    if isinstance(source, fx.Node) and source.target is stack_ints:
+        return source.args[0][0]  # type: ignore[index, return-value]
+    return None
 
 
 @converter("EyeLike")

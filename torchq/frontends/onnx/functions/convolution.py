@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["average_pool", "conv", "conv_transpose", "lp_pool", "max_pool_with_indices", "pad_same"]
+__all__ = [
+    "average_pool",
+    "conv",
+    "conv_transpose",
+    "lp_pool",
+    "max_pool_of_padded",
+    "max_pool_with_indices",
+    "pad_same",
+]
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -74,6 +82,16 @@ def conv_transpose(
         return F.pad(y, amounts)
     shape = (1, -1, *[1] * spatial)
     return F.pad(y - bias.view(shape), amounts) + bias.view(shape)
+
+
+def max_pool_of_padded(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return the maxima of windows of a tensor that is padded with -inf.
+
+    It is no module and no function of torch, so that no quantizer is placed on its input.
+    """
+    return _MAX_POOL[len(kernel)](x, list(kernel), list(stride), 0, list(dilation))
 
 
 def max_pool_with_indices(
