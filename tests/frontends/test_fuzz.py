@@ -93,3 +93,11 @@ def test_mutated_onnx_files_give_named_errors() -> None:
         except Exception as error:
             pytest.fail(f"mutation {number}: {type(error).__name__}: {error}")
     assert refused > COUNT // 10
+
+
+def test_names_that_are_no_text_are_refused() -> None:
+    onnx = pytest.importorskip("onnx", reason="writes the file")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "abcd", [], [])
+    data = onnx.helper.make_model(graph).SerializeToString().replace(b"abcd", b"ab\xff\xfe")
+    with pytest.raises(TorchqError, match=r"expected names in UTF-8|cannot be read as ONNX"):
+        torchq.from_onnx(data)

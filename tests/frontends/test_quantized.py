@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import torchq
+from torchq.errors import FrontendError
 from torchq.formats import INT8, UINT8
 from torchq.frontends.onnx.converters.quantization import amax_of
 from torchq.functional import scale_from_amax
@@ -145,3 +147,34 @@ def test_operators_on_integers_compute_what_the_runtime_does(tmp_path: Path) -> 
     off = (torchq.from_onnx(model)(x).int() - expected.int()).abs()
     # The runtime multiplies the scales in float32 before it rounds: codes at ties may be off by 1.
     assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 0.02
+
+
+@pytest.mark.parametrize("unsigned", [False, True], ids=["int4", "uint4"])
+def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -> None:
+    four = onnx.TensorProto.UINT4 if unsigned else onnx.TensorProto.INT4
+    codes = np.arange(15).reshape(5, 3) - (0 if unsigned else 7)
+    weight = helper.make_tensor("codes", four, [5, 3], codes.flatten())
+    scale = numpy_helper.from_array(np.array([0.5, 0.25, 2.0], dtype=np.float32), "scale")
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scale"], ["w"], axis=1),
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="fc"),
+    ]
+    info = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2, None]) for n in "xy"]
+    info[0].type.tensor_type.shape.dim[1].dim_value = 5
+    graph = helper.make_graph(nodes, "net", info[:1], info[1:], [weight, scale])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    read = torchq.from_onnx(model)
+    x = torch.randn(2, 5)
+    wanted = x @ torch.tensor(codes * [0.5, 0.25, 2.0], dtype=torch.float32)
+    torch.testing.assert_close(read(x), wanted)
+    quantizer = read.fc.weight_quantizer
+    assert quantizer.descriptor.format.name == ("uint4" if unsigned else "int4")
+    assert quantizer.calculate_qparams()[0].flatten().tolist() == [0.5, 0.25, 2.0]
+    torchq.export_onnx(read, x, tmp_path / "again.onnx", opset=21)
+    stored = onnx.load(tmp_path / "again.onnx").graph.initializer
+    found = [numpy_helper.to_array(t).astype(int) for t in stored if t.data_type == four]
+    assert len(found) == 1 and sorted(found[0].flatten()) == sorted(codes.flatten())
+    weight.raw_data = b"\0" * 7
+    broken = helper.make_graph(nodes, "net", info[:1], info[1:], [weight, scale])
+    with pytest.raises(FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"):
+        torchq.from_onnx(helper.make_model(broken, opset_imports=model.opset_import))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,15 +70,18 @@ def integer_average_pooling() -> Backend:
 
 
 def fixed_point(arithmetic: FixedPoint = GEMMLOWP) -> Backend:
-    """Return a backend that computes convolutions and linear layers as integer chips do.
+    """Return a backend that computes layers, products and additions as integer chips do.
 
     Sums of products of codes are int32, the bias is rounded to the product of the scales of input
     and weight, and the result is brought to the codes of the next quantizer by an integer
-    multiplier and a shift. The values between the nodes are the codes times their scale.
+    multiplier and a shift. An addition brings both operands to one scale first, as the kernel ADD
+    of TensorFlow Lite does. The values between the nodes are the codes times their scale.
 
-    A layer is treated if its input and its weight are quantized to integers, the input with one
-    range, and the weight with one range or one for each output channel. If no quantizer, or
-    several, read its result, the result is the int32 sum times the scales, in floating point.
+    A convolution, transposed or not, or a linear layer is treated if its input and its weight are
+    quantized to integers, the input with one range, and the weight with one range or one for each
+    output channel; a matmul if both operands have one range. If no quantizer, or several, read the
+    result, it is the int32 sum times the scales, in floating point. An addition is treated if both
+    operands and its result have one range.
 
     Args:
         arithmetic: multiplier and rounding; :data:`torchq.backends.GEMMLOWP` is that of TensorFlow
@@ -86,54 +90,101 @@ def fixed_point(arithmetic: FixedPoint = GEMMLOWP) -> Backend:
     Raises:
         QuantizationError: while running: a sum leaves int32.
     """
-
-    def handler(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-        x, weight = call.quantizer_of(0), call.quantizer_of(1, "weight")
-        fits = x is not None and weight is not None and x.amax.numel() == 1
-        if not fits or len(args) < 2 or call.module is not None:
-            return call.default(*args, **kwargs)
-        assert x is not None and weight is not None
-        return _layer(call, (x, weight), args, kwargs, arithmetic)
-
     backend = Backend()
-    for operation in ("conv1d", "conv2d", "conv3d", "linear"):
-        backend.register(operation, handler)
-    return backend
+    for operation in _LAYERS:
+        backend.register(operation, partial(_layer, arithmetic))
+    for operation in ("matmul", "bmm"):
+        backend.register(operation, partial(_matmul, arithmetic))
+    return backend.register("add", partial(_add, arithmetic))
 
 
-def _layer(
-    call: Call,
-    quantizers: tuple[TensorQuantizer, TensorQuantizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arithmetic: FixedPoint,
-) -> Tensor:
-    """Return the result of a layer; see :func:`fixed_point`."""
-    given, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
-    x_codes, x_scale = _centered(given, quantizers[0])
-    w_codes, w_scale = _centered(weight, quantizers[1])
-    scales = x_scale * w_scale.flatten()
-    if scales.numel() not in (1, len(weight)):
+_LAYERS = (
+    *("conv1d", "conv2d", "conv3d", "linear"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+
+
+def _layer(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the result of a convolution or linear layer; see :func:`fixed_point`."""
+    quantizers = call.quantizer_of(0), call.quantizer_of(1, "weight")
+    if len(args) < 2 or call.module is not None or None in quantizers:
         return call.default(*args, **kwargs)
+    given, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+    x_codes, x_scale = _centered(given, quantizers[0])  # type: ignore[arg-type]
+    w_codes, w_scale = _centered(weight, quantizers[1])  # type: ignore[arg-type]
     rest = {name: value for name, value in kwargs.items() if name != "bias"}
     # Products of codes and their sums are whole numbers below 2**53, so float64 is exact.
     sums = call.default(x_codes.double(), w_codes.double(), None, *args[3:], **rest)
+    place = -1 if weight.dim() == 2 else given.dim() - weight.dim() + 1
+    scales = _channel_scales(x_scale, w_scale, sums.shape[place])
+    if scales is None:
+        return call.default(*args, **kwargs)
     channels = [1] * sums.dim()
-    channels[-1 if weight.dim() == 2 else given.dim() - weight.dim() + 1] = -1
+    channels[place] = -1
     if bias is not None:
-        steps = round_(bias.double() / scales, "half_away")
-        sums = sums + steps.view(channels)
+        sums = sums + round_(bias.double() / scales, "half_away").view(channels)
+    scales = scales.view(channels) if scales.numel() > 1 else scales
+    return _scaled(call, sums, scales, arithmetic).to(given.dtype)
+
+
+def _channel_scales(x_scale: Tensor, w_scale: Tensor, channels: int) -> Tensor | None:
+    """Return the scales of sums, one or one for each output channel; None for other ranges.
+
+    Weights of transposed convolutions in groups have scales for the channels of one group.
+    """
+    own = max(w_scale.shape, default=1)
+    if x_scale.numel() != 1 or w_scale.numel() != own or channels % own:
+        return None
+    scales = x_scale.reshape(()) * w_scale.flatten()
+    return scales if own == 1 else scales.repeat(channels // own)
+
+
+def _matmul(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a product of two quantized tensors; see :func:`fixed_point`."""
+    quantizers = call.quantizer_of(0), call.quantizer_of(1, "other")
+    if len(args) != 2 or kwargs or any(q is None or q.amax.numel() != 1 for q in quantizers):
+        return call.default(*args, **kwargs)
+    (a, a_scale), (b, b_scale) = map(_centered, args, quantizers)  # type: ignore[arg-type]
+    scale = (a_scale * b_scale).reshape(())
+    return _scaled(call, call.default(a.double(), b.double()), scale, arithmetic).to(args[0].dtype)
+
+
+def _add(arithmetic: FixedPoint, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a sum of two quantized tensors in the codes of the next quantizer.
+
+    Reference: ``AddElementwise`` of TensorFlow Lite (kernels/internal/reference/add.h).
+    """
+    quantizers = call.quantizer_of(0), call.quantizer_of(1, "other")
+    reader = call.output_quantizer()
+    ranges = [q is not None and q.amax.numel() == 1 for q in quantizers]
+    if len(args) != 2 or kwargs or not all(ranges) or reader is None:
+        return call.default(*args, **kwargs)
+    parts = [_centered(x, q) for x, q in zip(args, quantizers, strict=True)]  # type: ignore[arg-type]
+    widest = 2 * torch.maximum(*(scale.reshape(()) for _, scale in parts))
+    shifted = [
+        arithmetic.multiply(codes << _HEADROOM, scale.reshape(()) / widest)
+        for codes, scale in parts
+    ]
+    total = shifted[0] + shifted[1]
+    return _requantized(total, widest / 2**_HEADROOM, reader, arithmetic).to(args[0].dtype)
+
+
+#: Bits below the codes that the kernel ADD of TensorFlow Lite computes with.
+_HEADROOM = 20
+
+
+def _scaled(call: Call, sums: Tensor, scales: Tensor, arithmetic: FixedPoint) -> Tensor:
+    """Return sums of products of codes as the next quantizer reads them."""
     accumulator = sums.to(torch.int64)
     if accumulator.numel() and not _INT32[0] <= accumulator.min() <= accumulator.max() <= _INT32[1]:
         raise QuantizationError(
             f"fixed_point: {call.node.name}: got a sum of {int(accumulator.abs().max())}; expected "
             "sums within int32. Use fewer bits, or a layer with fewer inputs"
         )
-    scales = scales.view(channels) if scales.numel() > 1 else scales
     reader = call.output_quantizer()
     if reader is None:
-        return (accumulator * scales).to(given.dtype)
-    return _requantized(accumulator, scales, reader, arithmetic).to(given.dtype)
+        return accumulator * scales
+    return _requantized(accumulator, scales, reader, arithmetic)
 
 
 def _requantized(

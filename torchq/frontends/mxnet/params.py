@@ -181,6 +181,8 @@ class _Reader:
             self._fail(f"has an array of shape {shape}")
         data = self._take(math.prod(shape) * dtype.itemsize)
         if not len(data):
+            if math.prod(size for size in shape if size) > _MAX_DENSE:
+                self._fail(f"has an empty array of shape {shape}")
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 

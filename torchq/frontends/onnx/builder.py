@@ -31,6 +31,7 @@ class GraphBuilder(building.GraphBuilder):
         dequantized: of a node that makes codes the values of the codes.
         quantizers: of a node that calls a quantizer its source and the quantizer.
         weights: how a constant is quantized in the file.
+        four_bits: constants of int4 or uint4, which are tensors of int8 or uint8.
     """
 
     def __init__(self, where: str, convert: Callable[[GraphBuilder, Any], list[Value]]) -> None:
@@ -43,6 +44,7 @@ class GraphBuilder(building.GraphBuilder):
         self.dequantized: dict[fx.Node, Value] = {}
         self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
         self.weights: dict[Constant, Quantization] = {}
+        self.four_bits: set[Constant] = set()
 
     def convert_nodes(self, graph: Any) -> list[Value]:
         """Convert the nodes of a sub-graph in place, and return its outputs."""
@@ -59,6 +61,7 @@ class GraphBuilder(building.GraphBuilder):
         inner.values = {n: v for n, v in known if v is None or isinstance(v, Constant)}
         inner.shapes, inner.dtypes = dict(self.shapes), dict(self.dtypes)
         inner.readers, inner.weights = self.readers, self.weights
+        inner.four_bits = self.four_bits
         return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:

@@ -18,7 +18,12 @@ from torchq.frontends.onnx.preparation import (
     opset_versions,
     prepare,
 )
-from torchq.frontends.onnx.reader import attribute_values, read_model, tensor_of
+from torchq.frontends.onnx.reader import (
+    attribute_values,
+    is_four_bits,
+    read_model,
+    tensor_of,
+)
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
 
 __all__ = ["Importer", "from_onnx"]
@@ -89,10 +94,7 @@ class Importer:
 
     def _begin(self) -> None:
         graph = self.model.graph
-        for tensor in graph.initializer:
-            self.builder.values[tensor.name] = Constant(
-                tensor_of(tensor, self.folder, self.where), tensor.name
-            )
+        self._store(self.builder, graph)
         if graph.sparse_initializer:
             raise FrontendError(f"{self.where}: sparse initializers are not supported")
         self.input_names = [
@@ -114,15 +116,21 @@ class Importer:
             node.meta["onnx_name"] = value.name
             self.builder.values[value.name] = node
 
+    def _store(self, builder: GraphBuilder, graph: Any) -> None:
+        """Make constants of the initializers of a graph."""
+        for tensor in graph.initializer:
+            value = Constant(tensor_of(tensor, self.folder, self.where), tensor.name)
+            builder.values[tensor.name] = value
+            if is_four_bits(tensor):
+                builder.four_bits.add(value)
+
     def convert_nodes(self, builder: GraphBuilder, graph: Any) -> list[Value]:
         """Convert the nodes of a graph, or of a sub-graph that sees the values so far.
 
         Return its outputs.
         """
-        for tensor in graph.initializer if graph is not self.model.graph else ():
-            builder.values[tensor.name] = Constant(
-                tensor_of(tensor, self.folder, self.where), tensor.name
-            )
+        if graph is not self.model.graph:
+            self._store(builder, graph)
         for number, node in enumerate(graph.node):
             self._convert(builder, node, number)
         missing = [value.name for value in graph.output if value.name not in builder.values]

@@ -32,6 +32,7 @@ def prepare(model: Any, where: str) -> Any:
         FrontendError: the opset is too old or too new, sub-graphs are nested too deeply, or
             operators have neither a converter nor a definition by others; the text names all.
     """
+    _check_names(model.graph, where)
     version = opset_versions(model).get("", OLDEST)
     if not OLDEST <= version <= NEWEST:
         raise FrontendError(
@@ -46,6 +47,18 @@ def prepare(model: Any, where: str) -> Any:
         model = expanded
     _check_operators(model, where)
     return model
+
+
+def _check_names(graph: Any, where: str) -> None:
+    """Refuse names that are no text: protobuf gives bytes that are not UTF-8 as they are."""
+    tensors = [*graph.initializer, *graph.input, *graph.output]
+    names = [graph.name, *(tensor.name for tensor in tensors)]
+    for node in graph.node:
+        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        names += [attribute.name for attribute in node.attribute]
+    broken = next((name for name in names if not isinstance(name, str)), None)
+    if broken is not None:
+        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
 
 
 def opset_versions(model: Any) -> dict[str, int]:
@@ -111,6 +124,7 @@ def _operators(graph: Any, where: str, depth: int = 0) -> collections.Counter[tu
         result[domain_of(node), node.op_type] += 1
         for attribute in node.attribute:
             if attribute.type == attribute.GRAPH:
+                _check_names(attribute.g, where)
                 result += _operators(attribute.g, where, depth + 1)
     return result
 

@@ -17,7 +17,10 @@ from torch import Tensor
 from torchq.errors import FrontendError
 from torchq.utils.optional import import_optional
 
-__all__ = ["attribute_values", "dtype_of", "read_model", "tensor_of"]
+__all__ = ["attribute_values", "dtype_of", "is_four_bits", "read_model", "tensor_of"]
+
+#: Types of four bits, two elements in a byte, and the torch types that their tensors get.
+_FOUR_BITS = {21: torch.uint8, 22: torch.int8}
 
 _DTYPES = {
     1: torch.float32,
@@ -43,6 +46,11 @@ _DTYPES = {
 def dtype_of(data_type: int) -> torch.dtype | None:
     """Return torch's dtype for an ONNX element type, None where torch has no such dtype."""
     return _DTYPES.get(data_type)
+
+
+def is_four_bits(proto: Any) -> bool:
+    """Return True for a TensorProto of int4 or uint4, which torch holds in a byte each."""
+    return proto.data_type in _FOUR_BITS
 
 
 def read_model(source: Any) -> tuple[Any, Path | None]:
@@ -92,7 +100,7 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
             lies outside ``folder``.
     """
     helper = import_optional("onnx.numpy_helper", "from_onnx")
-    dtype = dtype_of(proto.data_type)
+    dtype = dtype_of(proto.data_type) or _FOUR_BITS.get(proto.data_type)
     if dtype is None:
         name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
         raise FrontendError(
@@ -102,7 +110,14 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     if any(size < 0 for size in shape):
         raise FrontendError(f"{where}: tensor {proto.name!r} has shape {shape}")
     if proto.data_location == 1:
+        if is_four_bits(proto):
+            light = type(proto)(name=proto.name, data_type=proto.data_type, dims=proto.dims)
+            size = ((math.prod(shape) + 1) // 2,)
+            light.raw_data = _external(proto, torch.uint8, size, folder, where).numpy().tobytes()
+            return _four_bits(light, dtype, shape, where)
         return _external(proto, dtype, shape, folder, where)
+    if is_four_bits(proto):
+        return _four_bits(proto, dtype, shape, where)
     stored = len(proto.raw_data) // dtype.itemsize if proto.HasField("raw_data") else _stored(proto)
     if stored != math.prod(shape):
         raise FrontendError(
@@ -122,6 +137,22 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     ):
         return _from_bytes(array.tobytes(), dtype, shape)
     return torch.from_numpy(np.array(array))
+
+
+def _four_bits(proto: Any, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
+    """Return codes of four bits, which lie two in a byte, the first one in the lower half."""
+    count = math.prod(shape)
+    data = proto.raw_data or bytes(number & 255 for number in proto.int32_data)
+    if len(data) != (count + 1) // 2:
+        raise FrontendError(
+            f"{where}: tensor {proto.name!r} holds {len(data)} bytes; "
+            f"expected {(count + 1) // 2} for {count} numbers of 4 bits"
+        )
+    both = _from_bytes(data, torch.uint8, (len(data),))
+    codes = torch.stack([both & 15, both >> 4], 1).reshape(-1)[:count].reshape(shape)
+    if dtype is torch.uint8:
+        return codes
+    return codes.to(torch.int8) - 16 * (codes > 7).to(torch.int8)
 
 
 def _stored(proto: Any) -> int:

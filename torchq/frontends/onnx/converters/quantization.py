@@ -42,7 +42,7 @@ def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
 def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
     """Return a quantizer with the range of a file, None where no format has its zero point."""
     dtype, zero_point = found.zero_point.dtype, found.zero_point
-    axis = None
+    axis, bits = None, found.bits or 8 * dtype.itemsize
     if found.scale.numel() > 1:
         if ndim is None:
             return None
@@ -50,14 +50,13 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
     if dtype in _FLOAT8:
         descriptor = QuantDescriptor(_FLOAT8[dtype], axis=axis)
     elif dtype in (torch.int8, torch.int16) and not bool(zero_point.any()):
-        descriptor = QuantDescriptor(8 * dtype.itemsize, axis=axis)
+        descriptor = QuantDescriptor(bits, axis=axis)
     elif dtype is torch.uint8 and not bool(zero_point.any()):
-        descriptor = QuantDescriptor(8, axis=axis, unsigned=True)
-    elif dtype is torch.uint8 and bool((zero_point == 128).all()):
-        descriptor = QuantDescriptor(8, axis=axis)
+        descriptor = QuantDescriptor(bits, axis=axis, unsigned=True)
+    elif dtype is torch.uint8 and bool((zero_point == 1 << bits - 1).all()):
+        descriptor = QuantDescriptor(bits, axis=axis)
     elif dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
         unsigned = dtype in (torch.uint8, torch.uint16)
-        bits = 8 * dtype.itemsize
         descriptor = QuantDescriptor(bits, axis=axis, unsigned=unsigned, symmetric=False)
     else:
         return None
@@ -124,7 +123,8 @@ def _parameters(
         if dtype is None:
             return None
         zero_point = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
-    return Quantization(scale.float(), zero_point, axis)
+    is_narrow = any(value in node.builder.four_bits for value in node.inputs)
+    return Quantization(scale.float(), zero_point, axis, 4 if is_narrow else 0)
 
 
 def _code_type(node: NodeContext) -> torch.dtype:
@@ -137,6 +137,8 @@ def _code_type(node: NodeContext) -> torch.dtype:
 
 @converter("QuantizeLinear", dtypes=frozenset(_CODES))
 def _quantize(node: NodeContext) -> Value:
+    if node.input(2) in node.builder.four_bits:
+        node.refuse("codes of four bits that the network computes are not supported")
     axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
     result = node.call(
         quantization.quantize_linear,
