@@ -14,6 +14,7 @@ import torchq
 from tests.onnx.exported import Residual, calibrated
 from torchq.errors import ExportError
 from torchq.onnx import retarget_onnx
+from torchq.onnx.ir import save_model
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -163,3 +164,15 @@ def test_long_chains_are_retargeted(tmp_path: Path) -> None:
     assert {t.data_type for t in found.initializer if "zero_point" in t.name} == {
         onnx.TensorProto.UINT8
     }
+
+
+def test_a_broken_graph_is_refused_by_name_and_not_written(tmp_path: Path) -> None:
+    """The optimizer of torch's newer exporter loses constants now and then."""
+    ir = pytest.importorskip("onnx_ir")
+    node = helper.make_node("Add", ["x", "lost"], ["y"])
+    ends = [helper.make_tensor_value_info(name, 1, [2]) for name in "xy"]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:])
+    model = ir.from_proto(helper.make_model(graph))
+    with pytest.raises(ExportError, match=r"m\.onnx: the graph is broken \(.*pass dynamo=True or"):
+        save_model(model, tmp_path / "m.onnx")
+    assert not (tmp_path / "m.onnx").exists()

@@ -124,6 +124,9 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
 
     Returns:
         The number of bytes written.
+
+    Raises:
+        ExportError: The checker refuses the model; ``path`` is not written.
     """
     checker = import_optional("onnx.checker", "torchq.onnx")
     path = Path(os.path.realpath(path))
@@ -132,13 +135,25 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
         if _initializer_bytes(model) < _EXTERNAL_ABOVE:
             proto = onnx_ir.to_proto(model)
             if check:
-                checker.check_model(proto)
+                _check(checker, proto, path)
             new_path.write_bytes(proto.SerializeToString())
         else:
             onnx_ir.save(model, new_path, external_data=new_data.name)
             if check:
-                checker.check_model(str(new_path))
+                _check(checker, str(new_path), path)
         return sum(file.stat().st_size for file in (new_data, new_path) if file.exists())
+
+
+def _check(checker: Any, model: Any, path: Path) -> None:
+    """Run the checker on a message or a file, with an error that says what to do."""
+    try:
+        checker.check_model(model)
+    except checker.ValidationError as error:
+        raise ExportError(
+            f"{path}: the graph is broken ({_first_line(error)}); expected a valid one. If "
+            "torch.onnx.export writes such a file of the float model too, the fault is in torch's "
+            "exporter: pass dynamo=True or dynamo=False for the other one"
+        ) from error
 
 
 def check_model(model: Model) -> None:
