@@ -1,4 +1,4 @@
-"""Compare a trained CIFAR ResNet-20, deployed, with its simulation on real images.
+"""Compare a trained CIFAR ResNet-20, deployed on every engine, with its simulation on real images.
 
 Each row holds the accuracy, the share of images with the same class, and the ratio of signal to
 error. The last column refers to the simulation in float64: it shows how far float32 alone, on
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +19,18 @@ import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.deploy_native import db
 from benchmarks.harness import Reporter, parse, parser
+from torchq.engines import ENGINES, Engine, TorchEngine
+from torchq.errors import MissingExtraError
 
 __all__ = ["main"]
 
-_PLACEMENTS = (None, "tensorrt", "openvino")
+#: Placement of quantizers -> the engines that run models with it.
+_PLACEMENTS: dict[str | None, tuple[str, ...]] = {
+    None: ("torch",),
+    "tensorrt": ("torch",),
+    "onnxruntime": ("torch", "onnxruntime"),
+    "openvino": ("torch", "openvino"),
+}
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -39,6 +47,8 @@ def _arguments() -> argparse.ArgumentParser:
         default=512,
         help="training images to calibrate on (default: %(default)s)",
     )
+    names = [placement or "inputs" for placement in _PLACEMENTS]
+    options.add_argument("--placements", nargs="+", default=names, choices=names)
     return options
 
 
@@ -54,8 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Reporter("accuracy_deploy", options.out) as report:
         expected = logits(model, test)
         report.value(case="fp32", accuracy=accuracy(expected, test), images=len(test.labels))
-        for placement in _PLACEMENTS:
-            for name, fields in _rows(_quantized(model, placement, batches), test):
+        for placement, engines in _PLACEMENTS.items():
+            if (placement or "inputs") not in options.placements:
+                continue
+            quantized = _quantized(model, placement, batches)
+            for name, fields in _rows(quantized, test, engines):
                 report.value(case=name, placement=placement or "inputs", **fields)
 
 
@@ -66,15 +79,26 @@ def _quantized(model: nn.Module, placement: str | None, batches: list[Tensor]) -
     return quantized
 
 
-def _rows(simulated: nn.Module, test: Images) -> list[tuple[str, dict[str, float]]]:
+def _rows(
+    simulated: nn.Module, test: Images, engines: Sequence[str]
+) -> Iterator[tuple[str, dict[str, float]]]:
     plain = logits(simulated, test)
     exact = logits(copy.deepcopy(simulated).double(), replace(test, images=test.images.double()))
-    found = {
-        "simulation": plain,
-        "int8": logits(torchq.deploy(simulated), test),
-        "int8 layers only": logits(torchq.deploy(simulated, fuse=False), test),
-    }
-    return [(name, _fields(result, plain, exact, test)) for name, result in found.items()]
+    yield "simulation", _fields(plain, plain, exact, test)
+    for engine in engines:
+        try:
+            deployed = torchq.deploy(simulated, test.images[:50], engine=_engine(engine))
+        except MissingExtraError as error:
+            print(f"# {error}", flush=True)
+            continue
+        yield f"int8, {engine}", _fields(logits(deployed, test), plain, exact, test)
+    alone = torchq.deploy(simulated, fuse=False)
+    yield "int8 layers only", _fields(logits(alone, test), plain, exact, test)
+
+
+def _engine(name: str) -> Engine:
+    """Return an engine that computes in integers even where float would be faster."""
+    return TorchEngine(measured=False) if name == "torch" else ENGINES[name]()
 
 
 def _fields(result: Tensor, plain: Tensor, exact: Tensor, test: Images) -> dict[str, float]:

@@ -14,9 +14,9 @@ import argparse
 import copy
 import json
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from benchmarks.deploy_onnx import onnxruntime_call, openvino_call
 from benchmarks.harness import Reporter, compare, parse, parser, timing
+from benchmarks.vendors import VENDORS
 from torchq.engines import ENGINES, OnnxRuntime
 from torchq.engines.fastest import build_fastest
 from torchq.engines.task import Task
@@ -142,7 +144,7 @@ def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Modu
     """Return a copy of ``model``, folded, quantized and calibrated on the timed input."""
     result = copy.deepcopy(model)
     torchq.fuse_(result, x[:1], verify=False)
-    torchq.quantize_(result, target=target)
+    torchq.quantize_(result, target=target, example=x[:1] if target else None)
     torchq.calibrate(result, [x[:4]], progress=False)
     return result
 
@@ -195,24 +197,20 @@ def torch_candidates(
 
 
 def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Candidates:
-    """Return the float file as the quantizer of ONNX Runtime quantizes it."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-
-    class Once(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.left = [{"x": x[:4].numpy()}]
-
-        def get_next(self) -> dict[str, Any] | None:
-            return self.left.pop() if self.left else None
-
-    with tempfile.TemporaryDirectory() as folder, suppress(Exception):
-        source, made = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
-        source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
-        kinds = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
-        quantize_static(source, made, Once(), per_channel=True, **kinds)
-        run = OnnxRuntime().open(made.read_bytes(), options.threads)
-        return {"onnxruntime.quantization": lambda: run({"x": x})}
-    return {}
+    """Return the float file as the quantizers of the engines' makers quantize it."""
+    found: Candidates = {}
+    runs = {"onnxruntime": onnxruntime_call, "openvino": openvino_call}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "float.onnx")
+        for engine, (quantize, suffix) in VENDORS.items():
+            path = Path(folder, engine).with_suffix(suffix)
+            try:
+                source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
+                label = quantize(source, path, [x[:1], x[-1:]], x.dim() == 3)
+                found[label] = runs[engine](path, x, options.threads)
+            except Exception as error:  # a tool may fail in any way it likes, or be absent
+                print(f"# {engine}: {error}", flush=True)
+    return found
 
 
 def db(got: Tensor, expected: Tensor) -> float:
@@ -243,13 +241,13 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
         chosen, own = build_fastest(task)
         found = torch_candidates(model, quantized(model, x), x, options) | engines
         found["fastest"] = lambda: chosen(x)
-        if options.makers:
-            found |= maker_candidates(task, x, options)
-        rows = compare(found, baseline="fp32 eager", **timing(options))
+        makers = maker_candidates(task, x, options) if options.makers else {}
+        clock = time.process_time if options.cpu_time else time.perf_counter
+        rows = compare(found | makers, baseline="fp32 eager", clock=clock, **timing(options))
     for row in rows:
-        report.timing(row, **case, speedup=1 / row.ratio)
+        report.timing(row, **case, speedup=1 / row.ratio, clock=clock.__name__)
     best = {row.candidate: row.least_s for row in rows}
-    rivals = {name: s for name, s in best.items() if name in modules or name.startswith("onnxr")}
+    rivals = {name: s for name, s in best.items() if name in modules or name in makers}
     expected = task.model(x)
     report.value(
         **case,
@@ -273,7 +271,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--compiled", action="store_true", help="torch.compile as well (needs a C++ compiler)"
     )
     arguments.add_argument(
-        "--makers", action="store_true", help="the quantizer of ONNX Runtime as well"
+        "--makers", action="store_true", help="the quantizers of the engines' makers as well"
+    )
+    arguments.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="measure processor time, with one thread: other programs then count little",
     )
     options = parse(arguments, argv)
     names = [n for name in options.models for n in (ZOO if name == "zoo" else (name,))]

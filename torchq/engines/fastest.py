@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 #: The least seconds of a sample, and about the seconds of all samples of one batch size.
 _SAMPLE, _BUDGET = 0.004, 3.0
 #: Samples of each candidate, where the budget allows, and where it does not.
-_MOST, _LEAST = 40, 7
-#: Rounds after which it is dropped that is far behind.
-_FIRST = 3
-#: A candidate that takes this many times as long as the best one is measured no further.
-_HOPELESS = 1.7
+_MOST, _LEAST = 80, 7
+#: Rounds after which a candidate is measured no further that takes this many times as long as the
+#: best one: soon if it is far behind, and once times have settled if it is not close.
+_FIRST, _HOPELESS = 3, 1.7
+_SETTLED, _CLOSE = 15, 1.15
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _build(entry: _Entry, task: Task) -> None:
 def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
     """Time the candidates on one batch, all of them in each round, in rotating order.
 
-    One that is far behind takes part in the first rounds alone.
+    One that is behind takes part in the first rounds alone, so that the best ones get more.
     """
     repeats: dict[int, int] = {}
     for entry in list(entries):
@@ -197,7 +197,8 @@ def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
             entry.samples[rows].append(_seconds(entry, batch, repeats[id(entry)]))
         if number >= _FIRST:
             best = min(min(entry.samples[rows]) for entry in entries)
-            entries = [e for e in entries if min(e.samples[rows]) < _HOPELESS * best]
+            limit = best * (_HOPELESS if number < _SETTLED else _CLOSE)
+            entries = [e for e in entries if min(e.samples[rows]) < limit]
 
 
 def _seconds(entry: _Entry, batch: Any, calls: int) -> float:
