@@ -213,6 +213,47 @@ def test_a_range_that_was_driven_to_zero_recovers(backend: str, dead: float) -> 
     assert quantizer.amax > 0.5
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("ends", [(0.0, 0.0), (0.3, -0.3), (0.0, 0.5), (-0.5, 0.0)])
+def test_both_ends_recover(backend: str, ends: tuple[float, float]) -> None:
+    quantizer = TensorQuantizer(QuantDescriptor(4, unsigned=True, symmetric=False, learn_amax=True))
+    quantizer.set_range(-1.0, 1.0)
+    with torch.no_grad():
+        quantizer.amin.fill_(ends[0])
+        quantizer.amax.fill_(ends[1])
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 64)
+    with torchq.functional.kernels.use_backend(backend):
+        for _ in range(80):
+            loss = (quantizer(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert quantizer.amax > 0.5 and quantizer.amin < -0.5
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> None:
+    """Equations 6 to 8 of the paper in log2 of the range, divided by ``amax * ln 2``.
+
+    The limits are those of the widened range, so values between it and amax are not clipped.
+    """
+    x = 1.5 * torch.randn(200, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    weight = torch.linspace(-1, 1, 200)
+    quantizer = TensorQuantizer(QuantDescriptor(4, amax=1.3, learn_amax=True, power_of_two=True))
+    with torchq.functional.kernels.use_backend(backend):
+        (quantizer(x) * weight).sum().backward()
+    scale, low, high = 0.25, -8, 7  # 1.3 / 7 rounded up
+    v = x.detach() / scale
+    inside = (v >= low) & (v <= high)
+    assert bool(((x.detach().abs() > 1.3) & inside).any())
+    slope = torch.where(inside, v.round() - v, v.round().clamp(low, high))
+    expected = (weight * slope * scale * math.log(2)).sum() / (1.3 * math.log(2))
+    torch.testing.assert_close(quantizer.amax.grad, expected)
+    torch.testing.assert_close(x.grad, torch.where(inside, weight, 0.0))
+
+
 def test_errors_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torchq.quantize_(model)

@@ -31,6 +31,11 @@ __all__ = [
 _PER_TENSOR = PerTensor()
 
 
+#: The ends that a learned range has at least: no numbers that matter, but no dead range either, and
+#: no end at exactly 0, where clamping passes no gradient.
+_LEAST_LOW, _LEAST_HIGH = -1e-30, 1e-12
+
+
 class AffineFakeQuantizeFunction(torch.autograd.Function):
     """Round to a grid with a zero point; gradients to the input, the scale and the zero point.
 
@@ -140,7 +145,7 @@ def fake_quantize_range(
     """Round ``x`` to the codes of the range [amin, amax], and back, with gradients to both ends.
 
     The scale and zero point are those of :func:`scale_and_zero_point`. A dead range gives exact
-    zeros.
+    zeros; one that learns counts as a very small range, so that it gets a gradient and recovers.
 
     Args:
         x: see :func:`fake_quantize_affine`.
@@ -158,7 +163,11 @@ def fake_quantize_range(
         ConfigError: a float format, or a shape that does not fit.
     """
     _check(x, format)
-    ends = _aligned(x, amin, granularity), _aligned(x, amax, granularity)
+    low_end, high_end = _aligned(x, amin, granularity), _aligned(x, amax, granularity)
+    if torch.is_grad_enabled() and (low_end.requires_grad or high_end.requires_grad):
+        low_end = straight_through(low_end, low_end.detach().clamp_max(_LEAST_LOW))
+        high_end = straight_through(high_end, high_end.detach().clamp_min(_LEAST_HIGH))
+    ends = low_end, high_end
     scale, point = scale_and_zero_point(*ends, format, scale_format)
     low, high = affine_bounds(point, format, is_dead_range(*ends, format))
     return _fake_quantize(x, (scale, point, low, high), format, granularity)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.formats import INT8, Format, PerTensor
+from torchq.formats import INT8, POWER_OF_TWO, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
 from torchq.functional.affine import affine_bounds, fake_quantize_range
@@ -25,6 +25,7 @@ from torchq.functional.scale import (
     is_dead_range,
     scale_and_zero_point,
     scale_from_amax,
+    widened_to_power_of_two,
 )
 from torchq.utils import constant_while_tracing
 
@@ -201,6 +202,8 @@ def fake_quantize(
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
     if torch.jit.is_tracing():
         return _traced(x, amax, format, granularity, scale_format)
+    if scale_format is POWER_OF_TWO:
+        amax, scale_format = widened_to_power_of_two(amax, format), None
     parts = granularity.split(x)
     backend = backend_for(parts, amax, format)
     with_mask = backend != "reference" and torch.is_grad_enabled() and parts.requires_grad
@@ -229,6 +232,8 @@ def learned_fake_quantize(
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
     if torch.jit.is_tracing():
         return _traced(x, amax, format, granularity, scale_format)
+    if scale_format is POWER_OF_TWO:
+        amax, scale_format = widened_to_power_of_two(amax, format), None
     parts = granularity.split(x)
     result = LearnedFakeQuantizeFunction.apply(
         parts, amax, format, scale_format, backend_for(parts, amax, format)

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchq.formats import FloatFormat, Format, PowersOfTwo, power_of_two_below
+from torchq.formats import POWER_OF_TWO, FloatFormat, Format, PowersOfTwo, power_of_two_below
 from torchq.functional.gradient import straight_through
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "range_from_qparams",
     "scale_and_zero_point",
     "scale_from_amax",
+    "widened_to_power_of_two",
 ]
 
 
@@ -110,6 +111,30 @@ def _rounded_scale(amax: Tensor, format: Format, scale_format: Format) -> Tensor
         return scale
     shared = torch.where(scale.amax() > 0, _over(scale.amax(), scale_format.qmax), 1.0)
     return scale_format.snap_(scale / shared) * shared
+
+
+def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
+    """Return the amax that a scale rounded up to a power of two stands for.
+
+    The gradient is that of TQT: rounding the exponent up passes it straight through, so a relative
+    change of ``amax`` is the same relative change of the result.
+
+    Args:
+        amax: float32 or float64, any shape. Dead ranges stay as they are.
+        format: the number format.
+
+    Reference: Jain et al., Trained Quantization Thresholds (MLSys 2020), section 3.2.
+
+    Example:
+        >>> from torchq.formats import INT8
+        >>> widened_to_power_of_two(torch.tensor([1.0, 127.0, 0.0]), INT8)
+        tensor([  1.9844, 127.0000,   0.0000])
+    """
+    known = amax.detach()
+    dead = is_dead(known, format)
+    wide = scale_from_amax(known, format, POWER_OF_TWO) * format.qmax
+    wide = torch.where(dead, known, wide)
+    return straight_through(amax * torch.where(dead, 1.0, wide / known), wide)
 
 
 def is_dead_range(amin: Tensor, amax: Tensor, format: Format) -> Tensor:
