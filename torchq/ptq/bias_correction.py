@@ -22,6 +22,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
 from torchq.ptq.modes import quantizers_off
+from torchq.ptq.ranks import Group, all_sums
 from torchq.utils import NotebookText, device_of, evaluating, progress_bar, table
 
 __all__ = ["BiasReport", "correct_bias_"]
@@ -60,6 +61,7 @@ def correct_bias_(
     method: Literal["empirical", "analytic"] = "empirical",
     num_batches: int | None = None,
     forward: Forward | None = None,
+    group: Group = None,
     progress: bool = True,
 ) -> BiasReport:
     """Correct the biases of the quantized layers of ``model``, in place; no labels are needed.
@@ -78,6 +80,8 @@ def correct_bias_(
             it reads the batches once, and leaves ConvTranspose layers alone.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
+        group: processes of torch.distributed that work together, each with its own batches; every
+            rank gets the same biases.
         progress: show a progress bar.
 
     Returns:
@@ -100,7 +104,7 @@ def correct_bias_(
             f"correct_bias_: got method={method!r}; expected 'empirical' or 'analytic'"
         )
     layers, skipped = _find_layers(model, method)
-    stream = _Stream(model, batches, num_batches, forward, progress)
+    stream = _Stream(model, batches, num_batches, forward, progress, group)
     with torch.no_grad(), evaluating(model), _biases_restored_on_error(layers):
         with quantizers_off(model):
             float_means = stream.means(layers, of_inputs=method == "analytic")
@@ -158,6 +162,7 @@ class _Stream:
     num_batches: int | None
     forward: Forward | None
     progress: bool
+    group: Group
     count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +192,7 @@ class _Stream:
                 self.count += 1
         if not self.count:
             raise CalibrationError("correct_bias_: got no batch; expected at least one")
-        return {name: mean.value(name) for name, mean in sums.items()}
+        return {name: mean.value(name, self.group) for name, mean in sums.items()}
 
 
 class _Mean:
@@ -204,14 +209,16 @@ class _Mean:
         self.total = total if self.total is None else self.total + total
         self.number += rows.shape[1]
 
-    def value(self, name: str) -> Tensor:
-        """Return the mean.
+    def value(self, name: str, group: Group) -> Tensor:
+        """Return the mean over the processes of ``group``.
 
         Raises:
             CalibrationError: it is NaN or infinite.
         """
         assert self.total is not None
-        mean = self.total / max(self.number, 1)
+        number = torch.tensor(self.number, dtype=torch.float64, device=self.total.device)
+        total, number = all_sums([self.total, number], group)
+        mean = total / number.clamp(min=1)
         if not bool(mean.isfinite().all()):
             raise CalibrationError(
                 f"correct_bias_: {name}: got NaN or infinite values; expected finite ones. "

@@ -28,6 +28,7 @@ from torchq.ptq.blockwise import (
 )
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import Options
+from torchq.ptq.ranks import rank_in
 from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
 from torchq.workflow import weight_quantizers
 
@@ -117,7 +118,9 @@ def adaround_(
             activations have few bits and images are few.
         seed: of the random choices. The result depends on it and on the batches alone.
         checkpoint: a file that keeps finished blocks. If it exists, its blocks are read from it.
-        run: how the model is run; see :class:`RunOptions`.
+        run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
+            processes are averaged, each has its own batches, and all get the same weights; a
+            checkpoint needs a file of each rank's own.
         progress: show a progress bar.
 
     Returns:
@@ -141,7 +144,7 @@ def adaround_(
     layers, skipped = find_layers(model)
     layers, skipped = _without_float_formats(layers, skipped)
     check_ready("adaround_", model, layers, skipped)
-    settings = Settings(steps, _ROWS, drop)
+    settings = Settings(steps, _ROWS, drop, run.group)
     with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
         replay = Replay(model, batches, run, store, "adaround_")
         patterns = _each_layer(layers) if block == "layer" else block
@@ -202,7 +205,7 @@ class _Work:
         self.done: dict[str, AdaRoundBlock] = {}
         self.finished: list[str] = []
         options = Options("block", None, True, 0.01, refine=True)
-        self._rounding = BlockRounding(replay, options, None)
+        self._rounding = BlockRounding(replay, options, settings.group)
 
     def treat(self, number: int, block: Block) -> None:
         """Learn one block, or read it from the checkpoint."""
@@ -227,17 +230,18 @@ class _Work:
     def _learn(self, number: int, block: Block, state: _State) -> tuple[float, float, float]:
         """Learn the block in place; return both errors and the share of undecided weights."""
         data, wanted = self._data(number), {}
-        before = mean_error(block.module, data)
+        before = mean_error(block.module, data, self.settings.group)
         if self.start == "gptq":
             self._rounding.treat(number, block)
             wanted = self._rounding.wanted
         rounded = _State(block, state.ranges)
-        error = mean_error(block.module, data)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        error = mean_error(block.module, data, self.settings.group)
+        own_seed = self.seed * 1_000_003 + number + 1_000_000_007 * rank_in(self.settings.group)
+        generator = torch.Generator().manual_seed(own_seed)
         learned = LearnedBlock(block, wanted, state.ranges, self.settings.drop, generator)
         learn(block.name, learned, data, self.settings, generator)
         learned.apply_("adaround_")
-        after = mean_error(block.module, data)
+        after = mean_error(block.module, data, self.settings.group)
         if not after < error:
             rounded.restore()
             for layer in block.layers.values():

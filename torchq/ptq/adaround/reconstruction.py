@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchq.errors import CalibrationError
@@ -20,6 +21,8 @@ from torchq.graph import tensors_in
 from torchq.ptq.adaround.learned_block import LearnedBlock, biases_learned, mixed
 from torchq.ptq.adaround.soft_rounding import decision_penalty, rectified_sigmoid
 from torchq.ptq.blockwise import map_tensors
+from torchq.ptq.ranks import Group, all_sums
+from torchq.utils import device_of
 
 __all__ = ["BlockData", "Settings", "learn", "mean_error", "output_error"]
 
@@ -33,11 +36,12 @@ _WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How a block is learned: steps, rows of a step, and the probability of QDrop."""
+    """How a block is learned: steps, rows of a step, the probability of QDrop, and with whom."""
 
     steps: int
     rows: int
     drop: float
+    group: Group = None
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,25 @@ def learn(
         for number in range(settings.steps):
             optimizer.param_groups[1]["lr"] = _RATE_RANGES * _cosine(number, settings.steps)
             loss = _loss(learned, data, settings, number, generator)
-            if not bool(loss.isfinite()):
+            (total,) = all_sums([loss.detach()], settings.group)
+            if not bool(total.isfinite()):
                 raise CalibrationError(
                     f"adaround_: {name}: the error became NaN or infinite after {number} steps; "
                     "expected finite inputs and outputs. The block keeps its former weights"
                 )
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+                parameter.grad = _averaged(gradient, parameter, settings.group)
             optimizer.step()
+
+
+def _averaged(gradient: Tensor | None, parameter: Tensor, group: Group) -> Tensor | None:
+    """Return the mean gradient over the processes of ``group``."""
+    if group is None:
+        return gradient
+    own = torch.zeros_like(parameter) if gradient is None else gradient
+    (total,) = all_sums([own], group)
+    return total / dist.get_world_size(group)
 
 
 def _loss(
@@ -167,10 +181,12 @@ def _cosine(number: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * number / steps))
 
 
-def mean_error(block: Any, data: BlockData) -> float:
-    """Return the error of the block as it is now, over all batches."""
+def mean_error(block: Any, data: BlockData, group: Group) -> float:
+    """Return the error of the block as it is now, over all batches of all processes."""
     errors = []
     for index in range(data.count):
         args, kwargs = data.inputs(index)
         errors.append(output_error(block(*args, **kwargs), data.target(index)).item())
-    return sum(errors) / len(errors)
+    sums = torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
+    (found,) = all_sums([sums.to(device_of(block))], group)
+    return (found[0] / found[1]).item()

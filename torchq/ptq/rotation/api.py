@@ -176,7 +176,7 @@ def _rotate_all(
         is_hadamard = _rotate(stream, plan.seed)
         others = stream.writers.keys() - {out for _, out, _ in pairs}
         names = [name for name in stream.writers if name in others and plan.online]
-        online = rotate_online(model, names, undo)
+        rotated_online = rotate_online(model, names, undo)
         error = change_of_output()
         if not error <= plan.most:
             raise QuantizationError(
@@ -185,15 +185,24 @@ def _rotate_all(
                 "another way than as a factor"
             )
         undo.pop_all()
-    readers = tuple(name for group in stream.readers.values() for name in group)
-    rotated = tuple((value, out) for value, out, _ in pairs)
+    return _report(stream, pairs, is_hadamard, rotated_online, untied, error)
+
+
+def _report(
+    stream: Stream,
+    pairs: list[tuple[str, str, int]],
+    is_hadamard: bool,
+    online: tuple[str, ...],
+    untied: tuple[str, ...],
+    error: float,
+) -> RotationReport:
     return RotationReport(
         size=stream.size,
         is_hadamard=is_hadamard,
         embeddings=tuple(stream.embeddings),
         writers=tuple(stream.writers),
-        readers=readers,
-        heads=rotated,
+        readers=tuple(name for group in stream.readers.values() for name in group),
+        heads=tuple((value, out) for value, out, _ in pairs),
         online=online,
         untied=untied,
         error=error,

@@ -139,7 +139,7 @@ def smooth_(
         expected = model_outputs(model, kept[0], run)
         with restored_on_error(groups):
             done = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
-            error = relative_error(model_outputs(model, kept[0], run), expected)
+            error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
             if not error <= tolerance:
                 raise QuantizationError(
                     f"smooth_: the float output changed by {error:.1e}, relative; expected at most "

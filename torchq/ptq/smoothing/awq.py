@@ -143,7 +143,7 @@ def awq_(
         expected = model_outputs(model, kept[0], run)
         with restored_on_error(groups):
             scaled = [_scale(group, seen[group.names[0]]) for group in groups]
-            error = relative_error(model_outputs(model, kept[0], run), expected)
+            error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
             if not error <= tolerance:
                 raise QuantizationError(
                     f"awq_: the float output changed by {error:.1e}, relative; expected at most "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchq.errors import CalibrationError
 from torchq.graph import call_model
 from torchq.ptq.blockwise import RunOptions
+from torchq.ptq.ranks import Group, all_largest, all_rows, all_sums
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.utils import device_of, progress_bar
 from torchq.workflow.layer_matrices import input_matrix
@@ -49,6 +50,13 @@ class Inputs:
         """Return the samples as a layer reads them, (groups, inputs, samples)."""
         x = input_matrix(layer, self.samples)
         return x[..., :: max(1, x.shape[2] // _SAMPLES)]
+
+    def over_ranks(self, group: Group) -> Inputs:
+        """Return the inputs of all processes of ``group``."""
+        count = torch.tensor(self.count, dtype=torch.float64, device=self.total.device)
+        total, number = all_sums([self.total, count], group)
+        largest = all_largest(self.largest, group)
+        return Inputs(largest, total, int(number), all_rows(self.samples, group))
 
     def add(self, other: Inputs) -> Inputs:
         """Return the inputs of both."""
@@ -98,6 +106,7 @@ def observe_inputs(
             stack.callback(hook.remove)
         for batch in progress_bar(batches, description=where, enabled=progress):
             call_model(model, batch, forward=run.forward, device=device_of(model))
+    found = {name: inputs.over_ranks(run.group) for name, inputs in found.items()}
     for name, inputs in found.items():
         if not bool(inputs.largest.isfinite().all()):
             raise CalibrationError(

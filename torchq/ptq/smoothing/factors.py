@@ -12,6 +12,7 @@ from torch import Tensor
 from torchq.graph import call_model, tensors_in
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.channels import LAYERS, parameters_restored_on_error, scale_inputs_, scale_outputs_
+from torchq.ptq.ranks import Group, all_largest
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.utils import device_of
 
@@ -73,11 +74,11 @@ def model_outputs(model: Any, batch: Any, run: RunOptions) -> list[Tensor]:
     return [tensor.double() for tensor in tensors_in(out) if tensor.is_floating_point()]
 
 
-def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest relative change of a tensor."""
+def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor], group: Group) -> float:
+    """Return the largest relative change of a tensor, of all processes of ``group``."""
     pairs = zip(found, expected, strict=True)
-    errors = [((f - e).norm() / e.norm().clamp(min=1e-30)).item() for f, e in pairs]
-    return max(errors, default=0.0)
+    errors = [(f - e).norm() / e.norm().clamp(min=1e-30) for f, e in pairs]
+    return all_largest(torch.stack(errors).max(), group).item() if errors else 0.0
 
 
 @contextmanager

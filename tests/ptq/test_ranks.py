@@ -1,0 +1,54 @@
+"""Algorithms on two gloo ranks, against one process with the data of both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ptq.ranks import batches, results
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Return the results of each rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+NAMES = ["smooth_", "awq_", "correct_bias_", "gptq_", "adaround_"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_has_the_same_result(
+    found: list[dict[str, dict[str, torch.Tensor]]], name: str
+) -> None:
+    one, other = (result[name] for result in found)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_the_result_is_that_of_one_process(
+    found: list[dict[str, dict[str, torch.Tensor]]], name: str
+) -> None:
+    expected = results([*batches(0), *batches(1)], None)[name]
+    for key, value in found[0][name].items():
+        # Sums of the ranks are added in another order.
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
