@@ -255,4 +255,6 @@ def test_a_planted_fault_is_found_by_name(kind: str, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_healthy_networks_have_no_error(family: str) -> None:
     report = healthy_report(family)
-    assert report.errors == (), str(report)
+    assert report.errors == report.of("warning") == (), str(report)
+    # Random networks may have channels of zeros; nothing else is to be said about them.
+    assert {finding.kind for finding in report.findings} <= {"zero_range"}

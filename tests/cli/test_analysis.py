@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,9 +135,33 @@ def test_quantize_writes_the_report(capsys: pytest.CaptureFixture[str], project:
     assert (project / "r.html").stat().st_size > 100_000
 
 
+def test_quantize_writes_a_report_beside_its_file(
+    capsys: pytest.CaptureFixture[str], project: Path
+) -> None:
+    pytest.importorskip("jinja2")
+    data = json.loads(printed(capsys, "quantize", *SOURCE, "--save", "net.pt", "--json"))
+    assert data["files"] == {"save": "net.pt", "report": "net.report.html"}
+    assert data["comparison"]["held_out"] is True and data["comparison"]["agreement"] is not None
+    assert (project / "net.report.html").exists()
+    assert "torchq-report.html: open it" in printed(capsys, "quantize", *SOURCE)
+    (project / "torchq-report.html").unlink()
+    assert "open it" not in printed(capsys, "quantize", *SOURCE, "--no-report")
+    assert not (project / "torchq-report.html").exists()
+
+
+def test_quantize_succeeds_without_the_package_for_reports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "no report: report: jinja2 is not installed" in printed(capsys, "quantize", *SOURCE)
+    assert main(["quantize", *SOURCE, "--report", "r.html"]) == 2
+    assert "jinja2 is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
+        (["tune"], "--metric is missing; expected package.module:function; --max-drop is missing"),
         (["report"], "--model is missing; expected torchvision:NAME"),
         (["report"], "; --data is missing; expected a folder of images"),
         (["compare", *SOURCE], "--with is missing; expected a recipe"),

@@ -16,6 +16,8 @@ from torch import nn
 
 import torchq
 from torchq.cli import main
+from torchq.cli.demo_data import Split
+from torchq.cli.demo_models import NETWORKS
 from torchq.cli.loading import evenly_ordered
 
 MODULE = """
@@ -264,11 +266,33 @@ def test_demo_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "table.md").read_text().strip() in capsys.readouterr().out
     # Three epochs: far from the full demo, but the order of things holds with a wide margin.
     assert rows["FP32, fused"]["accuracy"] > 0.8
-    assert rows["FP32, fused"]["agreement"] == rows["FP32, training branches"]["agreement"] == 1.0
+    assert rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
     assert rows["INT8 PTQ"]["agreement"] > 0.95
     assert rows["INT8 in PyTorch"]["agreement"] > 0.95
     assert rows["W4A4 PTQ"]["accuracy"] < rows["W4A4 QAT"]["accuracy"]
     assert rows["INT8 PTQ"]["onnx_bytes"] < rows["FP32, fused"]["onnx_bytes"] / 2.5
+
+
+def test_demo_shows_a_known_architecture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("onnxruntime")
+    assert main(["demo", "--model", "vit", "--out", str(tmp_path), "--epochs", "1"]) == 0
+    rows = {row["model"]: row for row in json.loads((tmp_path / "results.json").read_text())}
+    assert list(rows)[-1] == "W4A4 PTQ"  # which is not trained
+    assert rows["INT8 PTQ"]["onnx_agreement"] > 0.99
+    printed = capsys.readouterr()
+    assert "train a vision transformer" in printed.out
+    assert "torchq quantize --model" in printed.out.split("\n\n")[-1]
+    assert "train:" in printed.err  # the progress bar
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_demo_networks_take_the_digits(name: str) -> None:
+    network = NETWORKS[name]
+    digits = network.prepared(Split(torch.rand(2, 1, 8, 8), torch.zeros(2)))
+    assert network.build().eval()(digits.images).shape == (2, 10)
 
 
 def test_demo_model_file_loads_into_a_fresh_network(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, RoutedModule, TensorQuantizer
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["QuantizedLayer", "active_quantizers", "quantized_layers", "quantizing"]
+__all__ = ["QuantizedLayer", "active_quantizers", "passing", "quantized_layers", "quantizing"]
 
 
 @dataclass(frozen=True)
@@ -148,3 +148,26 @@ def quantizing(
     finally:
         for quantizer, mode in before:
             quantizer.mode = mode
+
+
+@contextmanager
+def passing(known: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Let the model compute in float, with every call of a quantizer that is on.
+
+    Attention, for one, takes a shorter way past quantizers that are off.
+    """
+    known = list(known)
+    active = [quantizer for quantizer in known if quantizer.quantizing]
+    before = [(quantizer, quantizer.delegate) for quantizer in active]
+    try:
+        for quantizer in active:
+            quantizer.delegate = _unchanged
+        with quantizing(known, active):
+            yield
+    finally:
+        for quantizer, delegate in before:
+            quantizer.delegate = delegate
+
+
+def _unchanged(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
+    return x

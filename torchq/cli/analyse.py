@@ -11,10 +11,11 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path
-from torchq.cli.options import add_comparison, add_data, add_method, add_source
+from torchq.cli.options import add_comparison, add_data, add_json, add_method, add_source
 from torchq.cli.prepare import (
     named_config,
     prepare,
+    quiet,
     read_batches,
     read_metric,
     read_model,
@@ -68,7 +69,7 @@ def add_analysis(parsers: dict[str, Any]) -> None:
         method = parser.add_argument_group("how")
         add_method(method)
         method.add_argument("--load", metavar="FILE.pt", help="ranges that torchq.save wrote")
-        parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+        add_json(parser)
         if name in ("report", "compare"):
             add_comparison(parser.add_argument_group("comparison"))
     ranking = parsers["sensitivity"]
@@ -103,16 +104,12 @@ def run_analysis(args: argparse.Namespace) -> int:
     return _RUN[args.command](args)
 
 
-def _quiet(text: object) -> None:
-    """Print nothing: the result alone belongs on standard output."""
-
-
 def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> None:
     print(json.dumps(data(), indent=2) if args.json else text)
 
 
 def _sensitivity(args: argparse.Namespace) -> int:
-    found = prepare(args, say=_quiet, held_out=0)
+    found = prepare(args, say=quiet, held_out=0)
     options = {"scope": args.scope, "mode": args.mode, "resume": args.resume}
     report = torchq.sensitivity(found.model, found.calibration, args.rank_by, **options)
     _show(args, report, report.to_dict)
@@ -120,14 +117,14 @@ def _sensitivity(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    found = prepare(args, say=_quiet, held_out=0)
+    found = prepare(args, say=quiet, held_out=0)
     report = torchq.doctor(found.model, found.calibration, targets=args.obstacles)
     _show(args, report, report.to_dict)
     return 0 if report.ok else 1
 
 
 def _report(args: argparse.Namespace) -> int:
-    found = prepare(args, say=_quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
     _show(args, report if args.out is None else f"wrote {args.out}", lambda: report.data)
     return 0
@@ -144,10 +141,10 @@ def _check_out(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> int:
     if args.other is None:
         raise ConfigError("--with is missing; expected a recipe to compare --recipe with")
-    first = prepare(args, say=_quiet, held_out=args.num_batches, check=lambda: _check_out(args))
+    first = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     second = copy.copy(args)
     second.recipe = args.other
-    other = prepare(second, say=_quiet, held_out=0)
+    other = prepare(second, say=quiet, held_out=0)
     labels = (args.recipe, args.other)
     metric = read_metric(args)
     report = torchq.compare(
@@ -164,7 +161,7 @@ def _inspect(args: argparse.Namespace) -> int:
         _show(args, report, lambda: json.loads(json.dumps(vars(report), default=str)))
         return 0
     if args.load is not None or args.data is not None:
-        summary = torchq.summary(prepare(args, say=_quiet, held_out=0).model)
+        summary = torchq.summary(prepare(args, say=quiet, held_out=0).model)
     else:
         model = read_model(args)
         torchq.quantize_(model, named_config(args.recipe), target=args.target, **selection(args))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.errors import MissingExtraError
+from torchq.utils import progress_bar
 
 __all__ = ["Split", "load_digits", "DemoNet", "train", "accuracy", "predictions"]
 
@@ -106,12 +107,12 @@ def train(
     seed: int = 0,
     size: int = 64,
 ) -> None:
-    """Train with cross entropy and a cosine schedule; leave the model in eval mode."""
+    """Train with cross entropy and a cosine schedule behind a bar; leave it in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * -(-len(data.labels) // size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     model.train()
-    for _ in range(epochs):
+    for _ in progress_bar(range(epochs), description="train", unit="epoch"):
         for index in torch.randperm(len(data.labels), generator=generator).split(size):
             loss = F.cross_entropy(model(data.images[index]), data.labels[index])
             optimizer.zero_grad()

@@ -12,7 +12,16 @@ import torchq
 from torchq.cli.analyse import COMMANDS, add_analysis, run_analysis
 from torchq.cli.convert import add_convert, run_convert
 from torchq.cli.demo import run_demo
-from torchq.cli.options import add_comparison, add_data, add_method, add_output, add_source
+from torchq.cli.demo_models import NETWORKS
+from torchq.cli.options import (
+    add_comparison,
+    add_data,
+    add_json,
+    add_method,
+    add_output,
+    add_report,
+    add_source,
+)
 from torchq.cli.parser import SHELLS, Parser, completion_script
 from torchq.cli.quantize import run_quantize
 from torchq.cli.tune import add_tune_arguments, run_tune
@@ -59,7 +68,13 @@ def build_parser() -> Parser:
     )
     add_convert(commands)
     add_tune_arguments(
-        commands.add_parser("tune", help="find settings with which your own model keeps a metric")
+        _command(
+            commands,
+            "tune",
+            "find settings with which your own model keeps a metric",
+            "torchq tune --model mypackage.models:build --data photos/ "
+            "--metric mypackage.evaluate:accuracy --max-drop 0.01 --save model.pt",
+        )
     )
     _add_quantize(commands)
     parsers = {}
@@ -104,9 +119,8 @@ def _add_quantize(commands: Any) -> None:
         metavar="N",
         help="batches after those of the calibration; 0 compares nothing (default: %(default)s)",
     )
-    comparison.add_argument(
-        "--report", metavar="FILE.html", help="write the report of torchq.report"
-    )
+    add_report(comparison)
+    add_json(parser)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -125,8 +139,14 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--epochs",
         type=int,
-        default=12,
-        help="of FP32 training and of QAT, each (default: %(default)s)",
+        help="of FP32 training and of QAT, each (default: 12 for repvgg, fewer for others)",
+    )
+    parser.add_argument(
+        "--model",
+        default="repvgg",
+        choices=tuple(NETWORKS),
+        help="what is trained on the digits: a small network, or a known architecture, which "
+        "takes longer (default: %(default)s)",
     )
 
 
@@ -160,12 +180,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command == "demo":
-        run_demo(args.out, seed=args.seed, epochs=args.epochs)
+        run_demo(args.out, seed=args.seed, epochs=args.epochs, model=args.model)
     elif args.command == "convert":
         run_convert(args)
-    elif args.command == "tune":
-        run_tune(args)
     else:
         args.model = args.model or args.file
-        return run_quantize(args) if args.command == "quantize" else run_analysis(args)
+        own = {"quantize": run_quantize, "tune": run_tune}
+        return own.get(args.command, run_analysis)(args)
     return 0

@@ -7,7 +7,15 @@ from typing import Any
 import torchq
 from torchq.calib import methods
 
-__all__ = ["add_comparison", "add_data", "add_method", "add_output", "add_source"]
+__all__ = [
+    "add_comparison",
+    "add_data",
+    "add_json",
+    "add_method",
+    "add_output",
+    "add_report",
+    "add_source",
+]
 
 
 def add_source(group: Any) -> None:
@@ -101,6 +109,23 @@ def add_output(group: Any) -> None:
     group.add_argument(
         "--save", metavar="FILE.pt", help="write the quantized model for torchq.load"
     )
+
+
+def add_report(group: Any) -> None:
+    """Add the options about the report of ``torchq quantize``."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--report",
+        metavar="FILE.html",
+        help="the report of torchq.report, with formats under a budget (default: a shorter one, "
+        "beside the file of --export or --save, or torchq-report.html)",
+    )
+    either.add_argument("--no-report", action="store_true", help="write no report")
+
+
+def add_json(parser: Any) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
 def add_comparison(group: Any) -> None:

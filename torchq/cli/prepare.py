@@ -23,6 +23,7 @@ __all__ = [
     "example_of",
     "named_config",
     "prepare",
+    "quiet",
     "read_batches",
     "read_metric",
     "read_model",
@@ -33,6 +34,8 @@ __all__ = [
 _EXPECTED = {
     "model": "--model is missing; expected torchvision:NAME, package.module:factory or a file",
     "data": "--data is missing; expected a folder of images or package.module:loader",
+    "metric": "--metric is missing; expected package.module:function",
+    "max_drop": "--max-drop is missing; expected the largest loss of the metric, such as 0.01",
 }
 
 
@@ -56,6 +59,10 @@ class Prepared:
     def is_held_out(self) -> bool:
         """True if the model was not calibrated on the batches to compare on."""
         return self.held_out is not self.calibration
+
+
+def quiet(text: object) -> None:
+    """Print nothing: the result alone belongs on standard output."""
 
 
 def require(args: argparse.Namespace, *names: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.analysis.layers import quantizing
+from torchq.analysis.layers import passing
 from torchq.graph import state_kept, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.utils import evaluating
@@ -100,7 +100,7 @@ def observe(
             if found is None:
                 found = Observation(batch)
                 _follow(model, found, run)
-            with quantizing(known.values(), []), _statistics(model, known, found):
+            with passing(known.values()), _statistics(model, known, found):
                 run(batch)
             found.batches += 1
     return found

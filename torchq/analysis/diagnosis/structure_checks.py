@@ -33,8 +33,15 @@ def _is_computing(module: nn.Module) -> bool:
 @check("skipped_layer")
 def skipped_layer(patient: Patient) -> Iterator[Finding]:
     """Yield layers that stay float beside quantized ones."""
+    # Attention quantizes the weight of the layer that it reads without calling it.
+    read = {
+        id(child)
+        for module in patient.model.modules()
+        if isinstance(module, QuantModule)
+        for child in module.children()
+    }
     for path, module in patient.model.named_modules():
-        if _is_computing(module):
+        if _is_computing(module) and id(module) not in read:
             count = sum(p.numel() for p in module.parameters(recurse=False))
             text = f"{type(module).__name__} with {count:,} parameters stays float"
             remedy = "torchq.plan(model, config) says why; nothing, if it was excluded on purpose"
@@ -44,8 +51,15 @@ def skipped_layer(patient: Patient) -> Iterator[Finding]:
 @check("switched_off")
 def switched_off(patient: Patient) -> Iterator[Finding]:
     """Yield quantizers that do nothing."""
+    optional = {
+        id(getattr(module, f"{slot}_quantizer", None))
+        for module in patient.model.modules()
+        for slot in getattr(module, "products", ())
+    }
     for path, quantizer in patient.quantizers.items():
-        if quantizer.mode == "off":
+        # Most recipes leave the matrix products of attention in float.
+        by_recipe = id(quantizer) in optional and not quantizer.calibrated
+        if quantizer.mode == "off" and not by_recipe:
             text = "is off, so its tensor stays float"
             remedy = f"model.get_submodule({path!r}).mode = 'quantize'"
             yield Finding("switched_off", "info", path, text, remedy)

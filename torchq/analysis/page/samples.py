@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchq.analysis.batches import gathered
-from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantizing
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, passing
 from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
@@ -80,7 +80,7 @@ def histogram_rows(
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         stack.enter_context(state_kept(model))
-        stack.enter_context(quantizing(known, []))
+        stack.enter_context(passing(known))
         stack.enter_context(_sampled(inputs, samples))
         for batch in progress_bar(batches, description="histograms", enabled=progress):
             run(batch)
