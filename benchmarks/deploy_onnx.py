@@ -38,7 +38,7 @@ import torchq
 from benchmarks.cifar import read_split, resnet20
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from benchmarks.vendors import VENDORS
-from torchq.cli.demo_data import DemoNet, load_digits, train
+from torchq.cli.demo.data import DemoNet, load_digits, train
 
 MODELS = (
     *("resnet18", "resnet50", "mobilenet_v2", "encoder"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.picture_style import Theme, bars, figure
-from torchq.cli.demo_data import DemoNet, load_digits, train
+from torchq.cli.demo.data import DemoNet, load_digits, train
 from torchq.functional import fake_quantize
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import nn
 
 import torchq
 from torchq.cli import main
-from torchq.cli.demo_data import Split
-from torchq.cli.demo_models import NETWORKS
+from torchq.cli.demo.data import Split
+from torchq.cli.demo.networks import NETWORKS
 from torchq.cli.loading import evenly_ordered
 
 MODULE = """
@@ -296,7 +296,7 @@ def test_demo_networks_take_the_digits(name: str) -> None:
 
 
 def test_demo_model_file_loads_into_a_fresh_network(tmp_path: Path) -> None:
-    from torchq.cli.demo_data import DemoNet
+    from torchq.cli.demo.data import DemoNet
 
     net = DemoNet(width=2).eval()
     assert isinstance(net[0].rbr_identity, type(None))

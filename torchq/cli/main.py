@@ -11,8 +11,7 @@ from typing import Any
 import torchq
 from torchq.cli.analyse import COMMANDS, add_analysis, run_analysis
 from torchq.cli.convert import add_convert, run_convert
-from torchq.cli.demo import run_demo
-from torchq.cli.demo_models import NETWORKS
+from torchq.cli.demo import NETWORKS, run_demo
 from torchq.cli.options import (
     add_comparison,
     add_data,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from torchq.cli.demo_data import DemoNet, Split
+from torchq.cli.demo.data import DemoNet, Split
 from torchq.errors import MissingExtraError
 
 __all__ = ["NETWORKS", "Network"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli.demo_data import Split, accuracy, load_digits, predictions, train
-from torchq.cli.demo_models import NETWORKS, Network
+from torchq.cli.demo.data import Split, accuracy, load_digits, predictions, train
+from torchq.cli.demo.networks import NETWORKS, Network
 from torchq.errors import ExportError, MissingExtraError
 from torchq.utils import markdown_table
 
@@ -65,7 +65,7 @@ def run_demo(
         out: the folder for models and table; made if it does not exist.
         seed: of the split, the initial weights and the order of batches.
         epochs: of FP32 training and of QAT, each; None takes those of the network.
-        model: a name in :data:`torchq.cli.demo_models.NETWORKS`.
+        model: a name in :data:`torchq.cli.demo.networks.NETWORKS`.
 
     Returns:
         The rows of the table.
