@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -274,16 +275,24 @@ def test_demo_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_demo_shows_a_known_architecture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Run the way of the known architectures with a small network in the place of ResNet-18."""
     pytest.importorskip("sklearn")
     pytest.importorskip("onnxruntime")
-    assert main(["demo", "--model", "vit", "--out", str(tmp_path), "--epochs", "1"]) == 0
+
+    def small() -> nn.Module:
+        layers = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10))
+
+    monkeypatch.setitem(NETWORKS, "resnet18", replace(NETWORKS["resnet18"], build=small))
+    assert main(["demo", "--model", "resnet18", "--out", str(tmp_path), "--epochs", "1"]) == 0
     rows = {row["model"]: row for row in json.loads((tmp_path / "results.json").read_text())}
     assert list(rows)[-1] == "W4A4 PTQ"  # which is not trained
     assert rows["INT8 PTQ"]["onnx_agreement"] > 0.99
+    assert rows["INT8 in PyTorch"]["milliseconds"] > 0 < rows["FP32, fused"]["milliseconds"]
     printed = capsys.readouterr()
-    assert "train a vision transformer" in printed.out
+    assert "train ResNet-18" in printed.out and "224 x 224, 1 thread" in printed.out
     assert "torchq quantize --model" in printed.out.split("\n\n")[-1]
     assert "train:" in printed.err  # the progress bar
 
