@@ -135,7 +135,8 @@ def test_an_error_gives_the_graph_back() -> None:
             assert not torch.equal(model(x), expected)
             raise KeyboardInterrupt
 
-    pytest.raises(KeyboardInterrupt, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert model.code == code and torch.equal(model(x), expected)
     assert not model.meta and len(list(model.children())) == 3
 
