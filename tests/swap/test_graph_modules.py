@@ -141,6 +141,29 @@ def test_an_error_gives_the_graph_back() -> None:
     assert not model.meta and len(list(model.children())) == 3
 
 
+class Functional(nn.Module):
+    """A convolution by a function, and one by a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.conv2d(x, self.weight))
+
+
+def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
+    model, x = fx.symbolic_trace(Functional().eval()), torch.randn(2, 3, 8, 8)
+    report = torchq.quantize_(model, example=x)
+    assert any("a graph of torch.fx" in str(line) for line in str(report).splitlines())
+    torchq.calibrate(model, [x], progress=False)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert isinstance(model.layer, torchq.nn.QuantConv2d)
+    site = torchq.nn.CallSite("conv2d", weight="weight", holder="call")
+    with pytest.raises(QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"):
+        torchq.nn.route_calls_(model, [site])
+
+
 def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model, x = quantized()

@@ -387,7 +387,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
     A graph module gets a class of its own below ``cls``, which holds the code of its graph.
     """
-    if not isinstance(module, fx.GraphModule):
+    if not isinstance(module, fx.GraphModule) or "<locals>" in cls.__qualname__:
         module.__class__ = cls
         return
     own: Any = type(cls.__new__(cls))

@@ -152,9 +152,10 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
             )
     for name, child in replacements.items():
         _call_child(nodes[name], child, isinstance(module.get_submodule(child), Tap))
+    # The class that the module had keeps the code of the graph that it had.
+    change_class(module, _graph_class(cls))  # type: ignore[arg-type]
     module.graph = graph
     module.meta[_META] = dict(replacements)
-    change_class(module, _graph_class(cls))  # type: ignore[arg-type]
     return module
 
 

@@ -39,7 +39,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         with undone_on_error(model):
             yield
     except BaseException:
-        # The attributes are back by now: a graph module generates its code from its graph.
         for module, cls in classes:
             if type(module) is not cls:
                 change_class(module, cls)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from torchq.nn import (
     Call,
@@ -69,6 +69,8 @@ def decide_calls(
             calls = found.get(id(module))
         if calls is None:
             continue
+        if isinstance(module, fx.GraphModule):
+            calls = replace(calls, obstacle=calls.obstacle or _IN_GRAPH)
         has_weights = any(site.kind != "attention" for site in calls.sites)
         if found is not None and not has_weights and calls.obstacle != WHOLE_ATTENTION:
             # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
@@ -134,6 +136,10 @@ def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) 
     return result
 
 
+_IN_GRAPH = (
+    "its forward is a graph of torch.fx, whose copies would lose the quantizers of a call: "
+    "quantize the model before it is traced, or use a module such as nn.Linear for the call"
+)
 _UNUSED = (
     "it is never called: a function call of another module uses its weight, and is quantized or "
     "reported there"

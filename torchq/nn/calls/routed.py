@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
@@ -223,8 +223,8 @@ def route_calls_(
         weight: How to quantize the weight of the call without a holder.
 
     Raises:
-        QuantizationError: A path leads nowhere, a call has no holder beside others, or ``forward``
-            was replaced on the instance. The module is unchanged then.
+        QuantizationError: A path leads nowhere, a call has no holder beside others, ``forward`` was
+            replaced on the instance, or the module is a graph. The module is unchanged then.
 
     Example:
         >>> class Product(torch.nn.Module):
@@ -244,6 +244,11 @@ def route_calls_(
     if "forward" in vars(module):
         raise QuantizationError(
             f"{name}: forward was replaced on the instance; expected the class's own"
+        )
+    if isinstance(module, fx.GraphModule):
+        raise QuantizationError(
+            f"{name}: is a graph of torch.fx, whose copies would lose the quantizers; expected a "
+            "module with a forward of its own. Quantize the model before it is traced"
         )
     if not calls or (own and len(calls) > 1):
         raise QuantizationError(
