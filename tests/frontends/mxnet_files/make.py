@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 # MXNet's own kernels: those of MKL-DNN take SoftmaxOutput of images over their last dimension.
-os.environ["MXNET_MKLDNN_ENABLED"] = "0"
+os.environ.setdefault("MXNET_MKLDNN_ENABLED", "0")
 
 import mxnet as mx
 import numpy as np
