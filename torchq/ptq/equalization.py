@@ -12,6 +12,7 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.utils import parametrize
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
+from torchq.ptq.bias_absorption import absorb_bias_, has_only_relu_between
 from torchq.ptq.channels import (
     LAYERS,
     input_ranges,
@@ -51,12 +53,14 @@ class EqualizedPair:
         second: path of the layer that reads them.
         spread_before: the largest over the median magnitude of the output channels of ``first``.
         spread_after: the same afterwards.
+        absorbed: how many channels have a lower bias, with ``absorb_biases=True``.
     """
 
     first: str
     second: str
     spread_before: float
     spread_after: float
+    absorbed: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,19 @@ class EqualizeReport(NotebookText):
         rows = [("layers", "spread of channels")]
         for pair in self.pairs:
             change = f"{pair.spread_before:.3g} -> {pair.spread_after:.3g}"
-            rows.append((f"{pair.first}, {pair.second}", change))
+            note = f", {pair.absorbed} biases absorbed" if pair.absorbed else ""
+            rows.append((f"{pair.first}, {pair.second}", change + note))
         rows += [(name, f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
         return f"{table(rows)}\n{len(self.pairs)} pairs, output changed by {self.error:.1e}"
 
 
 def equalize_(
-    model: nn.Module, example: Any, *, iterations: int = 20, tolerance: float = 1e-5
+    model: nn.Module,
+    example: Any,
+    *,
+    iterations: int = 20,
+    absorb_biases: bool = False,
+    tolerance: float = 1e-5,
 ) -> EqualizeReport:
     """Equalize the ranges of channels between layers of ``model``, in place.
 
@@ -101,6 +111,10 @@ def equalize_(
         model: the model.
         example: arguments of one call; see :func:`torchq.graph.call_arguments`.
         iterations: the largest number of rounds over all pairs, at least 1.
+        absorb_biases: then move biases that lift a whole channel above the ReLU into the next
+            layer, so that the range of the activation shrinks (section 4.1.3). What a channel needs
+            is measured on the example, so give some typical images or rows; other inputs may come
+            out slightly different. Layers that pad their input with zeros take none.
         tolerance: the largest relative change of the float output that is accepted.
 
     Returns:
@@ -135,6 +149,7 @@ def equalize_(
                 largest = max((_equalize(a, b) for (_, a), (_, b) in pairs), default=0.0)
                 if largest < _CONVERGED:
                     break
+            counts = _absorb(model, flow, pairs, example) if absorb_biases else [0] * len(pairs)
             found = [t.double() for t in tensors_in(call_model(model, example))]
             error = _relative_error(found, expected)
             if not error <= tolerance:
@@ -143,13 +158,35 @@ def equalize_(
                     f"most {tolerance:.1e}. The model is as before"
                 )
     after = [
-        EqualizedPair(first[0], second[0], wide, spread(output_ranges(first[1])))
-        for (first, second), wide in zip(pairs, before, strict=True)
+        EqualizedPair(first[0], second[0], wide, spread(output_ranges(first[1])), count)
+        for (first, second), wide, count in zip(pairs, before, counts, strict=True)
     ]
     return EqualizeReport(tuple(after), skipped, error)
 
 
 Named = tuple[str, Any]
+
+
+def _absorb(
+    model: nn.Module, flow: Flow, pairs: list[tuple[Named, Named]], example: Any
+) -> list[int]:
+    """Absorb high biases; return how many of each pair."""
+    calls = {call.name: call for call in flow.calls if call.module is not None}
+    outputs: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Any:
+        return lambda module, args, out: outputs.update({name: out})
+
+    with ExitStack() as stack:
+        for (name, first), _ in pairs:
+            stack.callback(first.register_forward_hook(hook_for(name)).remove)
+        call_model(model, example)
+    return [
+        absorb_bias_(first, second, outputs[name])
+        if has_only_relu_between(flow, calls[name], calls[other])
+        else 0
+        for (name, first), (other, second) in pairs
+    ]
 
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[tuple[Named, Named]], dict[str, str]]:
