@@ -227,3 +227,25 @@ def test_layers_that_are_left_alone_are_named() -> None:
     report = awq_(model, [torch.rand(4, 8)], progress=False)
     reason = "it shares its weight with another module"
     assert report.skipped == {"1": reason, "2": reason}
+
+
+@pytest.mark.parametrize("function", [awq_, torchq.ptq.smooth_])
+def test_an_interrupt_changes_nothing(function: Any) -> None:
+    """The fourth run is the one that verifies the output after all factors are folded."""
+    model, runs = block(inputs=8), 0
+    before = copy.deepcopy(model.state_dict())
+
+    def interrupted(model: nn.Module, batch: Tensor) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 4:
+            assert not torch.equal(model.norm.weight, before["norm.weight"])
+            raise KeyboardInterrupt
+        return model(batch)
+
+    run = torchq.ptq.RunOptions(forward=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        function(model, batches(), run=run, progress=False)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())
