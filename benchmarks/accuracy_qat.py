@@ -64,6 +64,8 @@ _WIDTHS = {
 _DAMPING, _FREEZE_FROM, _FREEZE_TO = 1e-3, 0.04, 0.01
 #: What the learning rate is multiplied by where training starts from PTQ, with frozen BatchNorms.
 _LR_AFTER_PTQ = 0.1
+#: Test images where a row does not say.
+_IMAGES = 10000
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "lp")
 
 
@@ -305,7 +307,8 @@ def _chosen(options: argparse.Namespace) -> Iterator[Case]:
                 continue  # Nothing is drawn there.
             if options.only not in f"{known.network} {known.widths} {known.method}":
                 continue
-            if not any(known.key().items() <= row.items() for row in done):
+            same = [r for r in done if r.get("images", _IMAGES) == options.images]
+            if not any(known.key().items() <= row.items() for row in same):
                 yield known
 
 
@@ -316,7 +319,7 @@ def _arguments() -> argparse.ArgumentParser:
     options.add_argument(
         "--work", type=Path, required=True, help="folder for networks that are trained here"
     )
-    options.add_argument("--images", type=int, default=10000, help="test images")
+    options.add_argument("--images", type=int, default=_IMAGES, help="test images")
     options.add_argument("--train", type=int, default=50000, help="training images")
     options.add_argument("--calibration", type=int, default=1024, help="images to calibrate on")
     options.add_argument("--float-steps", type=int, default=6000, help="of the depthwise network")
@@ -341,8 +344,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 figure = bench.score(bench.float_network(case.network))
                 done.append({"network": case.network, "method": "fp32"})
                 name = "perplexity" if case.network == "language model" else "accuracy"
-                report.value(network=case.network, widths="fp32", method="fp32", **{name: figure})
-            report.value(**case.key(), **bench.run(case))
+                row = {"network": case.network, "widths": "fp32", "method": "fp32", name: figure}
+                report.value(**row, images=options.images)
+            report.value(**case.key(), images=options.images, **bench.run(case))
 
 
 if __name__ == "__main__":
