@@ -154,18 +154,18 @@ def _col2im(node: NodeContext) -> Value:
 
 @converter("NonMaxSuppression")
 def _non_max_suppression(node: NodeContext) -> Value:
-    most = node.input(2) if node.input(2) is not None else 0
-    limit = node.input(3) if node.input(3) is not None else 0.0
+    numbers = [_number(node, index) for index in (2, 3, 4)]
+    most = 0 if numbers[0] is None else numbers[0]
+    limit = 0.0 if numbers[1] is None else numbers[1]
     center = bool(node.attr("center_point_box", 0))
-    return node.call(
-        boxes.non_max_suppression,
-        node.inputs[0],
-        node.inputs[1],
-        most,
-        limit,
-        node.input(4),
-        center,
-    )
+    arguments = (*node.inputs[:2], most, limit, numbers[2], center)
+    return node.call(boxes.non_max_suppression, *arguments)
+
+
+def _number(node: NodeContext, index: int) -> Any:
+    """Return an input of one number as a number where it is known, else as it is."""
+    known = node.constant(index)
+    return node.input(index) if known is None else known.reshape(-1)[0].item()
 
 
 @converter("RoiAlign")

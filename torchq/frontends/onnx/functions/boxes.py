@@ -48,7 +48,7 @@ def non_max_suppression(
     if torch.onnx.is_in_onnx_export():
         return _written_suppression(boxes, scores, most, iou_limit, score_limit, center_form)
     numbers = (int(most), float(iou_limit), None if score_limit is None else float(score_limit))
-    if torch.compiler.is_exporting():  # the loop below is no part of a graph
+    if torch.compiler.is_compiling():  # the loop below is no part of a graph
         return torch.ops.torchq.non_max_suppression(boxes, scores, *numbers, center_form)
     return _suppress(boxes, scores, *numbers, center_form)
 
@@ -88,6 +88,12 @@ _LIBRARY.impl("non_max_suppression", _suppress, "CompositeExplicitAutograd")
 torch.library.register_fake("torchq::non_max_suppression", _fake_suppression, lib=_LIBRARY)
 
 
+def _scalar(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(dtype)
+    return torch.full((), value, dtype=dtype)
+
+
 def _written_suppression(
     boxes: Tensor,
     scores: Tensor,
@@ -99,9 +105,9 @@ def _written_suppression(
     """Return the kept boxes as the ONNX operator, during an export."""
     inputs = [boxes, scores]
     for value, dtype in ((most, torch.int64), (iou_limit, torch.float32)):
-        inputs.append(torch.as_tensor(value, dtype=dtype).reshape(()))
+        inputs.append(_scalar(value, dtype))
     if score_limit is not None:
-        inputs.append(torch.as_tensor(score_limit, dtype=torch.float32).reshape(()))
+        inputs.append(_scalar(score_limit, torch.float32))
     sizes: tuple[int, ...] = ()
     example = None
     if torch.jit.is_tracing():
