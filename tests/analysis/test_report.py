@@ -292,6 +292,19 @@ def test_the_page_fits_its_window(browser: Any, tmp_path: Path, width: int) -> N
     page.close()
 
 
+def test_the_print_has_whole_tables_and_no_controls(browser: Any, tmp_path: Path) -> None:
+    page = opened(browser, many_layers(40), tmp_path, 794)
+    page.emulate_media(media="print")
+    for control in ("#theme", ".top nav", "[data-search]", "[data-choice]"):
+        assert not page.locator(control).is_visible(), control
+    room, needed = page.evaluate(
+        "(box => [box.clientWidth, box.scrollWidth])(document.querySelector('.layers').closest('.scroll'))"
+    )
+    assert needed <= room
+    assert page.locator(".layers tbody tr").last.is_visible()
+    page.close()
+
+
 def test_a_comparison_switches(browser: Any, tmp_path: Path) -> None:
     both = Report(
         {"reports": [{**usual().data, "label": "A"}, {**many_layers(9).data, "label": "B"}]}
