@@ -297,9 +297,8 @@ def test_the_print_has_whole_tables_and_no_controls(browser: Any, tmp_path: Path
     page.emulate_media(media="print")
     for control in ("#theme", ".top nav", "[data-search]", "[data-choice]"):
         assert not page.locator(control).is_visible(), control
-    room, needed = page.evaluate(
-        "(box => [box.clientWidth, box.scrollWidth])(document.querySelector('.layers').closest('.scroll'))"
-    )
+    table = page.locator(".layers").first
+    room, needed = table.evaluate("t => [t.closest('.scroll').clientWidth, t.scrollWidth]")
     assert needed <= room
     assert page.locator(".layers tbody tr").last.is_visible()
     page.close()
