@@ -29,9 +29,9 @@ _SAMPLE, _BUDGET = 0.004, 3.0
 #: Samples of each candidate, where the budget allows, and where it does not.
 _MOST, _LEAST = 80, 7
 #: Rounds after which a candidate is measured no further that takes this many times as long as the
-#: best one: soon if it is far behind, and once times have settled if it is not close.
+#: best one: soon if it is far behind, and after more rounds if it is not close.
 _FIRST, _HOPELESS = 3, 1.7
-_SETTLED, _CLOSE = 15, 1.15
+_LATER, _CLOSE = 15, 1.15
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
             entry.samples[rows].append(_seconds(entry, batch, repeats[id(entry)]))
         if number >= _FIRST:
             best = min(min(entry.samples[rows]) for entry in entries)
-            limit = best * (_HOPELESS if number < _SETTLED else _CLOSE)
+            limit = best * (_HOPELESS if number < _LATER else _CLOSE)
             entries = [e for e in entries if min(e.samples[rows]) < limit]
 
 
