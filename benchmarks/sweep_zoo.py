@@ -131,7 +131,21 @@ def table(rows: Sequence[Row]) -> str:
         cells.append(f"{row.get('left_float', '?')} of {row.get('products', '?')}")
         cells += [f"{row[key]:.2f}x" if key in row else "" for key in SPEEDS]
         lines.append(f"| {row['model']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\n" + summary(rows)
+    return "\n\n".join(("\n".join(lines), by_library(rows), summary(rows)))
+
+
+def by_library(rows: Sequence[Row]) -> str:
+    """Return, as Markdown, how many networks of each library pass each check of those made."""
+    head = ["library", "networks", *CHECKS, "products left float"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for library in LIBRARIES:
+        own = [row for row in rows if row["model"].startswith(f"{library}/")]
+        made = {key: [row[key] for row in own if key in row] for key in CHECKS}
+        counts = [f"{values.count('ok')} of {len(values)}" for values in made.values()]
+        products, left = (sum(r.get(key, 0) for r in own) for key in ("products", "left_float"))
+        cells = [library, str(len(own)), *counts, f"{left} of {products}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _short(value: object) -> str:
@@ -144,6 +158,7 @@ def summary(rows: Sequence[Row]) -> str:
     for key in CHECKS:
         run = [row for row in rows if key in row]
         lines.append(f"{key}: {sum(row[key] == 'ok' for row in run)} of {len(run)}")
+        lines += [f"  {row['model']}: {row[key]}" for row in run if row[key] != "ok"]
     products, left = (sum(row.get(key, 0) for row in rows) for key in ("products", "left_float"))
     lines.append(f"products with weights left float: {left} of {products}")
     for key in SPEEDS:

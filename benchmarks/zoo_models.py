@@ -212,7 +212,8 @@ def _smp_names() -> Iterator[str]:
 def _smp(key: str) -> Entry:
     import segmentation_models_pytorch as smp
 
-    return _images(getattr(smp, key)("resnet18", encoder_weights=None), 96)
+    size = 128 if key == "PAN" else 96  # PAN halves the last of its features three times.
+    return _images(getattr(smp, key)("resnet18", encoder_weights=None), size)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
