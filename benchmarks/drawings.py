@@ -59,9 +59,11 @@ def _weights_and_codes(place: Any, theme: Theme) -> None:
 def _gains(places: list[Any], measured: Measured, theme: Theme, named: int) -> None:
     """Draw accuracy, time and memory of FP32 and INT8; the first ``named`` places have names."""
     accuracy, time, memory = places
-    lookup = {"bench": "accuracy_resnet20"}
-    values = [100 * measured.value("accuracy", case="fp32", **lookup)]
-    values.append(100 * measured.value("accuracy", case="int8", calibration="mse", **lookup))
+    lookup = {"network": "resnet20"}
+    values = [
+        100 * measured.value("accuracy", "accuracy_ptq", widths="FP32", **lookup),
+        measured.value("accuracy", "accuracy_qat", widths="w8a8", method="ptq mse", **lookup),
+    ]
     bars(accuracy, ["FP32", "INT8"], values, theme, "{:.1f} %")
     accuracy.set_title("accuracy, ResNet-20")
     lookup = {"bench": "deploy_native", "model": "resnet50", "batch": 1, "threads": 1}

@@ -65,7 +65,7 @@ def bars(
     labels: bool = True,
 ) -> None:
     """Draw horizontal bars, the first at the top, with their values; torchq's stand out."""
-    ours = [name.startswith(("torchq", "INT8", "W4A4")) for name in names]
+    ours = [name.startswith(("torchq", "INT8", "W4A4", "W2A4")) for name in names]
     colours = [theme.accent if own else theme.quiet for own in ours]
     rows = range(len(names), 0, -1)
     place.barh(list(rows), values, color=colours, height=0.62)
