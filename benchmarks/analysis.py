@@ -240,6 +240,13 @@ def _cost(report: Reporter, rounds: int, *, quick: bool) -> None:
         "sensitivity fisher": lambda: torchq.sensitivity(model, batches, "fisher", progress=False),
         "naive ranking": naive_ranking,
     }
+    _report_costs(report, calls, layers, rounds)
+
+
+def _report_costs(
+    report: Reporter, calls: dict[str, Callable[[], object]], layers: int, rounds: int
+) -> None:
+    """Count the multiplications of each call, and time all of them in turn."""
     work = {name: _work(call) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
