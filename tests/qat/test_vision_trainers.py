@@ -47,6 +47,13 @@ def detection_data(folder: Path) -> Path:
     return listing
 
 
+# A short training: nbs=4 makes a step of the optimizer for each batch.
+SHORT: dict[str, Any] = {
+    **{"epochs": 2, "imgsz": 64, "batch": 4, "nbs": 4, "warmup_epochs": 0, "optimizer": "SGD"},
+    **{"workers": 0, "device": "cpu", "plots": False, "verbose": False},
+}
+
+
 def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("YOLO_OFFLINE", "True")
@@ -59,20 +66,7 @@ def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         ),
     )
-    model.train(
-        data=str(detection_data(tmp_path / "data")),
-        epochs=2,
-        imgsz=64,
-        batch=4,
-        nbs=4,  # a step of the optimizer for each batch
-        warmup_epochs=0,
-        optimizer="SGD",
-        workers=0,
-        device="cpu",
-        project=str(tmp_path),
-        plots=False,
-        verbose=False,
-    )
+    model.train(data=str(detection_data(tmp_path / "data")), project=str(tmp_path), **SHORT)
     trainer = model.trainer
     moved = [n for n, p in trainer.model.named_parameters() if not torch.equal(p, started[0][n])]
     assert len(moved) > 0.5 * len(started[0])  # the optimizer trains the quantized layers
