@@ -49,8 +49,16 @@ def detection_data(folder: Path) -> Path:
 
 # A short training: nbs=4 makes a step of the optimizer for each batch.
 SHORT: dict[str, Any] = {
-    **{"epochs": 2, "imgsz": 64, "batch": 4, "nbs": 4, "warmup_epochs": 0, "optimizer": "SGD"},
-    **{"workers": 0, "device": "cpu", "plots": False, "verbose": False},
+    "epochs": 2,
+    "imgsz": 64,
+    "batch": 4,
+    "nbs": 4,
+    "warmup_epochs": 0,
+    "optimizer": "SGD",
+    "workers": 0,
+    "device": "cpu",
+    "plots": False,
+    "verbose": False,
 }
 
 
