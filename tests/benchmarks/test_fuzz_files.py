@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks import fuzz_files, fuzz_mutations
+from benchmarks import fuzz_files, fuzz_mutations, fuzz_readers
 from torchq.errors import ConfigError
 
 COUNT = 50  # for each reader; the full run has 20,000 in all
@@ -34,9 +34,15 @@ def test_readers_accept_the_files_as_written(
 ) -> None:
     """A reader that fails on good files would prove nothing."""
     copy = lambda rng, source, path: path.write_bytes(source.read_bytes())  # noqa: E731
-    monkeypatch.setattr(fuzz_files, "mutate_checkpoint", copy)
-    monkeypatch.setattr(fuzz_files, "mutate_onnx", copy)
-    monkeypatch.setattr(fuzz_files, "mutate_json", lambda rng, text: text)
+    unchanged = {
+        "mutate_checkpoint": copy,
+        "mutate_onnx": copy,
+        "mutate_json": lambda rng, text: text,
+        "mutate_bytes": lambda rng, data: data,
+    }
+    for module in (fuzz_files, fuzz_readers):
+        for name in unchanged.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, unchanged[name])
     assert fuzz_files.attempt(reader, 0, corpus) == "read"
 
 

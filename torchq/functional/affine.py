@@ -26,6 +26,7 @@ __all__ = [
     "affine_bounds",
     "fake_quantize_affine",
     "fake_quantize_range",
+    "living_ends",
 ]
 
 _PER_TENSOR = PerTensor()
@@ -163,14 +164,23 @@ def fake_quantize_range(
         ConfigError: a float format, or a shape that does not fit.
     """
     _check(x, format)
-    low_end, high_end = _aligned(x, amin, granularity), _aligned(x, amax, granularity)
-    if torch.is_grad_enabled() and (low_end.requires_grad or high_end.requires_grad):
-        low_end = straight_through(low_end, low_end.detach().clamp_max(_LEAST_LOW))
-        high_end = straight_through(high_end, high_end.detach().clamp_min(_LEAST_HIGH))
-    ends = low_end, high_end
+    ends = living_ends(_aligned(x, amin, granularity), _aligned(x, amax, granularity))
     scale, point = scale_and_zero_point(*ends, format, scale_format)
     low, high = affine_bounds(point, format, is_dead_range(*ends, format))
     return _fake_quantize(x, (scale, point, low, high), format, granularity)
+
+
+def living_ends(amin: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both ends of a range; those that learn are moved off 0, where no gradient passes.
+
+    Args:
+        amin: the lower ends, <= 0.
+        amax: the upper ends, >= 0.
+    """
+    if torch.is_grad_enabled() and (amin.requires_grad or amax.requires_grad):
+        amin = straight_through(amin, amin.detach().clamp_max(_LEAST_LOW))
+        amax = straight_through(amax, amax.detach().clamp_min(_LEAST_HIGH))
+    return amin, amax
 
 
 def affine_bounds(

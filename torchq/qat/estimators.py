@@ -22,6 +22,7 @@ from torchq.functional import (
     scale_from_amax,
     straight_through,
 )
+from torchq.functional.affine import living_ends
 from torchq.functional.scale import divisor
 from torchq.nn import TensorQuantizer
 from torchq.utils import Pattern, Registry
@@ -90,6 +91,7 @@ class Estimator:
             by = divisor(top, scale)
         else:
             bottom = d.granularity.align(amin.to(dtype), x.shape)
+            bottom, top = living_ends(bottom, top)
             scale, point = scale_and_zero_point(bottom, top, d.format, d.block_scale_format)
             by = scale
         grid = Grid(d.format, d.format.quant_min - point, d.format.quant_max - point)
