@@ -17,7 +17,7 @@ from torchq.engines.export import tensor_shapes, with_rows
 from torchq.engines.registry import ENGINES, Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, TorchqError
-from torchq.graph import call_model
+from torchq.graph import call_model, tensors_in
 from torchq.utils import NotebookText, progress_bar, table
 
 __all__ = ["Candidate", "FastestReport", "build_fastest"]
@@ -29,9 +29,10 @@ _SAMPLE, _BUDGET = 0.004, 3.0
 #: Samples of each candidate, where the budget allows, and where it does not.
 _MOST, _LEAST = 80, 7
 #: Rounds after which a candidate is measured no further that takes this many times as long as the
-#: best one: soon if it is far behind, and after more rounds if it is not close.
-_FIRST, _HOPELESS = 3, 1.7
-_LATER, _CLOSE = 15, 1.15
+#: best one: soon if it is far behind, and after more rounds if it is not close. Where other
+#: programs run, the least of a few samples may be three times what a call takes.
+_FIRST, _HOPELESS = 8, 2.5
+_LATER, _CLOSE = 30, 1.3
 
 
 @dataclass(frozen=True)
@@ -202,13 +203,18 @@ def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
 
 
 def _seconds(entry: _Entry, batch: Any, calls: int) -> float:
-    """Return the seconds that one call takes, on average over a few."""
+    """Return the seconds that one call takes, on average over a few.
+
+    Of one thread on the CPU they are the processor's, of which other programs take none.
+    """
     assert entry.module is not None
+    alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(batch))
+    clock = time.process_time if alone else time.perf_counter
     with torch.no_grad():
-        started = time.perf_counter()
+        started = clock()
         for _ in range(calls):
             call_model(entry.module, batch)
-        return (time.perf_counter() - started) / calls
+        return (clock() - started) / calls
 
 
 def _cost(entry: _Entry, entries: Sequence[_Entry]) -> float:
