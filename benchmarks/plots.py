@@ -102,10 +102,35 @@ def accuracy(measured: Measured, theme: Theme) -> Any:
     return fig
 
 
+def peers(measured: Measured, theme: Theme) -> Any:
+    """Draw the speed of INT8 files of a ResNet-20 against their accuracy, torchq's and others'."""
+    makers = {"onnxruntime": "onnxruntime.quantization", "openvino": "nncf"}
+    titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    fig, axes = figure(theme, 2, (8.0, 2.8))
+    for place, (runtime, maker) in zip(axes, makers.items(), strict=True):
+        for candidate in ("float32", "torchq", maker):
+            lookup = {"bench": "accuracy_peers", "runtime": runtime, "candidate": candidate}
+            x = measured.value("speedup", **lookup)
+            y = 100 * measured.value("accuracy", **lookup)
+            colour = theme.accent if candidate == "torchq" else theme.quiet
+            place.plot(x, y, "o", color=colour, markersize=9)
+            offset = (0, 10) if candidate == "torchq" else (0, -16)
+            place.annotate(
+                candidate, (x, y), xytext=offset, textcoords="offset points", ha="center"
+            )
+        place.set_xlim(0.5, 4.5)
+        place.set_ylim(86.5, 89.0)
+        place.set_xlabel("times as fast as float32")
+        place.set_title(f"INT8 in {titles[runtime]}")
+    axes[0].set_ylabel("accuracy, %")
+    return fig
+
+
 PICTURES: dict[str, Callable[[Measured, Theme], Any]] = {
     "fake-quantization": fake_quantization,
     "speed": speed,
     "accuracy": accuracy,
+    "peers": peers,
     **drawings.DRAWINGS,
 }
 
