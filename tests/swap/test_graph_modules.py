@@ -60,7 +60,10 @@ def test_operators_are_nodes_of_the_graph(target: str) -> None:
 def test_copies_and_pickles_keep_the_operators() -> None:
     model, x = quantized()
     expected = model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    twins = [copy.deepcopy(model)]
+    if hasattr(torch.onnx, "ops"):  # torch < 2.8 cannot pickle annotations that are text
+        twins.append(pickle.loads(pickle.dumps(model)))
+    for twin in twins:
         assert torch.equal(twin(x), expected)
         twin.quant_add.input_quantizer.set_amax(0.01)
         assert not torch.equal(twin(x), expected)
