@@ -1,7 +1,7 @@
 """Operators of graphs of torch.fx whose nodes are calls of child modules.
 
 A :class:`torch.fx.GraphModule` computes what its graph says, and its copies, pickles, exports and
-edits start from that graph. So its nodes change, in place, instead of its forward.
+edits start from that graph. So the module gets a graph with other nodes, not another forward.
 """
 
 from __future__ import annotations

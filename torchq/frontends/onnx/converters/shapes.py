@@ -89,9 +89,9 @@ def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
     """
     items, value = node.ints(index), node.inputs[index]
     if items is not None:
-        return items[0]
+        return items[0] if len(items) == 1 else None
     if isinstance(value, Constant):
-        return float(value.tensor)
+        return value.tensor.item() if value.tensor.numel() == 1 else None
     source = value.args[0] if isinstance(value, fx.Node) and value.target is cast else None
     if isinstance(source, fx.Node) and source.target is stack_ints:
         return source.args[0][0]  # type: ignore[index, return-value]
