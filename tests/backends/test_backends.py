@@ -246,3 +246,100 @@ def test_sums_beyond_int32_are_an_error() -> None:
     model[0].weight_quantizer.calibrate_on(layer.weight)
     with pytest.raises(GraphError, match=r"got a sum of .*; expected sums within int32"):
         runner(model, x).run(x, backend=fixed_point())
+
+
+class Awkward(nn.Module):
+    """Code that torch.fx cannot follow, with a sum in place and a LeakyReLU between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.act, self.head = nn.LeakyReLU(0.1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        if x.shape[2] > 4:
+            x += self.second(x)
+        return self.head(nn.functional.avg_pool2d(x, 2).mean((2, 3)))
+
+
+class Plain(Awkward):
+    """The same for torch.fx."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        x += self.second(x)
+        return self.head(nn.functional.avg_pool2d(x, 2).mean((2, 3)))
+
+
+def test_traces_of_operators_give_what_traces_of_modules_give(generator: torch.Generator) -> None:
+    x = torch.randn(2, 3, 12, 12, generator=generator)
+    given = QuantDescriptor()
+    rules = [Rule("type:Conv2d", input=given, weight=QuantDescriptor(axis=0))]
+    rules += [Rule("type:Linear", input=given, weight=given), Rule("type:LeakyReLU", input=given)]
+    results = []
+    for cls, level in ((Awkward, "aten"), (Plain, "module")):
+        torch.manual_seed(0)
+        model = cls().eval()
+        torchq.quantize_(model, QuantConfig(tuple(rules)))
+        torchq.calibrate(model, [x], progress=False)
+        found = trace(model, x)
+        assert found.level == level
+        run = GraphRunner(found.graph_module)
+        assert torch.equal(run.run(x), model(x))
+        chip = fixed_point().over(shift_leaky_relu(3))
+        results.append(run.run(x, backend=chip))
+        assert not torch.equal(results[-1], model(x))
+    assert torch.equal(*results)
+    assert torch.allclose(results[0], model(x), atol=0.05)
+
+
+@pytest.mark.parametrize("level", ["module", "aten"])
+def test_quantizers_stay_calls_of_the_model(level: str, generator: torch.Generator) -> None:
+    """A delegate given after the trace counts in it."""
+    x = torch.randn(2, 3, 12, 12, generator=generator)
+    model = (Plain if level == "module" else Awkward)().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    run = GraphRunner(trace(model, x).graph_module)
+    before = run.run(x)
+    register_delegate(model.second.input_quantizer, lambda x, quantizer: x * 0)
+    assert not torch.equal(run.run(x), before) and torch.equal(run.run(x), model(x))
+
+
+def test_operations_in_place_write_what_their_handlers_compute() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            self.act(y)
+            y.relu_()
+            nn.functional.relu(y, True)
+            torch.relu_(y)
+            return y
+
+    seen = []
+
+    def handler(call: Call, x: Tensor, **options: Any) -> Tensor:
+        seen.append(call.node.name)
+        before = x.clone()
+        result = call.default(x, **options) + 1
+        return result + (before if call.node.op == "call_module" else 0)
+
+    run = runner(Net(), torch.ones(2))
+    assert run.run(torch.ones(2), backend=Backend().register("relu", handler)).tolist() == [6.0] * 2
+    assert len(seen) == 4
+    backend = Backend().register("add", lambda call, x, y: call.default(x, y) * 2)
+
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            z = y
+            z += x
+            y.add_(x)
+            return y
+
+    assert runner(Sums(), torch.ones(1)).run(torch.ones(1), backend=backend).item() == 10.0

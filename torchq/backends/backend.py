@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from torchq.backends.call import Call, operation_of
+from torchq.backends.call import Call, operation_of, writes_first_argument
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
 from torchq.nn.tensor_quantizer import Delegate
@@ -58,7 +58,8 @@ class Backend:
 
         Args:
             operation: what functions, methods and modules are called: ``"leaky_relu"`` is
-                ``torch.nn.functional.leaky_relu`` and ``torch.nn.LeakyReLU``.
+                ``torch.nn.functional.leaky_relu`` and ``torch.nn.LeakyReLU``, and ``"add"`` is
+                ``x + y``, ``x += y`` and ``torch.ops.aten.add``.
             handler: see :data:`Handler`. It must not change its arguments in place.
 
         Raises:
@@ -103,10 +104,16 @@ class Backend:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return the value of a node; see :meth:`torchq.graph.NodeBackend.call`."""
-        function = default
-        for handler in self.handlers(operation_of(node, graph_module)):
+        """Return the value of a node; see :meth:`torchq.graph.NodeBackend.call`.
+
+        What an operation computes in place, its handlers compute on a copy, and it is written then.
+        """
+        handlers, function = self.handlers(operation_of(node, graph_module)), default
+        for handler in handlers:
             function = partial(handler, Call(graph_module, node, function))
+        written = args[0] if args and handlers else None
+        if isinstance(written, Tensor) and writes_first_argument(node, graph_module):
+            return written.copy_(function(written.clone(), *args[1:], **kwargs))
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +14,26 @@ from torchq.formats import IntFormat
 from torchq.graph.operators import MAX_POOLING, REARRANGING, operator_name
 from torchq.nn import TensorQuantizer
 
-__all__ = ["Call", "operation_of"]
+__all__ = ["Call", "operation_of", "writes_first_argument"]
 
 # Operators that return codes for codes, one grid before and behind them.
 _KEEPS_GRID = (
-    REARRANGING
-    | MAX_POOLING
-    | frozenset(["relu", "relu_", "dropout", "identity", "adaptive_max_pool2d"])
+    REARRANGING | MAX_POOLING | frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
 )
 _MODULES: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.AdaptiveAvgPool1d, "adaptive_avg_pool1d"),
     (nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d"),
+    (nn.AdaptiveAvgPool3d, "adaptive_avg_pool3d"),
     (nn.AdaptiveMaxPool2d, "adaptive_max_pool2d"),
+    (nn.AvgPool1d, "avg_pool1d"),
     (nn.AvgPool2d, "avg_pool2d"),
+    (nn.AvgPool3d, "avg_pool3d"),
     (nn.Conv1d, "conv1d"),
     (nn.Conv2d, "conv2d"),
     (nn.Conv3d, "conv3d"),
+    (nn.ConvTranspose1d, "conv_transpose1d"),
+    (nn.ConvTranspose2d, "conv_transpose2d"),
+    (nn.ConvTranspose3d, "conv_transpose3d"),
     (nn.Dropout, "dropout"),
     (nn.Flatten, "flatten"),
     (nn.Identity, "identity"),
@@ -38,10 +45,44 @@ _MODULES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.PixelShuffle, "pixel_shuffle"),
     (nn.ReLU, "relu"),
 )
+#: The functions behind ``x += y`` and its like, by the names of what they compute.
+_ASSIGNING = {
+    getattr(operator, short): name
+    for short, name in (
+        *(("iadd", "add"), ("isub", "sub"), ("imul", "mul"), ("itruediv", "div")),
+        *(("imatmul", "matmul"), ("ipow", "pow")),
+    )
+}
+
+
+def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    """Return True if a call writes its result into its first argument, as ``relu_`` does.
+
+    Args:
+        node: a node that calls something.
+        graph_module: the graph and its modules.
+    """
+    if node.op == "call_module":
+        module = graph_module.get_submodule(str(node.target))
+        return getattr(module, "inplace", False) is True
+    if node.target in _ASSIGNING or _is_underscored(operator_name(node.target).partition(".")[0]):
+        return True
+    if getattr(node.target, "__module__", None) != "torch.nn.functional":
+        return False
+    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    place = names.index("inplace") if "inplace" in names else len(node.args)
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("inplace")
+    return given is True
+
+
+def _is_underscored(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
     """Return the name of what a node computes, the same for a function, a method and a module.
+
+    Operators of ATen and forms that work in place have the name of the function too.
 
     Args:
         node: a node that calls something.
@@ -52,7 +93,9 @@ def operation_of(node: fx.Node, graph_module: fx.GraphModule) -> str:
         without a function gives its own name.
     """
     if node.op != "call_module":
-        return operator_name(node.target).partition(".")[0]
+        name = operator_name(node.target).partition(".")[0]
+        plain = name[:-1] if _is_underscored(name) else name
+        return _ASSIGNING.get(node.target, plain)
     module = graph_module.get_submodule(str(node.target))
     for cls, name in _MODULES:
         if isinstance(module, cls):

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torchq.errors import GraphError
 from torchq.graph.calling import call_arguments, tensors_in
 from torchq.graph.tracing import forward_hook_kind, state_kept, trace_modules
+from torchq.graph.whole_calls import opaque_calls, restore_calls
 from torchq.utils import evaluating
 
 __all__ = ["Trace", "trace"]
@@ -27,7 +28,8 @@ class Trace:
     Attributes:
         graph_module: the trace. At module level it calls the modules of the model, not copies.
         level: ``"module"``: calls of modules, traced with torch.fx. ``"aten"``: calls of ATen
-            operators on the parameters of the model, traced with torch.export.
+            operators on the parameters of the model, traced with torch.export; quantizers alone
+            stay calls of modules.
         lost: sentences that say what the model does and the trace does not.
     """
 
@@ -101,10 +103,11 @@ def _with_fx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _with_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
-    with torch.no_grad(), evaluating(model), state_kept(model):
+    with torch.no_grad(), evaluating(model), state_kept(model), opaque_calls(model):
         program = torch.export.export(model, _copied(args), _copied(kwargs), strict=False)
         found = program.module()
     assert isinstance(found, fx.GraphModule)
+    restore_calls(found, model)
     for node in list(found.graph.nodes):
         if node.op == "call_module" and node.target == _GUARDS:
             found.graph.erase_node(node)

@@ -64,6 +64,8 @@ class TensorQuantizer(QuantizerCalibration):
         tensor([ 0.2857,  1.0000, -1.1429])
     """
 
+    #: A call stays one node in every trace of :func:`torchq.graph.trace`.
+    keeps_tensor_type = True
     # A quantizer from before there were delegates has none.
     _delegate: Delegate | None = None
 
