@@ -23,11 +23,13 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import resource
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--limit", type=float, default=240, help="processor seconds for each network"
     )
     parser.add_argument("--memory", type=float, default=8, help="GiB for each network")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no network later than this"
+    )
     parser.add_argument("--again", action="store_true", help="make checks with a result too")
     parser.add_argument("--retry", action="store_true", help="make checks that failed again")
     parser.add_argument("--table", action="store_true", help="print the results, run nothing")
@@ -194,10 +199,11 @@ def _sweep(options: argparse.Namespace) -> None:
     rows = {} if options.again else {row["model"]: row for row in read(options.out)}
     for library in options.libraries:
         load(library)
+    end = time.monotonic() + 60 * options.minutes
     with Reporter("sweep_zoo", options.out, PEERS) as report:
         for name in choose(options.libraries, options.sample, options.match):
             checks = missing(rows.get(name, {}), options.checks, options.retry)
-            if checks:
+            if checks and time.monotonic() < end:
                 report.value(**run_one(name, checks, options.limit, options.memory))
 
 
