@@ -250,12 +250,15 @@ def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[i
         yield from _child(reader, started + 1, last, folder) if started + 1 < last else ()
 
 
-def fuzz(reader: str, count: int, folder: Path) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Run ``count`` mutations; return how often each result came, and the failures."""
+def fuzz(
+    reader: str, count: int, folder: Path, first: int = 0
+) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """Run ``count`` mutations from number ``first``; return the count of each result, and failures."""
     results: Counter[str] = Counter()
     failures = []
-    for first in range(0, count, CHUNK):
-        for number, result in _child(reader, first, min(first + CHUNK, count), folder):
+    end = first + count
+    for start in range(first, end, CHUNK):
+        for number, result in _child(reader, start, min(start + CHUNK, end), folder):
             results[result.partition(":")[0]] += 1
             if result.startswith("FAIL"):
                 failures.append((number, result))
@@ -268,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=20_000, help="mutations of all readers")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS))
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
     parser.add_argument("--only", help="repeat one mutation, as in load:17, and show its traceback")
@@ -290,9 +294,11 @@ def _report(options: argparse.Namespace, folder: Path) -> int:
     failed = 0
     with Reporter("fuzz_files", options.out, ("onnx", "onnxruntime")) as report:
         for reader in options.readers:
-            results, failures = fuzz(reader, options.count // len(options.readers), folder)
+            count = options.count // len(options.readers)
+            results, failures = fuzz(reader, count, folder, options.first)
             shown = [f"{reader}:{number} {text}" for number, text in failures[:20]]
-            report.value(reader=reader, results=dict(results), failures=shown)
+            first = {"first": options.first} if options.first else {}
+            report.value(reader=reader, **first, results=dict(results), failures=shown)
             failed += len(failures)
     return int(failed > 0)
 
