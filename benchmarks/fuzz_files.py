@@ -253,7 +253,7 @@ def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[i
 def fuzz(
     reader: str, count: int, folder: Path, first: int = 0
 ) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Run ``count`` mutations from number ``first``; return the count of each result, and failures."""
+    """Run ``count`` mutations from number ``first``; return counts of results, and failures."""
     results: Counter[str] = Counter()
     failures = []
     end = first + count

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from benchmarks.zoo_models import call
@@ -87,8 +87,14 @@ def verdict(good: bool, problem: str) -> str:
 
 
 def class_of_each_path(model: nn.Module) -> dict[str, type]:
-    """Return the class at each path of the module tree, shared modules under all their paths."""
-    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
+    """Return the class at each path of the module tree, shared modules under all their paths.
+
+    A graph of torch.fx has a class of its own, which is made anew with its code: its base counts.
+    """
+    return {
+        name: fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
 
 
 def checksum(tensor: Tensor) -> int:

@@ -85,6 +85,8 @@ def _torchvision(key: str) -> Entry:
         options = {"weights_backbone": None}
     if re.search("rcnn|retina|fcos", key):
         options |= {"min_size": 96, "max_size": 96}  # What it resizes images to.
+    if "rcnn" in key:  # Its heads compute each of 1,000 regions otherwise.
+        options |= {"rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5}
     model = models.get_model(key, weights=None, **options)
     if key == "raft_small":
         frames = torch.randn(1, 3, 128, 128)

@@ -8,7 +8,6 @@ list outside the module tree. :func:`change_class` is the one place that assigns
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,6 +18,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
+from torchq.nn.subclasses import (
+    changes_nothing,
+    is_parametrized_class,
+    parametrized_like,
+    unparametrized,
+)
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name
 
@@ -238,23 +243,12 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
     return decorator
 
 
-# What decides the result of a module, beside the methods that its class adds to nn.Module.
-_COMPUTING = frozenset(
-    ["forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"]
-)
-# What a subclass may change of its base and still compute the same.
-_INITIALISING = frozenset(
-    ["extra_repr", "from_pretrained", "reset_parameters", "reset_running_stats"]
-    + ["_fill_padding_idx_with_zero", "_reset_parameters"]
-)
-
-
 def quantized_as(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the registered class that modules of class ``cls`` are quantized as, or None.
 
     That is ``cls`` itself, or the nearest registered base where ``cls`` changes nothing that
     decides the result: it has no ``forward`` and no other computing method of its own, and no
-    property in the place of the weight or bias.
+    property in the place of the weight or bias, unless torch made it for a parametrization.
 
     Example:
         >>> class MyLinear(torch.nn.Linear):
@@ -263,25 +257,23 @@ def quantized_as(cls: type[nn.Module]) -> type[nn.Module] | None:
         >>> quantized_as(MyLinear).__name__
         'Linear'
     """
+    cls = unparametrized(cls)
     base = next((c for c in cls.__mro__ if c in QUANTIZED), None)
     if base is None or base is cls:
         return base
     if issubclass(cls, (QuantModule, LazyModuleMixin)):
         return None
-    added = {name for name in set(dir(base)) - set(dir(nn.Module)) if not name.startswith("__")}
-    for name in (added | _COMPUTING) - _INITIALISING | {"weight", "bias"}:
-        own = inspect.getattr_static(cls, name, None)
-        if own is not inspect.getattr_static(base, name, None):
-            return None
-    return base
+    return base if changes_nothing(cls, base) else None
 
 
 def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
     """Return the class that :func:`convert_` gives to modules of class ``cls``, or None.
 
     For a subclass of a registered class (see :func:`quantized_as`) it is made at run time and
-    derives from both the registered twin and ``cls``.
+    derives from both the registered twin and ``cls``. A parametrized module stays parametrized:
+    see :func:`change_class`.
     """
+    cls = unparametrized(cls)
     base = quantized_as(cls)
     if base is None or base is cls:
         return QUANTIZED.get(cls)
@@ -385,8 +377,11 @@ def revert_(module: QuantModule) -> nn.Module:
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give ``module`` another class of the same layout; ``__class__`` is assigned only here.
 
-    A graph module gets a class of its own below ``cls``, which holds the code of its graph.
+    A graph module gets a class of its own below ``cls``, which holds the code of its graph. So does
+    a parametrized module, whose class computes the parametrized tensors.
     """
+    if is_parametrized_class(type(module)) and not is_parametrized_class(cls):
+        cls = parametrized_like(cls, type(module))
     if not isinstance(module, fx.GraphModule) or "<locals>" in cls.__qualname__:
         module.__class__ = cls
         return

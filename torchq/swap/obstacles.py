@@ -30,13 +30,15 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
         if quantized_class(type(parent)) is not None or isinstance(parent, QuantModule):
             return None  # It is quantized as a part of its parent.
         return "its weight is read by nn.MultiheadAttention directly, its forward is never called"
+    if isinstance(module, parametrize.ParametrizationList):
+        return None  # It computes a tensor of its parent.
+    if parametrize.is_parametrized(module) and not _reads_attributes(cls):
+        return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
     if quantized_class(cls) is not None:
         if "forward" in vars(module):
             return "forward was replaced on the instance"
         is_complex = any(p.is_complex() for p in module.parameters(recurse=False))
         return "complex dtype" if is_complex else ""
-    if parametrize.is_parametrized(module):
-        return "parametrized; bake it with torch.nn.utils.parametrize.remove_parametrizations first"
     base = next((c for c in cls.__mro__[1:] if c in QUANTIZED), None)
     name = qualified_name(cls)
     if base is not None and issubclass(cls, LazyModuleMixin):
@@ -49,3 +51,11 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
     if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
         return no_twin(cls, next(module.children(), None) is not None)
     return None
+
+
+def _reads_attributes(cls: type[nn.Module]) -> bool:
+    """Return True if the twin of ``cls`` computes with the weights that its attributes give.
+
+    Recurrent layers keep a list of their weights, which a parametrization does not change.
+    """
+    return quantized_class(cls) is not None and not issubclass(cls, nn.RNNBase)

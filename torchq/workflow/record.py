@@ -30,6 +30,7 @@ from torchq.nn import (
     shared_groups,
 )
 from torchq.nn.modules.operators import OPERATORS, operator_named
+from torchq.nn.subclasses import unparametrized
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
@@ -223,7 +224,7 @@ def _convert_modules(model: nn.Module, record: _Record) -> None:
 
 def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module:
     module = found.get(path)
-    got = "no such module" if module is None else qualified_name(type(module))
+    got = "no such module" if module is None else qualified_name(unparametrized(type(module)))
     if module is None or got != expected:
         raise QuantizationError(
             f"{path or '(root)'}: got {got}; expected {expected}. Load into the architecture that "
