@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq import equalize_
+from torchq.ptq.channels import input_ranges, output_ranges
 
 
 def unequal(layer: Any, generator: torch.Generator) -> Any:
@@ -43,6 +45,100 @@ def mobile(generator: torch.Generator) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(4, 3),
     ).eval()
+
+
+def conv(inputs: int, outputs: int, **arguments: Any) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, **arguments)
+
+
+#: Between two layers: what keeps factors, and what takes them.
+BETWEEN: dict[str, Any] = {
+    "nothing": nn.Identity,
+    "relu": nn.ReLU,
+    "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "prelu": nn.PReLU,
+    "prelu of channels": lambda: nn.PReLU(8, init=0.3),
+    "relu6": nn.ReLU6,
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
+    "dropout": nn.Dropout2d,
+}
+#: Two layers around it, with 3 channels before and 8 between.
+LAYERS: dict[str, Any] = {
+    "convolution": lambda: (conv(3, 8), conv(8, 4)),
+    "grouped": lambda: (conv(4, 8, groups=4), conv(8, 4, groups=2)),
+    "depthwise first": lambda: (conv(4, 8, groups=4, padding=1), conv(8, 4, padding=1)),
+    "depthwise second": lambda: (conv(4, 8), conv(8, 16, groups=8, bias=False)),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ConvTranspose2d(8, 4, 2)),
+    "depthwise transposed": lambda: (
+        nn.ConvTranspose2d(4, 8, 3, stride=2, groups=4),
+        nn.ConvTranspose2d(8, 16, 2, groups=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_float_outputs_stay_for_other_inputs_too(
+    layers: str, between: str, generator: torch.Generator
+) -> None:
+    torch.manual_seed(0)
+    first, second = LAYERS[layers]()
+    model = nn.Sequential(unequal(first, generator), BETWEEN[between](), second).eval()
+    size = first.in_channels
+    x = 4 * torch.randn(16, size, 8, 8, generator=generator)
+    expected = model(x)
+    report = equalize_(model, torch.randn(1, size, 8, 8, generator=generator))
+    assert [(pair.first, pair.second) for pair in report.pairs] == [("0", "2")]
+    assert (model(x) - expected).norm() < 1e-5 * expected.norm()
+    r1, r2 = output_ranges(model[0]), input_ranges(model[2])
+    torch.testing.assert_close(r1, r2, rtol=1e-3, atol=0)
+
+
+def test_limits_of_channels_follow_the_factors(tmp_path: Path) -> None:
+    """``relu6(x) = s * min(relu(x / s), 6 / s)``."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU6(), nn.Linear(6, 4))
+        unequal(model[0], torch.Generator().manual_seed(0))
+        return model.eval()
+
+    model, x = build(), 9 * torch.rand(7, 5)
+    s = (output_ranges(model[0]) / input_ranges(model[2])).sqrt()
+    expected = model(x)
+    equalize_(model, x)
+    torch.testing.assert_close(model[1].high, 6 / s)
+    assert torch.equal(model[1].low, torch.zeros(6))
+    assert bool((model[0](x) > model[1].high).any())
+    limits = model[1]
+    equalize_(model, x)  # Another call has nothing to do, and keeps the limits.
+    assert model[1] is limits
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.save(model, tmp_path / "model.pt")
+    fresh = build()
+    equalize_(fresh, x)
+    assert torch.equal(torchq.load(fresh, tmp_path / "model.pt")(x), model(x))
+    # INT8 inputs and weights, twice: about 1 % of the output.
+    assert (torchq.deploy(model, x)(x) - expected).norm() < 0.03 * expected.norm()
+
+
+def test_clips_that_cannot_take_factors_are_named() -> None:
+    torch.manual_seed(0)
+    clip = nn.ReLU6()
+    twice = nn.Sequential(nn.Linear(4, 4), clip, nn.Linear(4, 4), clip, nn.Linear(4, 4)).eval()
+    report = equalize_(twice, torch.rand(3, 4))
+    assert report.pairs == () and isinstance(twice[1], nn.ReLU6)
+    assert report.skipped["0"] == "1 does not keep factors of channels"
+    flat = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.ReLU6(), nn.Linear(3, 4)).eval()
+    assert equalize_(flat, torch.rand(1, 2, 1, 1)).pairs == ()
+    broken = nn.Sequential(nn.Linear(4, 4), nn.ReLU6(), nn.Linear(4, 4)).eval()
+    before = {name: t.clone() for name, t in broken.state_dict().items()}
+    with pytest.raises(QuantizationError, match="the float output changed"):
+        equalize_(broken, 9 * torch.rand(5, 4), tolerance=0.0)
+    assert isinstance(broken[1], nn.ReLU6)
+    assert all(torch.equal(before[name], t) for name, t in broken.state_dict().items())
 
 
 PAIRS = [("0", "2"), ("2", "4"), ("4", "6"), ("6", "8"), ("8", "11")]

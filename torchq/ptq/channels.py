@@ -15,10 +15,10 @@ __all__ = [
     "TRANSPOSED",
     "input_ranges",
     "output_ranges",
-    "parameters_restored_on_error",
     "scale_inputs_",
     "scale_outputs_",
     "spread",
+    "tensors_restored_on_error",
 ]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -95,14 +95,18 @@ def spread(largest: Tensor) -> float:
 
 
 @contextmanager
-def parameters_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Bring the modules' own parameters back if anything ends the block early."""
-    own = {id(p): p for module in modules for p in module.parameters(recurse=False)}
-    before = [(p, p.detach().clone()) for p in own.values()]
+def tensors_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Bring the modules' own parameters and buffers back if anything ends the block early."""
+    own = {
+        id(t): t
+        for module in modules
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    before = [(tensor, tensor.detach().clone()) for tensor in own.values()]
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
+            for tensor, value in before:
+                tensor.copy_(value)
         raise

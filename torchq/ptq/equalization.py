@@ -24,14 +24,15 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
 from torchq.ptq.bias_absorption import absorb_bias_, has_only_relu_between
+from torchq.ptq.channel_clip import may_clip, replace_clips
 from torchq.ptq.channels import (
     LAYERS,
     input_ranges,
     output_ranges,
-    parameters_restored_on_error,
     scale_inputs_,
     scale_outputs_,
     spread,
+    tensors_restored_on_error,
 )
 from torchq.ptq.homogeneous import keeps_factors
 from torchq.ptq.modes import quantizers_off
@@ -99,8 +100,9 @@ def equalize_(
 
     Call it before :func:`torchq.calibrate`, on a float or a quantized model, after
     :func:`torchq.fuse_`. Layers are Conv, ConvTranspose and Linear, depthwise ones too; between
-    them ReLU, LeakyReLU, PReLU, dropout and pooling may lie. The float output stays the same, which
-    is verified on the example. A call that fails changes nothing.
+    them ReLU, LeakyReLU, PReLU, ReLU6, Hardtanh, dropout and pooling may lie. A module ReLU6 or
+    Hardtanh becomes one with limits of each channel, which take the factors. The float output stays
+    the same, which is verified on the example. A call that fails changes nothing.
 
     For each channel i between two layers the factor is ``sqrt(r1[i] * r2[i]) / r2[i]``, where r1
     and r2 are the largest magnitudes of the channel in the first and in the second weight
@@ -142,13 +144,10 @@ def equalize_(
     with torch.no_grad(), evaluating(model), quantizers_off(model):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
-        with parameters_restored_on_error(layer for pair in pairs for _, layer in pair):
-            expected = [t.double() for t in tensors_in(call_model(model, example))]
-            before = [spread(output_ranges(first)) for (_, first), _ in pairs]
-            for _ in range(iterations):
-                largest = max((_equalize(a, b) for (_, a), (_, b) in pairs), default=0.0)
-                if largest < _CONVERGED:
-                    break
+        expected = [t.double() for t in tensors_in(call_model(model, example))]
+        with ExitStack() as undo, tensors_restored_on_error(_changed(model, pairs)):
+            before = [spread(output_ranges(pair.first)) for pair in pairs]
+            _equalize_all(model, pairs, iterations, undo)
             counts = _absorb(model, flow, pairs, example) if absorb_biases else [0] * len(pairs)
             found = [t.double() for t in tensors_in(call_model(model, example))]
             error = _relative_error(found, expected)
@@ -157,19 +156,31 @@ def equalize_(
                     f"equalize_: the float output changed by {error:.1e}, relative; expected at "
                     f"most {tolerance:.1e}. The model is as before"
                 )
-    after = [
-        EqualizedPair(first[0], second[0], wide, spread(output_ranges(first[1])), count)
-        for (first, second), wide, count in zip(pairs, before, counts, strict=True)
-    ]
+            after = [
+                EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)), count)
+                for pair, wide, count in zip(pairs, before, counts, strict=True)
+            ]
+            undo.pop_all()
     return EqualizeReport(tuple(after), skipped, error)
 
 
-Named = tuple[str, Any]
+@dataclass(frozen=True)
+class _Pair:
+    """Two layers, and the paths of the modules between them that clip."""
+
+    names: tuple[str, str]
+    first: Any
+    second: Any
+    clips: tuple[str, ...]
 
 
-def _absorb(
-    model: nn.Module, flow: Flow, pairs: list[tuple[Named, Named]], example: Any
-) -> list[int]:
+def _changed(model: nn.Module, pairs: list[_Pair]) -> list[nn.Module]:
+    """Return the modules whose tensors change."""
+    layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
+    return layers + [model.get_submodule(clip) for pair in pairs for clip in pair.clips]
+
+
+def _absorb(model: nn.Module, flow: Flow, pairs: list[_Pair], example: Any) -> list[int]:
     """Absorb high biases; return how many of each pair."""
     calls = {call.name: call for call in flow.calls if call.module is not None}
     outputs: dict[str, Tensor] = {}
@@ -178,35 +189,37 @@ def _absorb(
         return lambda module, args, out: outputs.update({name: out})
 
     with ExitStack() as stack:
-        for (name, first), _ in pairs:
-            stack.callback(first.register_forward_hook(hook_for(name)).remove)
+        for pair in pairs:
+            hook = hook_for(pair.names[0])
+            stack.callback(pair.first.register_forward_hook(hook).remove)
         call_model(model, example)
     return [
-        absorb_bias_(first, second, outputs[name])
-        if has_only_relu_between(flow, calls[name], calls[other])
+        absorb_bias_(pair.first, pair.second, outputs[pair.names[0]])
+        if has_only_relu_between(flow, *(calls[name] for name in pair.names))
         else 0
-        for (name, first), (other, second) in pairs
+        for pair in pairs
     ]
 
 
-def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[tuple[Named, Named]], dict[str, str]]:
+def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
     """Return the pairs of layers in running order, and why other layers are no first of a pair."""
     obstacles = _obstacles(model, flow)
-    pairs: list[tuple[Named, Named]] = []
+    pairs: list[_Pair] = []
     skipped: dict[str, str] = {}
     for call in flow.calls:
         if not isinstance(call.module, LAYERS) or call.name in skipped:
             continue
         reason = obstacles.get(id(call.module))
-        second = None
+        second, clips = None, list[str]()
         if reason is None:
-            second, reason = _second_layer(flow, call)
+            second, reason = _second_layer(flow, call, clips)
         if second is not None and second.module is not None:
             reason = obstacles.get(id(second.module))
             if reason is None and not _channels_agree(call.module, second.module):
                 reason = f"{second.name} reads other channels"
             if reason is None:
-                pairs.append(((call.name, call.module), (second.name, second.module)))
+                names = call.name, second.name
+                pairs.append(_Pair(names, call.module, second.module, tuple(clips)))
         if reason is not None:
             skipped[call.name] = reason
     return pairs, skipped
@@ -234,8 +247,11 @@ def _obstacles(model: nn.Module, flow: Flow) -> dict[int, str]:
     return found
 
 
-def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
-    """Return the layer that alone reads the output of ``call``, or the reason why there is none."""
+def _second_layer(flow: Flow, call: Call, clips: list[str]) -> tuple[Call | None, str | None]:
+    """Return the layer that alone reads the output of ``call``, or the reason why there is none.
+
+    The paths of the modules between them that clip are added to ``clips``.
+    """
     is_convolution = not isinstance(call.module, nn.Linear)
     current, flattened = call, False
     while True:
@@ -251,7 +267,9 @@ def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
             return current, None
         is_flatten = isinstance(current.module, nn.Flatten) or current.name == "flatten"
         flattened = flattened or is_flatten
-        if not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
+        if may_clip(flow, current) and not flattened:
+            clips.append(current.name)
+        elif not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
             return None, f"{current.name} does not keep factors of channels"
 
 
@@ -262,13 +280,25 @@ def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     return is_linear != (True, False) and len(output_ranges(first)) == len(input_ranges(second))
 
 
-def _equalize(first: Any, second: Any) -> float:
+def _equalize_all(model: nn.Module, pairs: list[_Pair], iterations: int, undo: ExitStack) -> None:
+    """Equalize all pairs until nothing changes; ``undo`` gets what brings modules back."""
+    replace_clips(model, ((clip, pair.first) for pair in pairs for clip in pair.clips), undo)
+    for _ in range(iterations):
+        largest = max((_equalize(model, pair) for pair in pairs), default=0.0)
+        if largest < _CONVERGED:
+            break
+
+
+def _equalize(model: nn.Module, pair: _Pair) -> float:
     """Equalize the channels between two layers; return the largest ``|log(factor)|``."""
-    r1, r2 = output_ranges(first).double(), input_ranges(second).double()
+    r1, r2 = output_ranges(pair.first).double(), input_ranges(pair.second).double()
     # A channel that is zero on either side has no range to equalize.
     factor = torch.where((r1 > 0) & (r2 > 0), (r1 * r2).sqrt() / r2, 1.0)
-    scale_outputs_(first, 1 / factor)
-    scale_inputs_(second, factor)
+    scale_outputs_(pair.first, 1 / factor)
+    scale_inputs_(pair.second, factor)
+    for path in pair.clips:
+        clip: Any = model.get_submodule(path)
+        clip.multiply_(1 / factor)
     return factor.log().abs().max().item() if factor.numel() else 0.0
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
-from torchq.ptq.channels import parameters_restored_on_error
+from torchq.ptq.channels import tensors_restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.rotation.heads import HeadSizes, find_heads
 from torchq.ptq.rotation.online import rotate_online
@@ -168,7 +168,7 @@ def _rotate_all(
     def change_of_output() -> float:
         return _relative_error(_outputs(model, example), expected)
 
-    with parameters_restored_on_error(stream.modules()), ExitStack() as undo:
+    with tensors_restored_on_error(stream.modules()), ExitStack() as undo:
         untied = _untie(model, stream, undo)
         layers = dict(model.named_modules())
         if not _rotate_heads(layers, pairs, lambda: change_of_output() <= plan.most):
@@ -314,7 +314,7 @@ def _rotate_heads(
     One layer may make queries, keys and values, and positions do not commute with a rotation.
     """
     try:
-        with parameters_restored_on_error(layers[name] for pair in pairs for name in pair[:2]):
+        with tensors_restored_on_error(layers[name] for pair in pairs for name in pair[:2]):
             for value, out, size in pairs:
                 _rotate_values(layers[value], layers[out], size)
             if not is_good():

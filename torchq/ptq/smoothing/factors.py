@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchq.graph import call_model, tensors_in
 from torchq.ptq.blockwise import RunOptions
-from torchq.ptq.channels import LAYERS, parameters_restored_on_error, scale_inputs_, scale_outputs_
+from torchq.ptq.channels import LAYERS, scale_inputs_, scale_outputs_, tensors_restored_on_error
 from torchq.ptq.ranks import Group, all_largest
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.utils import device_of
@@ -89,7 +89,7 @@ def restored_on_error(groups: list[ChannelGroup]) -> Iterator[None]:
     scales = [(q, q.pre_quant_scale) for q in inputs if hasattr(q, "pre_quant_scale")]
     weights = [layer.weight_quantizer for layer in layers]
     ends = [(q, q.ends()) for q in weights if hasattr(q, "ends")]
-    with parameters_restored_on_error(m for group in groups for m in group.modules()):
+    with tensors_restored_on_error(m for group in groups for m in group.modules()):
         try:
             yield
         except BaseException:
