@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from torchq.lowering.graph.bound_graph import BoundGraphs, forward_with_bound_graphs
+
 __all__ = ["AssertNone", "BuildDict", "TracedModel", "copy_plain_attributes", "nth_chunk"]
 
 
@@ -27,7 +29,12 @@ class TracedModel(fx.GraphModule):
 
     Code around a model may read such attributes, for example ``f`` and ``i`` of the layers of a
     detector. Copies and files keep them.
+
+    Attributes:
+        bound_graphs: what calls run instead of the forward; see :mod:`.bound_graph`.
     """
+
+    bound_graphs: BoundGraphs
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, original: nn.Module) -> TracedModel:
@@ -45,6 +52,14 @@ class TracedModel(fx.GraphModule):
         result = cls(graph_module, graph, class_name=type(original).__name__)
         copy_plain_attributes(original, result)
         return result.eval()
+
+    def recompile(self) -> Any:
+        """Write the code of the graph; see :meth:`torch.fx.GraphModule.recompile`."""
+        code = super().recompile()
+        cls: Any = type(self)  # torch makes a class for each graph
+        cls.forward = forward_with_bound_graphs(cls.forward)
+        self.bound_graphs = BoundGraphs()
+        return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModel:
         result: TracedModel = super().__deepcopy__(memo)  # type: ignore[assignment]

@@ -66,6 +66,17 @@ class KernelCacheMixin(nn.Module):
         self._drop_kernels()
         return self
 
+    def bound(self, *inputs: Any) -> Run | None:
+        """Return the module as a function of inputs like these, for :mod:`..graph.bound_graph`.
+
+        The function computes what the module does for any inputs, and is fast for those of the
+        same shapes. It is current until the module drops its kernels.
+
+        Returns:
+            None where calling the module is the best way.
+        """
+        return None
+
     def _drop_kernels(self) -> None:
         """Drop everything derived, as something that it was made from has changed."""
         self.__dict__["_kernels"] = dict[Any, Any]()

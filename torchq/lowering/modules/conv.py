@@ -82,6 +82,30 @@ class Int8Conv(Int8Layer):
         run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(codes, residual))
         return run(codes) if residual is None else run(codes, residual)
 
+    def bound(self, *inputs: Tensor) -> Run | None:
+        """See :meth:`KernelCacheMixin.bound`; only codes are read without a check."""
+        x, shape = inputs[0], inputs[0].shape
+        if len(inputs) > 2 or x.dtype is not torch.uint8 or not self.reads_codes:
+            return None
+        if len(inputs) == 1:
+            run: Run = self._kernel(shape, lambda: self._bind(x, None))
+
+            def convolve(codes: Tensor) -> Tensor:
+                return run(codes) if codes.shape == shape else self(codes)
+
+            return convolve
+        added = inputs[1]
+        key = added_shape, added_dtype = added.shape, added.dtype
+        add: Run = self._kernel((shape, *key), lambda: self._bind(x, added))
+
+        def convolve_and_add(codes: Tensor, residual: Tensor) -> Tensor:
+            alike = codes.shape == shape and residual.shape == added_shape
+            if alike and residual.dtype is added_dtype:
+                return add(codes, residual)
+            return self(codes, residual)
+
+        return convolve_and_add
+
     def _quantize(self, x: Tensor) -> Tensor:
         """Return ``x`` as codes of the input; images are quantized a few at a time."""
         several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None

@@ -43,6 +43,18 @@ class Int8Linear(Int8Layer):
         run: Run = self._kernels.get(empty) or self._kernel(empty, lambda: self._bind(empty))
         return run(codes)
 
+    def bound(self, *inputs: Tensor) -> Run | None:
+        """See :meth:`KernelCacheMixin.bound`; only codes are read without a check."""
+        x = inputs[0]
+        if x.dtype is not torch.uint8 or not self.reads_codes or not x.numel():
+            return None
+        run: Run = self._kernel(False, lambda: self._bind(False))
+
+        def multiply(codes: Tensor) -> Tensor:
+            return run(codes) if codes.numel() else self(codes)
+
+        return multiply
+
     def _bind(self, empty: bool) -> Run:
         """Return the layer as a function of the codes."""
         if empty or not onednn.available():

@@ -75,6 +75,16 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
         run: Run = self._kernel(codes.shape, lambda: self._bind(codes.shape))
         return run(codes)
 
+    def bound(self, *inputs: Tensor) -> Run | None:
+        """See :meth:`KernelCacheMixin.bound`."""
+        shape = inputs[0].shape
+        run: Run = self._kernel(shape, lambda: self._bind(shape))
+
+        def pool(codes: Tensor) -> Tensor:
+            return run(codes) if codes.shape == shape else self(codes)
+
+        return pool
+
     def _float(self, codes: Tensor) -> Tensor:
         return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))
 
