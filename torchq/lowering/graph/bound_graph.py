@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.graph import forward_hook_kind
-from torchq.lowering.modules.base import KernelCacheMixin
+from torchq.lowering.modules.bound_kernels import KernelCacheMixin
 
 __all__ = ["BoundGraphs", "forward_with_bound_graphs"]
 

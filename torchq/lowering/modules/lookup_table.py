@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchq.lowering.modules.base import IntegerModule, KernelCacheMixin, QParamsStateMixin
+from torchq.lowering.modules.base import IntegerModule, QParamsStateMixin
+from torchq.lowering.modules.bound_kernels import KernelCacheMixin
 from torchq.lowering.modules.input_checks import eager
 from torchq.lowering.ops.lookup import lookup, pair_table, takes_pairs
 from torchq.lowering.qparams import QParams

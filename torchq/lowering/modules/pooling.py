@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.base import IntegerModule, KernelCacheMixin, QParamsStateMixin
+from torchq.lowering.modules.base import IntegerModule, QParamsStateMixin
+from torchq.lowering.modules.bound_kernels import KernelCacheMixin
 from torchq.lowering.modules.input_checks import eager
 from torchq.lowering.ops import onednn
 from torchq.lowering.ops.onednn import Run
