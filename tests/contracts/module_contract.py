@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.contracts.recurrent_reference import recurrent_by_hand
 from torchq import QuantDescriptor
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_
@@ -30,6 +31,8 @@ class Case:
         kwargs: Keyword arguments of the call.
         indices: For tables: the input holds integers below this number.
         others: The shapes of further inputs.
+        exact: Torch's own forward on quantized tensors is the reference, bit for bit; else the
+            reference adds the same products in another order.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
     indices: int = 0
     others: tuple[tuple[int, ...], ...] = ()
+    exact: bool = True
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the positional arguments: leaves with a gradient where they are floating point."""
@@ -196,11 +200,30 @@ def _activations_and_pools() -> list[Case]:
     return cases
 
 
+def _recurrent() -> list[Case]:
+    cases = []
+    for cls in (nn.LSTM, nn.GRU, nn.RNN):
+        settings: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "levels, both ways": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+            "no bias": {"bias": False},
+        }
+        settings |= {"proj_size": {"proj_size": 3}} if cls is nn.LSTM else {}
+        for name, options in settings.items():
+            make = _maker(cls, 5, 4, **options)
+            cases.append(Case(f"{cls.__name__} {name}", make, (6, 3, 5), exact=False))
+    for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+        state = {} if cell is nn.LSTMCell else {"others": ((3, 4),)}
+        cases.append(Case(cell.__name__, _maker(cell, 5, 4), (3, 5), exact=False, **state))
+    return cases
+
+
 CASES = [
     *_convolutions(),
     *_transposed(),
     *_matrices_and_tables(),
     *_activations_and_pools(),
+    *_recurrent(),
 ]
 
 
@@ -228,6 +251,8 @@ def by_hand(case: Case, plain: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
     That is the float module on quantized inputs, with a quantized weight in the place of its own.
     """
+    if isinstance(plain, nn.RNNBase | nn.RNNCellBase):
+        return recurrent_by_hand(plain, *inputs)
     twin = QUANTIZED[type(plain)]
     if isinstance(plain, nn.Embedding | nn.EmbeddingBag) and plain.max_norm is not None:
         plain(*inputs)  # This renormalises the table before it is quantized.

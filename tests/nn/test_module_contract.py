@@ -14,9 +14,10 @@ from tests.contracts.module_contract import CASES, Case, by_hand, convert, set_m
 from torchq import QuantDescriptor
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_, revert_
 
-# "same" padding of even kernels: torch says once per process that it pads unevenly
+# torch says once per process that it pads even kernels unevenly, and which kernel it lacks.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Using padding='same' with even kernel lengths:UserWarning"
+    "ignore:Using padding='same' with even kernel lengths:UserWarning",
+    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
 
 
@@ -38,7 +39,20 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def flat(result: Any) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, tuple) else [result]
+    if isinstance(result, tuple):
+        return [tensor for part in result for tensor in flat(part)]
+    return [result]
+
+
+def agree(case: Case, a: Any, b: Any) -> bool:
+    """Tell whether a result is that of the reference: bit for bit where the row says so."""
+    if case.exact:
+        return equal(a, b)
+    # float32 sums of a few products in another order, and no code that flips by it.
+    return all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+        for x, y in zip(flat(a), flat(b), strict=True)
+    )
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -54,9 +68,7 @@ def test_the_table_is_complete() -> None:
         for cls, twin in QUANTIZED._entries.items()
         if cls.__module__.startswith("torch.nn") and not twin.is_container
     }
-    # Layers with several products: tests/nn/test_attention.py and test_recurrent.py.
-    torch_layers -= {nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN}
-    torch_layers -= {nn.LSTMCell, nn.GRUCell, nn.RNNCell}
+    torch_layers -= {nn.MultiheadAttention}  # Several inputs and masks: tests/nn/test_attention.py.
     assert {type(case.make()) for case in CASES} == torch_layers, (
         "every twin of a torch layer needs rows in module_contract.CASES"
     )
@@ -86,7 +98,7 @@ def test_off_is_torch(case: Case) -> None:
 def test_quantized_is_by_hand(case: Case) -> None:
     plain, module = convert(case)
     x = case.inputs()
-    assert equal(module(*x, **case.kwargs), by_hand(case, plain, x))
+    assert agree(case, module(*x, **case.kwargs), by_hand(case, plain, x))
     if x[0].numel() and not isinstance(plain, nn.Embedding | nn.EmbeddingBag):
         assert not equal(module(*x, **case.kwargs), plain(*x, **case.kwargs)) or isinstance(
             plain, nn.MaxPool1d
@@ -102,6 +114,8 @@ def test_every_quantizer_works(case: Case) -> None:
         quantizer = getattr(module, f"{slot}_quantizer")
         if quantizer.mode == "off":
             continue  # The gate of SiLU is switched on for a target only.
+        if isinstance(module, nn.LSTMCell) and slot in ("hidden", "weight_hh"):
+            continue  # Zeros stay zeros: tests/nn/test_recurrent.py gives it a state.
         quantizer.mode = "off"
         assert not equal(module(*x, **case.kwargs), full), slot
         quantizer.mode = "quantize"
@@ -119,14 +133,11 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
     for (name, parameter), other in zip(
         plain.named_parameters(), module.parameters(), strict=False
     ):
-        assert (
-            parameter.grad is not None
-            and other.grad is not None
-            and torch.equal(parameter.grad, other.grad)
-        ), name
+        assert parameter.grad is not None and other.grad is not None
+        assert agree(case, parameter.grad, other.grad), name
     for a, b in zip(x, y, strict=True):
         if a.is_floating_point():
-            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+            assert a.grad is not None and b.grad is not None and agree(case, a.grad, b.grad)
 
 
 def test_convert_and_revert_are_inverse(case: Case) -> None:
@@ -237,6 +248,8 @@ def test_symbolic_trace(case: Case) -> None:
             "torch's own code branches on the shape of its input here; torch.fx "
             "goes round that in classes of torch.nn alone"
         )
+    if isinstance(module, nn.RNNBase):
+        pytest.skip("the steps are a loop over the length of the input")
     traced = torch.fx.symbolic_trace(holder_of(case, module))
     assert equal(traced(*x), module(*x, **case.kwargs))
 

@@ -39,7 +39,8 @@ class _QuantCell(QuantModule, nn.RNNCellBase):
         if all(is_passive(getattr(self, f"{slot}_quantizer")) for slot in self.slots()):
             return super().forward(input, hx)
         if hx is None:
-            zeros = input.new_zeros(*input.shape[:-1], self.hidden_size)
+            # One sum of sizes, which torch.fx can trace.
+            zeros = input.new_zeros(input.shape[:-1] + (self.hidden_size,))
             hx = (zeros, zeros) if isinstance(self, nn.LSTMCell) else zeros
         hidden = hx[0] if isinstance(hx, tuple) else hx
         weights = (
