@@ -325,3 +325,30 @@ def test_wrong_arguments_are_named() -> None:
         torchq.doctor(model, targets=["deploy"])
     with pytest.raises(ConfigError, match=r"Pass \[batch\] for one batch"):
         torchq.doctor(model, image_batches()[0])
+
+
+class Product(nn.Module):
+    """A layer whose output channels are the last axis of its weight, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.zeros(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_a_weight_of_a_function_has_its_channels_where_the_function_has_them() -> None:
+    model = nn.Sequential(Product(), nn.Linear(9, 4)).eval()
+    batches = [torch.randn(8, 6)]
+    torchq.quantize_(model, example=batches[0])
+    torchq.calibrate(model, batches, progress=False)
+    assert not examined(model, batches).errors
+    model[0].weight.data[:, 2] = 1e-9  # Nothing of this channel is left beside the others.
+    model[0].weight_quantizer = torchq.TensorQuantizer(torchq.QuantDescriptor(axis=0))
+    torchq.calibrate(model, batches, force=True, progress=False)
+    (finding,) = of(examined(model, batches), "weight_axis")
+    assert finding.name == "0.weight_quantizer"
+    assert "are axis (1,)" in finding.evidence
+    (row, *_) = torchq.layer_errors(model, batches, progress=False).rows
+    assert (row.dead_channels, row.quantizers[1].channels) == (1, 9)

@@ -147,11 +147,11 @@ def test_the_divergence_is_that_of_torch() -> None:
     model = quantized(classifier(), batches, coarse("4"))
     report = torchq.sensitivity(model, batches, "kl", progress=False)
     with torch.no_grad():
-        found = model(batches[0]).log_softmax(1)
+        found = model(batches[0]).double().log_softmax(1)
         with torchq.disabled(model):
-            expected = model(batches[0]).log_softmax(1)
+            expected = model(batches[0]).double().log_softmax(1)
     divergence = torch.nn.functional.kl_div(found, expected, log_target=True, reduction="batchmean")
-    assert report.baseline == pytest.approx(float(divergence), rel=1e-4)
+    assert report.baseline == pytest.approx(float(divergence), rel=1e-9)
     assert report.worst(1) == ["4"]
 
 
@@ -194,24 +194,6 @@ def test_the_estimate_says_where_it_cannot_work() -> None:
         torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", progress=False)
     with pytest.raises(ConfigError, match="expected mode='only'"):
         torchq.sensitivity(model, [torch.ones(2, 4)], "fisher", mode="all_but", progress=False)
-
-
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(x) if float(x.sum()) > 1e9 else self.b(self.a(x))
-
-
-def test_models_that_cannot_be_traced_run_whole() -> None:
-    model, batches = Untraceable(), vectors()
-    torchq.quantize_(model)
-    report = torchq.sensitivity(model, batches, progress=False)
-    assert "each run is a whole one" in report.note
-    assert {row.name for row in report.rows} >= {"a", "b"}
-    assert "each run is a whole one" in str(report).replace("\n", " ")
 
 
 def test_layers_that_are_not_reached_are_named_apart() -> None:

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, RoutedModule, TensorQuantizer
+from torchq.nn import QuantModule, RoutedModule, TensorQuantizer, site_descriptors
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["QuantizedLayer", "active_quantizers", "passing", "quantized_layers", "quantizing"]
+__all__ = [
+    "QuantizedLayer",
+    "active_quantizers",
+    "channel_axes",
+    "passing",
+    "quantized_layers",
+    "quantizing",
+]
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,29 @@ def _layer(
         {path: q for path, q in found.items() if id(q) not in weights},
         {path: q for path, q in found.items() if id(q) in weights},
     )
+
+
+def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Return the axes of the output channels in each weight of a module, by id of its quantizer.
+
+    A weight whose channels have no axis of their own, as in einsum, is missing. For ``x @ weight``
+    they are the last axis, where a linear layer has them on the first.
+    """
+    if not isinstance(module, QuantModule):
+        return {}
+    weights = {id(quantizer): weight for quantizer, weight in module.quantized_weights()}
+    if not isinstance(module, RoutedModule):
+        return dict.fromkeys(weights, (module.channel_axis,))
+    found = {}
+    for site, holder in module.holders():
+        key = id(getattr(holder, "weight_quantizer", None))
+        if key in weights:
+            like_linear = QuantDescriptor(axis=0)
+            descriptor = site_descriptors(site, weights[key].dim(), None, like_linear)[1]
+            if descriptor is not None and descriptor.axis is not None:
+                axis = descriptor.axis
+                found[key] = (axis,) if isinstance(axis, int) else axis
+    return found
 
 
 def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "decibels", "relative_error"]
+__all__ = ["Noise", "decibels", "mean_ratio", "relative_error"]
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -23,6 +24,23 @@ def decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio in dB for the mean share of noise of several tensors.
+
+    Args:
+        sums: for each tensor the powers of signal and noise; those without signal do not count.
+
+    Returns:
+        The ratio; NaN without any signal.
+
+    Example:
+        >>> mean_ratio([(100.0, 1.0), (50.0, 0.5)])
+        20.0
+    """
+    shares = [noise / signal for signal, noise in sums if signal > 0]
+    return decibels(1.0, sum(shares) / len(shares)) if shares else math.nan
 
 
 def relative_error(sqnr: float) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchq.analysis.diagnosis.finding import Finding
 from torchq.analysis.diagnosis.registry import Patient, check
+from torchq.analysis.layers import channel_axes
 from torchq.fusion.channel_ranges import spread_of
 from torchq.graph import is_torch_leaf, trace_modules
 from torchq.nn import QuantModule, TensorQuantizer, find_calls, quantized_as
@@ -105,19 +106,17 @@ def one_sided_add(patient: Patient) -> Iterator[Finding]:
 @check("weight_axis")
 def weight_axis(patient: Patient) -> Iterator[Finding]:
     """Yield weight quantizers whose ranges do not follow the output channels."""
-    for path, module in patient.model.named_modules():
-        if not isinstance(module, QuantModule) or "weight" not in module.weight_slots:
-            continue
-        quantizer = getattr(module, "weight_quantizer", None)
-        if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
-            continue
-        axis = quantizer.descriptor.axis
-        if axis is None or axis == (module.channel_axis,):
-            continue
-        text = f"has ranges along axis {axis}; the output channels of {module.float_class.__name__}"
-        text += f" are axis {module.channel_axis}"
-        remedy = f"QuantDescriptor(axis={module.channel_axis}) for its weight, as recipes have"
-        yield Finding("weight_axis", "error", _joined(path, "weight_quantizer"), text, remedy)
+    paths = {id(quantizer): path for path, quantizer in patient.active.items()}
+    known = {id(quantizer): quantizer for quantizer in patient.active.values()}
+    for module in patient.model.modules():
+        for key, axes in channel_axes(module).items():
+            axis = known[key].descriptor.axis if key in known else None
+            if axis is None or axis == axes:
+                continue
+            name = module.float_class.__name__ if isinstance(module, QuantModule) else "its layer"
+            text = f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
+            remedy = f"QuantDescriptor(axis={axes}) for its weight, as recipes have"
+            yield Finding("weight_axis", "error", paths[key], text, remedy)
 
 
 @check("range_spread")
@@ -137,7 +136,8 @@ def range_spread(patient: Patient) -> Iterator[Finding]:
             text = (
                 f"its largest channel is {spread:.0f} times the median one, with one scale for all"
             )
-            remedy = f"weight=QuantDescriptor(axis={getattr(module, 'channel_axis', 0)})"
+            axes = channel_axes(module).get(id(quantizer), (0,))
+            remedy = f"weight=QuantDescriptor(axis={axes})"
             remedy += ", or torchq.ptq.equalize_(model, example) before calibration"
             yield Finding(
                 "range_spread", "warning", _joined(path, "weight_quantizer"), text, remedy

@@ -15,10 +15,11 @@ from torchq.analysis.batches import gathered
 from torchq.analysis.layer_errors.quantizer_statistics import Counts, QuantizerStatistics
 from torchq.analysis.layer_errors.report import LayerError, LayerErrors
 from torchq.analysis.layer_errors.sampling import compared, part_of_call
-from torchq.analysis.layers import QuantizedLayer, quantizing
-from torchq.analysis.noise import Noise
+from torchq.analysis.layers import QuantizedLayer, channel_axes, quantizing
+from torchq.analysis.noise import Noise, mean_ratio
+from torchq.analysis.results import results_in
 from torchq.errors import CalibrationError
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import TensorQuantizer
 
 __all__ = ["Measurement"]
 
@@ -40,7 +41,7 @@ class _Sums:
     """What one process measured, by path of the layer, in the order of the calls."""
 
     layers: dict[str, tuple[Noise, Noise, dict[str, Counts]]]
-    output: Noise
+    outputs: dict[int, Noise]
     batches: int
 
 
@@ -59,17 +60,17 @@ class Measurement:
         self.known, self.sample = known, sample
         self.records = [_Record(layer, _statistics(layer)) for layer in layers]
         self.order: list[_Record] = []
-        self.output = Noise()
+        self.outputs: dict[int, Noise] = {}
         self.batches = 0
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
         with quantizing(self.known, []), self._hooked(self._after_float):
-            expected = _copied(compared(call(), None))
+            expected = _copied(results_in(call()))
         with quantizing(self.known, self.known), self._hooked(self._after_quantized):
-            found = compared(call(), None)
-        for value, reference in zip(found, expected, strict=False):
-            self.output.add(value, reference)
+            found = results_in(call())
+        for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
+            self.outputs.setdefault(place, Noise()).add(value, reference)
         for record in self.records:
             record.expected.clear()
         self.batches += 1
@@ -110,15 +111,16 @@ class Measurement:
             r.layer.name: (r.local, r.accumulated, {p: s.counts for p, s in r.statistics.items()})
             for r in self.order
         }
-        parts: list[_Sums] = gathered(_Sums(layers, self.output, self.batches), group)
+        parts: list[_Sums] = gathered(_Sums(layers, self.outputs, self.batches), group)
         by_name = {record.layer.name: record for record in self.records}
         for record in self.records:
             record.local, record.accumulated = Noise(), Noise()
             for statistics in record.statistics.values():
                 statistics.counts = Counts()
-        self.output, self.batches, self.order = Noise(), 0, []
+        self.outputs, self.batches, self.order = {}, 0, []
         for part in parts:
-            self.output.join(part.output)
+            for place, noise in part.outputs.items():
+                self.outputs.setdefault(place, Noise()).join(noise)
             self.batches += part.batches
             for name, found in part.layers.items():
                 self._add(by_name[name], *found)
@@ -148,14 +150,18 @@ class Measurement:
         reached = {id(record) for record in self.order}
         unseen = tuple(r.layer.name for r in self.records if id(r) not in reached)
         rows = tuple(_row(record) for record in self.order)
-        return LayerErrors(rows, self.output.sqnr, self.batches, unseen)
+        output = mean_ratio([(noise.signal, noise.noise) for noise in self.outputs.values()])
+        return LayerErrors(rows, output, self.batches, unseen)
 
 
 def _statistics(layer: QuantizedLayer) -> dict[str, QuantizerStatistics]:
     module = layer.module
-    weight_axis = module.channel_axis if isinstance(module, QuantModule) else 0
+    axes = channel_axes(module)
     input_axis = -1 if isinstance(module, nn.Linear) else 1
-    found = {p: QuantizerStatistics(p, q, weight_axis) for p, q in layer.weights.items()}
+    found = {
+        path: QuantizerStatistics(path, quantizer, axes.get(id(quantizer), (0,))[-1])
+        for path, quantizer in layer.weights.items()
+    }
     return {p: QuantizerStatistics(p, q, input_axis) for p, q in layer.inputs.items()} | found
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.analysis.batches import gathered
 from torchq.analysis.layers import active_quantizers, quantizing
-from torchq.analysis.ranking.metrics import Evaluation, Score, Sqnr, class_axis, find_metric
+from torchq.analysis.ranking.metrics import Evaluation, Score, Sqnr, find_metric
+from torchq.analysis.results import class_axis, only_scores
 from torchq.errors import ConfigError
-from torchq.graph import Forward, call_model, state_kept, tensors_in
+from torchq.graph import Forward, call_model, state_kept
 from torchq.utils import device_of, evaluating, progress_bar
 
 __all__ = ["Agreement", "Outputs", "compare_outputs"]
@@ -35,7 +36,7 @@ class Agreement:
 
     def add(self, found: Any, expected: Any) -> None:
         """Add the outputs of one batch; outputs without classes add nothing."""
-        ours, theirs = _scores(found), _scores(expected)
+        ours, theirs = only_scores(found), only_scores(expected)
         if ours is None or theirs is None or ours.shape != theirs.shape:
             return
         axis = class_axis(theirs)
@@ -47,14 +48,6 @@ class Agreement:
     def share(self) -> float | None:
         """The share of equal predictions; None without any."""
         return self.same / self.predictions if self.predictions else None
-
-
-def _scores(output: Any) -> Tensor | None:
-    """Return the one output with at least two classes, or None."""
-    found = [t for t in tensors_in(output) if t.is_floating_point()]
-    if len(found) != 1 or found[0].dim() < 2 or found[0].shape[class_axis(found[0])] < 2:
-        return None
-    return found[0]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchq.analysis.batches import gathered
-from torchq.analysis.layers import QuantizedLayer, active_quantizers, passing
+from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_axes, passing
 from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
@@ -173,9 +173,11 @@ def channel_rows(layers: list[QuantizedLayer]) -> dict[str, list[list[float]]]:
         if not isinstance(module, QuantModule):
             continue
         paths = {id(q): path for path, q in layer.weights.items()}
+        axes = channel_axes(module)
         for quantizer, weight in module.quantized_weights():
             if id(quantizer) in paths and weight.dim() > 1:
-                found[paths[id(quantizer)]] = _channels(quantizer, weight, module.channel_axis)
+                axis = axes.get(id(quantizer), (0,))[-1]
+                found[paths[id(quantizer)]] = _channels(quantizer, weight, axis)
     return found
 
 

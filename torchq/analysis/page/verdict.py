@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchq.analysis.diagnosis import DoctorReport
+from torchq.analysis.diagnosis import DoctorReport, Finding
 from torchq.analysis.layer_errors import LayerErrors
 from torchq.analysis.page.outputs import Outputs
 from torchq.analysis.ranking import SensitivityReport
@@ -78,9 +78,14 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
 
 def _advice(grade: str, ranking: SensitivityReport, examined: DoctorReport) -> list[dict[str, str]]:
     found = []
-    for finding in examined.errors[:3]:
-        where = finding.name or "the model"
-        found.append({"text": f"Mend {where}: it {finding.evidence}.", "code": finding.remedy})
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for finding in examined.errors:
+        alike.setdefault((finding.kind, finding.remedy), []).append(finding)
+    for (_, remedy), findings in list(alike.items())[:3]:
+        where = findings[0].name or "the model"
+        others = f" So it is at {len(findings) - 1} more places." if len(findings) > 1 else ""
+        text = f"Mend {where}: it {findings[0].evidence}.{others}"
+        found.append({"text": text, "code": remedy})
     if grade != "good":
         names = ranking.worst(2)
         found.append(

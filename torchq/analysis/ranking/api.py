@@ -41,8 +41,8 @@ def sensitivity(
 ) -> SensitivityReport:
     """Rank the layers of a quantized model by what they cost at its output.
 
-    Where torch.fx can follow the model, each run starts at the layer that is switched, from values
-    kept of one whole run. So all layers together take about half as many passes as there are
+    Each run starts at the layer that is switched: blocks and layers before it return what they
+    returned in one whole run. So all layers together take about half as many passes as there are
     layers. The model is left as it was, also after Ctrl-C.
 
     Args:

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.ranking.metrics import class_axis
+from torchq.analysis.results import class_axis, scores_in
 from torchq.errors import ConfigError
-from torchq.graph import tensors_in
 
 __all__ = ["PROBES", "Disturbance", "fisher_sums"]
 
@@ -87,19 +86,18 @@ def fisher_sums(
 
 
 def _class_scores(output: Any) -> Tensor:
-    """Return the largest output with classes.
+    """Return the first output with classes that a gradient leads to.
 
     Raises:
         ConfigError: There is none that a gradient leads to.
     """
-    found = [t for t in tensors_in(output) if t.is_floating_point() and t.dim() >= 2]
-    found = [t for t in found if t.requires_grad and t.shape[class_axis(t)] > 1]
+    found = [scores for scores in scores_in(output) if scores.requires_grad]
     if not found:
         raise ConfigError(
             "sensitivity: metric='fisher' got a model whose output has no classes, or no gradient; "
             "expected scores of shape (N, classes, ...). Use metric='sqnr'"
         )
-    return max(found, key=Tensor.numel)
+    return found[0]
 
 
 def _drawn_likelihood(scores: Tensor, generator: torch.Generator) -> Tensor:

@@ -113,7 +113,7 @@ class Measurement:
             values=self._values(sums, metric.value),
             baseline=metric.value(sums[_EVERYTHING]),
             reference=metric.value(sums[_NOTHING]) if isinstance(metric, Score) else None,
-            note=comparison.note,
+            note=comparison.runs.note,
         )
 
     def evaluate(self, metric: Evaluation, resume: str | os.PathLike[str] | None) -> Measured:
@@ -219,44 +219,48 @@ class _Comparison:
 
     def __init__(self, owner: Measurement, metric: Metric, saved: SavedSums) -> None:
         self.owner, self.metric, self.saved = owner, metric, saved
-        self.note = ""
+        self.runs = Runs(owner.model, owner.forward, device_of(owner.model), owner.groups)
+        self._unchanged: dict[int, list[float]] = {}
 
     def work(self, batches: Batches) -> Iterator[None]:
         """Measure batch by batch, and yield after each group."""
-        owner = self.owner
-        runs: Runs | None = None
-        starts: list[str | None] = []
+        owner, runs = self.owner, self.runs
         for number, batch in enumerate(islice(batches, owner.num_batches)):
-            if runs is None:
-                device = device_of(owner.model)
-                runs = Runs(owner.model, owner.forward, device, batch)
-                starts = runs.starts([list(g.quantizers.values()) for g in owner.groups])
-                self.note = runs.note
-            todo = [
-                (group, start)
-                for group, start in zip(owner.groups, starts, strict=True)
-                if self.saved.done(group.name) <= number
-            ]
+            todo = [group for group in owner.groups if self.saved.done(group.name) <= number]
             if todo:
-                expected = self._whole_runs(number, batch, runs, [start for _, start in todo])
-            for group, start in todo:
-                if start != "":
+                expected, unchanged = self._whole_runs(number, batch, todo)
+                if not all(map(runs.is_reached, todo)):
+                    self._unchanged[number] = self.metric.sums(unchanged, expected, batch)
+            for group in todo:
+                if runs.is_reached(group):
+                    self._catch_up(group.name, number)
                     with quantizing(owner.known, owner.active(group)):
-                        output = runs.from_start(start)
+                        output = runs.switched(group)
                     self._add(group.name, number, output, expected, batch)
+                elif self.saved.done(group.name):
+                    self._catch_up(group.name, number + 1)
                 yield
 
-    def _whole_runs(self, number: int, batch: Any, runs: Runs, starts: list[str | None]) -> Any:
-        """Run the batch float and quantized, keep what later runs start from, return the float."""
+    def _whole_runs(self, number: int, batch: Any, todo: list[Group]) -> tuple[Any, Any]:
+        """Run the batch float and quantized, and keep what later runs start from.
+
+        Returns:
+            The float output, and the one with no group switched.
+        """
         known = self.owner.known
         only = self.owner.mode == "only"
         with quantizing(known, []):
-            expected = runs.reference(batch, starts if only else [])
+            expected = self.runs.reference(batch, todo if only else [])
         with quantizing(known, known):
-            everything = runs.again() if only else runs.reference(batch, starts)
+            everything = self.runs.again() if only else self.runs.reference(batch, todo)
         self._add(_NOTHING, number, expected, expected, batch)
         self._add(_EVERYTHING, number, everything, expected, batch)
-        return expected
+        return expected, expected if only else everything
+
+    def _catch_up(self, name: str, number: int) -> None:
+        """Add the batches before ``number`` that did not reach a group."""
+        for earlier in range(self.saved.done(name), number):
+            self.saved.add(name, self._unchanged[earlier])
 
     def _add(self, name: str, number: int, output: Any, expected: Any, batch: Any) -> None:
         if self.saved.done(name) <= number:

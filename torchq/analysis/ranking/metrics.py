@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchq.analysis.noise import Noise, decibels
+from torchq.analysis.noise import Noise, mean_ratio
+from torchq.analysis.results import class_axis, results_in, scores_in
 from torchq.errors import ConfigError
 from torchq.graph import tensors_in
 
@@ -22,7 +23,6 @@ __all__ = [
     "Score",
     "Sqnr",
     "batch_size",
-    "class_axis",
     "find_metric",
 ]
 
@@ -66,7 +66,7 @@ class Sqnr(Metric):
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
         """Return signal and noise of each output, one after the other."""
         found: list[float] = []
-        for value, expected in zip(_floats(output), _floats(reference), strict=False):
+        for value, expected in zip(results_in(output), results_in(reference), strict=False):
             noise = Noise()
             noise.add(value, expected)
             found += [noise.signal, noise.noise]
@@ -74,11 +74,7 @@ class Sqnr(Metric):
 
     def value(self, sums: list[float]) -> float:
         """Return the ratio in dB."""
-        pairs = list(zip(sums[::2], sums[1::2], strict=True))
-        shares = [noise / signal for signal, noise in pairs if signal > 0]
-        if not shares:
-            return math.nan
-        return decibels(1.0, sum(shares) / len(shares))
+        return mean_ratio(list(zip(sums[::2], sums[1::2], strict=True)))
 
 
 class KlDivergence(Metric):
@@ -89,11 +85,12 @@ class KlDivergence(Metric):
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
         """Return the sum over predictions, and their number."""
         total, count = 0.0, 0
-        for value, expected in zip(_floats(output), _floats(reference), strict=False):
-            if value.dim() < 2 or value.shape != expected.shape:
+        for value, expected in zip(scores_in(output), scores_in(reference), strict=False):
+            if value.shape != expected.shape:
                 continue
             axis = class_axis(value)
-            found, wanted = (t.float().log_softmax(axis) for t in (value, expected))
+            # In float32 the rounding of the difference hides layers that hardly hurt.
+            found, wanted = (t.double().log_softmax(axis) for t in (value, expected))
             total += float((wanted.exp() * (wanted - found)).sum())
             count += value.numel() // value.shape[axis]
         return [total, float(count)]
@@ -178,12 +175,3 @@ def _positional_count(function: Evaluate) -> int | None:
 def batch_size(batch: Any) -> int:
     """Return how many images or sequences a batch holds: the length of its first tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 1)
-
-
-def class_axis(output: Tensor) -> int:
-    """Return the axis of the classes: 1 for images (N, C, H, W), else the last."""
-    return 1 if output.dim() >= 4 else -1
-
-
-def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -1,119 +1,151 @@
-"""Runs of a model that start where something changed, from values kept of an earlier run."""
+"""Runs of a model that start where something changed, with values kept of an earlier run.
+
+Whatever the code of a model looks like, modules that returned before a quantizer was first called
+return the same again when this quantizer alone changes. So what they returned stands for their
+calls: of a whole block where that is possible, and else of its layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, nn
 
-from torchq.errors import GraphError
-from torchq.graph import Forward, GraphRunner, call_arguments, call_model, move_to, trace
-from torchq.nn import TensorQuantizer
+from torchq.analysis.ranking.calls import Call, Forwards, Key, largest_before, observe
+from torchq.analysis.ranking.groups import Group
+from torchq.graph import Forward, call_model, move_to, tensors_in
 
 __all__ = ["Runs"]
 
 
 class Runs:
-    """Runs one model on one batch after the other, whole or from some quantizer on.
+    """Runs one model on one batch after the other, whole or from some group on.
 
     Args:
         model: in eval mode.
-        forward: the user's own way to run it; then nothing is traced.
+        forward: the user's own way to run it.
         device: where tensors are moved.
-        example: the first batch; the model is traced with it.
+        groups: what is switched.
 
     Attributes:
         note: why every run is a whole one; empty where runs start in the middle.
     """
 
     def __init__(
-        self, model: nn.Module, forward: Forward | None, device: torch.device | None, example: Any
+        self,
+        model: nn.Module,
+        forward: Forward | None,
+        device: torch.device | None,
+        groups: Sequence[Group],
     ) -> None:
-        self.model, self.forward, self.device = model, forward, device
+        self.model, self.forward, self.device, self.groups = model, forward, device, groups
         self.note = ""
-        self._runner = None if forward else self._traced(example)
-        if forward:
-            self.note = "forward= runs the model itself, so that nothing can be reused"
-        self._kept: dict[str, Any] = {}
+        self._forwards = Forwards(model)
         self._batch: Any = None
+        self._calls: list[Call] = []
+        self._starts: dict[str, int] = {}
+        self._kept: dict[Key, Any] = {}
 
-    def _traced(self, example: Any) -> GraphRunner | None:
-        try:
-            found = trace(self.model, self._moved(example))
-        except GraphError as error:
-            self.note = f"each run is a whole one, as the model cannot be traced ({error})"
-            return None
-        if found.level != "module":
-            self.note = f"each run is a whole one: {found.lost[0]}"
-            return None
-        return GraphRunner(found.graph_module)
+    def reference(self, batch: Any, todo: Iterable[Group]) -> Any:
+        """Run a batch whole, and keep the values that runs from groups on will need.
 
-    def _moved(self, batch: Any) -> Any:
-        return batch if self.device is None else move_to(batch, self.device)
-
-    def starts(self, groups: Collection[Collection[TensorQuantizer]]) -> list[str | None]:
-        """Return for each group the node that runs first of those that it changes.
-
-        It is None where nothing was traced, and empty where the model calls none of them.
-        """
-        if self._runner is None:
-            return [None] * len(groups)
-        modules = dict(self._runner.graph_module.named_modules(remove_duplicate=False))
-        first: dict[int, tuple[int, str]] = {}
-        for position, node in enumerate(self._runner.graph_module.graph.nodes):
-            if node.op == "call_module":
-                first.setdefault(id(modules[str(node.target)]), (position, node.name))
-        found: list[str | None] = []
-        for group in groups:
-            places = [first[id(q)] for q in group if id(q) in first]
-            found.append(min(places)[1] if places else "")
-        return found
-
-    def reference(self, batch: Any, starts: Collection[str | None]) -> Any:
-        """Run a batch whole, and keep the values that runs from ``starts`` on will need.
+        Args:
+            batch: what to run.
+            todo: groups that are going to be switched.
 
         Returns:
             The output of the model.
         """
-        self._batch, self._kept = self._moved(batch), {}
-        if self._runner is None:
-            return self._whole()
-        output = _output_name(self._runner)
-        needed: dict[str, None] = {}
-        for start in starts:
-            if start:
-                needed.update(dict.fromkeys(self._runner.range_inputs(start, output)))
-        args, kwargs = call_arguments(self.model, self._batch)
-        values = self._runner.run(_by_name(self._runner, args, kwargs), outputs=[*needed, output])
-        self._kept = dict(zip(needed, values, strict=False))
-        return values[-1]
+        self._batch = batch if self.device is None else move_to(batch, self.device)
+        todo = list(todo)
+        is_first = not self._calls
+        if not is_first:
+            output, order = self._keep(todo)
+            if order == [call.key for call in self._calls]:
+                return output
+            # For this batch the model calls other modules.
+        self._calls = observe(self._forwards, self.again)
+        self._starts = dict(self._found_starts())
+        output, _ = self._keep(todo)
+        if is_first:
+            self._check(output)
+        return output
+
+    def _found_starts(self) -> Iterable[tuple[str, int]]:
+        first: dict[int, int] = {}
+        for call in self._calls:
+            first.setdefault(call.key[0], call.enter)
+        for group in self.groups:
+            layers = [self.model.get_submodule(name) for name in group.layers]
+            parts = [id(part) for part in (*layers, *group.quantizers.values())]
+            if places := [first[part] for part in parts if part in first]:
+                yield group.name, min(places)
+
+    def _keep(self, todo: Iterable[Group]) -> tuple[Any, list[Key]]:
+        """Run the batch, keep values, and return the output and the calls that were made."""
+        self._kept, order = {}, []
+        needed: dict[Key, Call] = {}
+        for group in todo:
+            needed |= self._reused(group)
+
+        def keep(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            key = self._forwards.key(module)
+            order.append(key)
+            result = forward(*args, **kwargs)
+            if key in needed:
+                self._kept[key] = result.clone() if needed[key].is_changed else result
+            return result
+
+        with self._forwards.handled(keep):
+            return self.again(), order
+
+    def _reused(self, group: Group) -> dict[Key, Call]:
+        """Return the calls that a run from ``group`` on leaves out."""
+        if self.note or group.name not in self._starts:
+            return {}
+        return largest_before(self._calls, self._starts[group.name])
+
+    def _check(self, expected: Any) -> None:
+        """Start at the last group with nothing switched, which has to change nothing."""
+        if not self._starts:
+            return
+        last = max(self.groups, key=lambda group: self._starts.get(group.name, -1))
+        if not _are_equal(self.switched(last), expected):
+            self.note = "each run is a whole one, as modules of this model share more than values"
+
+    def is_reached(self, group: Group) -> bool:
+        """Return True where the last batch reaches a quantizer of the group, or its layer."""
+        return group.name in self._starts
 
     def again(self) -> Any:
         """Run the last batch again, whole."""
-        return self._whole()
-
-    def _whole(self) -> Any:
         return call_model(self.model, self._batch, forward=self.forward)
 
-    def from_start(self, start: str | None) -> Any:
-        """Run the last batch again, from the node ``start`` on."""
-        if self._runner is None or start is None:
-            return self._whole()
-        output = _output_name(self._runner)
-        names = self._runner.range_inputs(start, output)
-        feed = {name: self._kept[name] for name in names}
-        return self._runner.run_range(start, output, feed)
+    def switched(self, group: Group) -> Any:
+        """Run the last batch again, from the first call that ``group`` may change on."""
+        reused = self._reused(group)
+
+        def skip(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            key = self._forwards.key(module)
+            if key not in reused or key not in self._kept:
+                return forward(*args, **kwargs)
+            self._forwards.counts.update(reused[key].inside)
+            kept = self._kept[key]
+            return kept.clone() if reused[key].is_changed else kept
+
+        with self._forwards.handled(skip):
+            return self.again()
 
 
-def _output_name(runner: GraphRunner) -> str:
-    return runner.node_names[-1]
+def _are_equal(found: Any, expected: Any) -> bool:
+    """Return True where two outputs hold the same tensors, bit for bit; NaN equals NaN."""
+    pairs = list(tensors_in(found)), list(tensors_in(expected))
+    return len(pairs[0]) == len(pairs[1]) and all(map(_are_same, *pairs))
 
 
-def _by_name(runner: GraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names of the graph's arguments."""
-    nodes: list[fx.Node] = [n for n in runner.graph_module.graph.nodes if n.op == "placeholder"]
-    named = {str(node.target): node.name for node in nodes}
-    found = {node.name: value for node, value in zip(nodes, args, strict=False)}
-    return found | {named[key]: value for key, value in kwargs.items() if key in named}
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
