@@ -43,12 +43,12 @@ class InPlace(nn.Module):
         first = self.relu(self.a(x))
         second = self.b(first)
         self.relu(second)
-        second += first
+        second -= first
         return self.c(self.block(second) + second)
 
 
 class Shared(nn.Module):
-    """Calls one layer twice, once by itself and once inside a block."""
+    """Calls one layer three times, once of them inside a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Shared(nn.Module):
         self.block = nn.Sequential(self.a, linear())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(x) + self.a(x).relu())
+        return self.last(self.block(x) + self.a(self.a(x).relu()))
 
 
 class Pair(nn.Module):
