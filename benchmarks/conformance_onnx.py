@@ -45,6 +45,9 @@ LIMIT = 1e-4  # of the error relative to the largest output
 #: more windows than there are pixels, which the older exporter cannot write.
 SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_h_14": 56, "alexnet": 224}
 SIZES |= {f"vgg{depth}{end}": 224 for depth in (11, 13, 16, 19) for end in ("", "_bn")}
+#: Cases whose expected values come from NumPy's transforms in float32: some should be 0 and are off
+#: by rounding.
+NOISY = {"test_dft_inverse": 1e-5, "test_dft_inverse_opset19": 1e-5}
 HALF_PRECISION = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # two units in the last place
 
 
@@ -103,7 +106,8 @@ def node_cases() -> Iterator[Row]:
 
         cases = collect_testcases(None)
     for case in cases:
-        found = outcome(case.model, case.data_sets, case.rtol, case.atol)
+        atol = NOISY.get(case.name, case.atol)
+        found = outcome(case.model, case.data_sets, case.rtol, atol)
         yield {"section": "node", "name": case.name} | found
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import torchq
+from tests.frontends.onnx_writer import Writer, assert_agrees
+from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import FrontendError
 from torchq.formats import INT8, UINT8
 from torchq.frontends.onnx.converters.quantization import amax_of
@@ -178,3 +180,54 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     broken = helper.make_graph(nodes, "net", info[:1], info[1:], [weight, scale])
     with pytest.raises(FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"):
         torchq.from_onnx(helper.make_model(broken, opset_imports=model.opset_import))
+
+
+@pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 writes blocks")
+@pytest.mark.parametrize("symmetric", [True, False], ids=["int4", "uint4 with zero points"])
+def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> None:
+    weight = QuantDescriptor(4, block_size=16, symmetric=symmetric, unsigned=not symmetric)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 6), torch.nn.ReLU(), torch.nn.Linear(6, 16))
+    torch.nn.init.uniform_(model[0].weight, -0.3, 0.1)
+    torchq.quantize_(model.eval(), QuantConfig((Rule("0", weight=weight),)))
+    x = torch.randn(4, 48)
+    torchq.calibrate(model, [x], progress=False)
+    files = [tmp_path / "first.onnx", tmp_path / "again.onnx"]
+    torchq.export_onnx(model, x, files[0], opset=21)
+    read = torchq.from_onnx(files[0])
+    torchq.export_onnx(read, x, files[1], opset=21)
+    assert torch.equal(read(x), model(x))
+    found = read.get_submodule("0").weight_quantizer
+    assert found.descriptor == model[0].weight_quantizer.descriptor and found.amax.shape == (6, 3)
+    four = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
+    stored = [
+        [t.raw_data for t in onnx.load(path).graph.initializer if t.data_type in four]
+        for path in files
+    ]
+    assert sorted(stored[0]) == sorted(stored[1]) and len(stored[0]) == (1 if symmetric else 2)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_an_lstm_that_onnx_runtime_quantized(per_channel: bool, tmp_path: Path) -> None:
+    """Codes of weights, and a range of each input and each hidden state."""
+    tools = pytest.importorskip("onnxruntime.quantization", reason="writes the file")
+    w = Writer(13)
+    x = w.input("x", [7, 1, 5])
+    sizes = ((2, 16, 5), (2, 16, 4), (2, 32))
+    y, last, _ = w.node(
+        "LSTM", x, *(w.random(*s, scale=0.6) for s in sizes), outputs=3, hidden_size=4,
+        direction="bidirectional",
+    )  # fmt: skip
+    onnx.save(w.model(y, last), tmp_path / "float.onnx")
+    tools.quantize_dynamic(
+        tmp_path / "float.onnx", tmp_path / "int8.onnx", per_channel=per_channel,
+        weight_type=tools.QuantType.QInt8, op_types_to_quantize=["LSTM"],
+    )  # fmt: skip
+    feeds = {"x": torch.randn(7, 1, 5, generator=torch.Generator().manual_seed(1))}
+    read = assert_agrees(str(tmp_path / "int8.onnx"), feeds, limit=1e-6)
+    (layer,) = (m for m in read.modules() if isinstance(m, torchq.nn.QuantLSTM))
+    shape = (16, 1) if per_channel else ()
+    assert layer.weight_hh_l0_reverse_quantizer.amax.shape == shape
+    with torch.no_grad():
+        float_result = torchq.from_onnx(tmp_path / "float.onnx")(feeds["x"])[0]
+        assert not torch.allclose(read(feeds["x"])[0], float_result, atol=1e-4)

@@ -131,12 +131,15 @@ TYPES = {
     "UINT8": QuantDescriptor(unsigned=True),
     "FLOAT8E4M3FN": QuantDescriptor((4, 3), axis=0),
     "FLOAT8E5M2": QuantDescriptor((5, 2)),
+    "UINT8 affine": QuantDescriptor(unsigned=True, symmetric=False, axis=0),
+    "INT8 affine": QuantDescriptor(symmetric=False),
 }
 MODERN_TYPES = {
     "INT16": QuantDescriptor(16, axis=0),
     "INT4 blocks": QuantDescriptor(4, block_size=16),
     "INT8 blocks": QuantDescriptor(8, block_size=16),
     "INT4 uneven blocks": QuantDescriptor(4, block_size=24),
+    "UINT4 affine": QuantDescriptor(4, unsigned=True, symmetric=False, block_size=16),
 }
 
 
@@ -166,11 +169,10 @@ def test_types_of_weights(tmp_path: Path, dynamo: bool) -> None:
     assert kinds == {
         f"layers.{i}.weight_quantizer": name.split()[0] for i, name in enumerate(types)
     }
-    torch.testing.assert_close(
-        run_file(path, x)[0], model(x), rtol=0, atol=2e-6
-    )  # float32 sums of 48 terms below 3
-    report = torchq.verify_onnx(model, path, [x])
-    assert report.ok and len(report.layers) == len(types)
+    # float32 sums of 48 terms below 3
+    torch.testing.assert_close(run_file(path, x)[0], model(x), rtol=0, atol=2e-6)
+    found = torchq.verify_onnx(model, path, [x])
+    assert found.ok and len(found.layers) == len(types)
 
 
 @pytest.mark.parametrize("name", ["INT16", "INT4 blocks"])

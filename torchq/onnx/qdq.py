@@ -95,6 +95,12 @@ class NodeQParams:
         rounded = scaled.round()
         return rounded.clamp(self.quant_min - zero_point, self.quant_max - zero_point)
 
+    def codes(self, scaled: Tensor) -> Tensor:
+        """Return scaled values rounded and saturated to codes."""
+        if self.has_zero_point(0):
+            return self.format.snap_(scaled.clone())
+        return self.round(scaled) + self._aligned(self.zero_point, scaled)
+
     def centered(self, codes: Tensor) -> Tensor:
         """Return codes as float32, less the zero point."""
         return codes.to(torch.float32) - self._aligned(self.zero_point, codes)

@@ -37,7 +37,8 @@ def fold_weights(model: Model) -> None:
     After::
 
         Stored codes -> DequantizeLinear. The codes are ``snap(weight / scale)``, the arithmetic
-        of :mod:`torchq.functional.fake_quant`. Where the quantizer has 4 bits and the exporter
+        of :mod:`torchq.functional.fake_quant`, or ``round(weight / scale) + zero_point``, bounded,
+        that of :mod:`torchq.functional.affine`. Where the quantizer has 4 bits and the exporter
         wrote 8, they are stored in 4 bits from opset 21 on.
     """
     for node in nodes_of(model, "QuantizeLinear"):
@@ -50,7 +51,7 @@ def fold_weights(model: Model) -> None:
 
 def _store_codes(model: Model, node: Node, weight: Tensor) -> None:
     qparams, dtype = qparams_of(node), _stored_type(model, node)
-    codes = qparams.format.snap_(qparams.scaled(weight))
+    codes = qparams.codes(qparams.scaled(weight))
     if dtype is not element_type(node):
         _retype_zero_points(node, dtype)
     stored = _FLOAT8.get(qparams.format.name)

@@ -291,9 +291,8 @@ def _compare_float(
     name: str, quantizer: TensorQuantizer, weight: Tensor, found: Tensor
 ) -> LayerAgreement:
     """Compare a weight that is stored as the values of its codes."""
-    d = quantizer.descriptor
-    values = fake_quantize(weight.float(), quantizer.range_for(weight), d.format, d.granularity)
-    values = values.cpu()
+    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
+    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
     if values.shape != found.shape:
         return LayerAgreement(name, 0, 0, 0, 0, "has another shape in the file")
     wrong = int((~torch.isclose(found, values, rtol=_WEIGHT_RTOL, atol=0)).sum())
@@ -305,9 +304,11 @@ def _compare_float(
 def _compare_weight(
     name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
 ) -> LayerAgreement:
-    d, amax = quantizer.descriptor, quantizer.range_for(weight)
-    codes = quantize(weight, amax, d.format, d.granularity).float().cpu()
-    values = fake_quantize(weight.float(), amax, d.format, d.granularity).cpu()
+    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
+    codes = quantize(weight, amax, d.format, d.granularity, amin=amin).float().cpu()
+    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
+    if amin is not None:
+        codes = _without_zero_point(codes, quantizer)
     found, stored = qparams_of(node), value_of(node.inputs[0])
     centered = found.centered(stored)
     dequantized = found.dequantize(centered)
@@ -322,3 +323,10 @@ def _compare_weight(
     row = Codes(name, 0.0, difference, (name.removesuffix(".weight_quantizer"),))
     row.add(centered, codes, centered)
     return row.result()
+
+
+def _without_zero_point(codes: Tensor, quantizer: TensorQuantizer) -> Tensor:
+    granularity = quantizer.descriptor.granularity
+    point = quantizer.calculate_qparams()[1].float().cpu()
+    parts = granularity.split(codes) - granularity.align(point, codes.shape)
+    return granularity.join(parts, codes.shape)

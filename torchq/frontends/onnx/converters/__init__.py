@@ -19,6 +19,7 @@ from torchq.frontends.onnx.converters import (
     recurrent,
     reductions,
     shapes,
+    spectral,
     vision,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "recurrent",
     "reductions",
     "shapes",
+    "spectral",
     "vision",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -40,8 +39,7 @@ def _transpose(node: NodeContext) -> Value:
         result = Constant(result.tensor, "", value.name or value.origin)
         found = node.builder.weights.get(value)
         if found is not None:
-            axis = list(order).index(found.axis % len(order))
-            node.builder.weights[result] = dataclasses.replace(found, axis=axis)
+            node.builder.weights[result] = found.permuted(order)
     return result
 
 

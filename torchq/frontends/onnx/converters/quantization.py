@@ -6,8 +6,8 @@ between such pairs.
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,34 +41,52 @@ def amax_of(scale: Tensor, descriptor: QuantDescriptor) -> Tensor:
 
 def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | None:
     """Return a quantizer with the range of a file, None where no format has its zero point."""
-    dtype, zero_point = found.zero_point.dtype, found.zero_point
-    axis, bits = None, found.bits or 8 * dtype.itemsize
-    if found.scale.numel() > 1:
+    places: dict[str, Any] = {}
+    shape: list[int] = []
+    if found.block_size:
+        if ndim is None or found.scale.dim() != ndim:
+            return None
+        places = {"block_size": found.block_size, "block_axis": found.axis % ndim - ndim}
+        shape = list(found.scale.shape)
+    elif found.scale.numel() > 1:
         if ndim is None:
             return None
-        axis = found.axis % ndim
-    if dtype in _FLOAT8:
-        descriptor = QuantDescriptor(_FLOAT8[dtype], axis=axis)
-    elif dtype in (torch.int8, torch.int16) and not bool(zero_point.any()):
-        descriptor = QuantDescriptor(bits, axis=axis)
-    elif dtype is torch.uint8 and not bool(zero_point.any()):
-        descriptor = QuantDescriptor(bits, axis=axis, unsigned=True)
-    elif dtype is torch.uint8 and bool((zero_point == 1 << bits - 1).all()):
-        descriptor = QuantDescriptor(bits, axis=axis)
-    elif dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
-        unsigned = dtype in (torch.uint8, torch.uint16)
-        descriptor = QuantDescriptor(bits, axis=axis, unsigned=unsigned, symmetric=False)
-    else:
+        places = {"axis": found.axis % ndim}
+        shape = [1 if d != places["axis"] else -1 for d in range(ndim)]
+    descriptor = _descriptor_of(found, places)
+    if descriptor is None:
         return None
     quantizer = TensorQuantizer(descriptor)
-    shape = [1 if d != axis else -1 for d in range(ndim or 1)] if axis is not None else []
     scale = found.scale.reshape(shape)
     if descriptor.symmetric:
         quantizer.set_amax(amax_of(scale, descriptor))
     else:
-        point = zero_point.float().expand(found.scale.shape).reshape(shape)
+        point = found.zero_point.float().expand(found.scale.shape).reshape(shape)
         quantizer.set_range(*range_from_qparams(scale, point, descriptor.format))
     return quantizer
+
+
+def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescriptor | None:
+    """Return a descriptor with the codes and zero point of a file, None where no format has them.
+
+    Args:
+        found: of the file.
+        places: the axis or the blocks, as fields of a descriptor.
+    """
+    dtype, zero_point = found.zero_point.dtype, found.zero_point
+    bits = found.bits or 8 * dtype.itemsize
+    if dtype in _FLOAT8:
+        return QuantDescriptor(_FLOAT8[dtype], **places)
+    if dtype in (torch.int8, torch.int16) and not bool(zero_point.any()):
+        return QuantDescriptor(bits, **places)
+    if dtype is torch.uint8 and not bool(zero_point.any()):
+        return QuantDescriptor(bits, unsigned=True, **places)
+    if dtype is torch.uint8 and bool((zero_point == 1 << bits - 1).all()):
+        return QuantDescriptor(bits, **places)
+    if dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        unsigned = dtype in (torch.uint8, torch.uint16)
+        return QuantDescriptor(bits, unsigned=unsigned, symmetric=False, **places)
+    return None
 
 
 def module_name(node: NodeContext, weight: Constant) -> str:
@@ -95,7 +113,7 @@ def weighted(
     builder, name = node.builder, module_name(node, weight)
     found = builder.weights.get(weight)
     if found is not None and transposed:
-        found = dataclasses.replace(found, axis=1 - found.axis % 2)
+        found = found.permuted((1, 0))
     own = None if found is None else quantizer_of(found, weight.tensor.dim())
     if own is None:
         return node.module(module, x, name=name)
@@ -113,18 +131,15 @@ def _parameters(
 ) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
     scale, zero_point = node.constant(scale_index), node.constant(zero_index)
-    if (
-        scale is None
-        or (zero_point is None and node.input(zero_index) is not None)
-        or node.attr("block_size", 0)
-    ):
+    if scale is None or (zero_point is None and node.input(zero_index) is not None):
         return None
     if zero_point is None:
         if dtype is None:
             return None
         zero_point = torch.zeros(scale.shape, dtype=torch.float32).to(dtype)
     is_narrow = any(value in node.builder.four_bits for value in node.inputs)
-    return Quantization(scale.float(), zero_point, axis, 4 if is_narrow else 0)
+    bits, block_size = 4 if is_narrow else 0, node.attr("block_size", 0)
+    return Quantization(scale.float(), zero_point, axis, bits, block_size)
 
 
 def _code_type(node: NodeContext) -> torch.dtype:
@@ -150,7 +165,7 @@ def _quantize(node: NodeContext) -> Value:
         dtype,
     )
     found = _parameters(node, 1, 2, axis, dtype)
-    if isinstance(result, fx.Node) and found is not None:
+    if isinstance(result, fx.Node) and found is not None and not block_size:
         node.builder.codes[result] = (node.inputs[0], found)
     return result
 

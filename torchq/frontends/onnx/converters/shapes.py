@@ -12,7 +12,7 @@ from torchq.frontends.onnx.functions.elementwise import cast
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["cosine_window", "shape_of", "size_of"]
+__all__ = ["shape_of", "size_of"]
 
 
 @converter("Constant", dtypes=None)
@@ -109,32 +109,3 @@ def _eye_like(node: NodeContext) -> Value:
 @converter("OneHot")
 def _one_hot(node: NodeContext) -> Value:
     return node.call(movement.one_hot, *node.inputs, node.attr("axis", -1))
-
-
-@converter("HannWindow", "HammingWindow", "BlackmanWindow")
-def _window(node: NodeContext) -> Value:
-    dtype = dtype_of(node.attr("output_datatype", 1)) or torch.float32
-    coefficients = {
-        "HannWindow": [0.5, 0.5],
-        "HammingWindow": [25 / 46, 21 / 46],
-        "BlackmanWindow": [0.42, 0.5, 0.08],
-    }[node.op_type]
-    periodic = bool(node.attr("periodic", 1))
-    return node.call(cosine_window, node.inputs[0], coefficients, periodic, dtype)
-
-
-def cosine_window(
-    size: Tensor, coefficients: list[float], periodic: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return ``a0 - a1 cos(t) + a2 cos(2 t) ...`` over one period of ``size`` samples."""
-    count = int(size)
-    angle = (
-        2
-        * torch.pi
-        * torch.arange(count, dtype=torch.float64)
-        / (count if periodic else max(count - 1, 1))
-    )
-    total = torch.zeros(count, dtype=torch.float64)
-    for order, factor in enumerate(coefficients):
-        total += (-1) ** order * factor * torch.cos(order * angle)
-    return total.to(dtype)
