@@ -10,7 +10,7 @@ from torchq.frontends.onnx.functions import spectral
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
-__all__: list[str] = []
+__all__ = []
 
 _COEFFICIENTS = {
     "HannWindow": [0.5, 0.5],
