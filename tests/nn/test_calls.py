@@ -235,13 +235,24 @@ def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     assert (torch.from_numpy(got) - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_deploys_as_simulation_with_a_reason(name: str) -> None:
+def test_deploys_on_an_integer_kernel(name: str) -> None:
     _, module, x = quantized(name)
     model = nn.Sequential(module).eval()
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x)
+    (row,) = torchq.summary(deployed).layers
+    assert row.layer in ("Int8Linear", "Int8Conv")
+    for batch in (x, torch.cat([x, x])):
+        torch.testing.assert_close(deployed(batch), model(batch).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_without_an_example_it_deploys_as_simulation_with_a_reason(name: str) -> None:
+    _, module, x = quantized(name)
+    model = nn.Sequential(module).eval()
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model)
     rows = torchq.summary(deployed).layers
-    assert [row.note for row in rows] == ["its weight is used by a function call in a forward"]
+    assert [row.note for row in rows] == ["only an example shows what its function calls do"]
     torch.testing.assert_close(deployed(x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchq.errors import ExportError
 from torchq.graph import forward_hook_kind
+from torchq.lowering.calls import lower_calls_
 from torchq.lowering.graph.partition import fuse_layers
 from torchq.lowering.graph.traced_module import copy_plain_attributes
 from torchq.lowering.modules.base import Int8Layer
@@ -57,7 +58,7 @@ def lower_model(
             by more than quantization itself makes.
     """
     with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
-        result = _replace_layers(copy_module(simulated), reduce_range)
+        result = _replace_layers(copy_module(simulated), example, reduce_range)
         next_stage()
         check = None if example is None else ReferenceCheck(simulated, example)
         if fuse:
@@ -135,30 +136,35 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _replace_layers(model: nn.Module, reduce_range: bool) -> nn.Module:
+def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Module:
     """Replace every quantized layer that has an integer kernel, and round the weights of others.
 
     Args:
         model: changed in place.
+        example: see :func:`torchq.deploy`.
         reduce_range: see :func:`torchq.deploy`.
 
     Returns:
         The model, or the new layer if the model itself is one.
     """
     routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
-    held = {id(holder) for module in routed for _, holder in module.holders()}
+    held = {id(holder): id(module) for module in routed for _, holder in module.holders()}
+    named = list(modules_with_names(model))
+    calls = lower_calls_(model, example, reduce_range)
     float_inputs: list[str] = []
-    for names, module in list(modules_with_names(model)):
+    for names, module in named:
         if not isinstance(module, QuantModule) or module.is_container:
             continue
         remove_weight_hooks(module)
         hook = forward_hook_kind(module)
         if hook:
             new: nn.Module | str = f"it has {hook}"
-        elif isinstance(module, RoutedModule) or id(module) in held:
-            new = "its weight is used by a function call in a forward"
+        elif id(module) in calls or id(module) in held:
+            new = calls[held.get(id(module), id(module))]
         else:
             new = lower(module, reduce_range)
+        if new == "":
+            continue  # Kernels compute its calls.
         if isinstance(new, str):
             log.debug("deploy: %s keeps simulating: %s", names[0], new)
             if new == FLOAT_INPUT:

@@ -7,6 +7,7 @@ it with :func:`register`.
 from torchq.nn.calls import (
     Call,
     CallSite,
+    ComputedCall,
     FoundCalls,
     QuantCall,
     RoutedModule,
@@ -117,6 +118,7 @@ __all__ = [
     "QuantAvgPool3d",
     "QuantBilinear",
     "QuantBranches",
+    "ComputedCall",
     "QuantCall",
     "QuantCat",
     "QuantConv1d",

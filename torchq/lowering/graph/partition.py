@@ -13,6 +13,7 @@ from torchq.graph import forward_hook_kind, is_torch_leaf, trace_or_culprit
 from torchq.lowering.graph.traced_module import TracedModel
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.product_call import ProductCall
 from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.passes import run_passes
 from torchq.nn import QuantModule, TensorQuantizer
@@ -27,7 +28,13 @@ log = logging.getLogger(__name__)
 Check = Callable[[nn.Module], str]
 
 #: The layers of torchq that stay single calls.
-_LAYERS = (Int8Layer, DeployedMultiheadAttention, DeployedRecurrent, DeployedRecurrentCell)
+_LAYERS = (
+    Int8Layer,
+    DeployedMultiheadAttention,
+    DeployedRecurrent,
+    DeployedRecurrentCell,
+    ProductCall,
+)
 #: Where torch defines the classes that compute nothing themselves.
 _CONTAINERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 

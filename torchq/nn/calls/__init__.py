@@ -9,11 +9,12 @@ forward keeps running while the operands of these calls pass through quantizers.
 
 from torchq.nn.calls.find import FoundCalls, find_calls, find_calls_alone, weights_read
 from torchq.nn.calls.functions import CallSite, equivalent_class, site_descriptors
-from torchq.nn.calls.routed import Call, QuantCall, RoutedModule, route_calls_
+from torchq.nn.calls.routed import Call, ComputedCall, QuantCall, RoutedModule, route_calls_
 
 __all__ = [
     "Call",
     "CallSite",
+    "ComputedCall",
     "FoundCalls",
     "QuantCall",
     "RoutedModule",

@@ -20,7 +20,7 @@ from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
-__all__ = ["Call", "QuantCall", "RoutedModule", "route_calls_"]
+__all__ = ["Call", "ComputedCall", "QuantCall", "RoutedModule", "route_calls_"]
 
 
 class Call(nn.Module):
@@ -48,6 +48,24 @@ class QuantCall(QuantModule, Call):
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
         """Yield nothing: see the parent."""
         return iter(())
+
+
+class ComputedCall(nn.Module):
+    """Base of holders that compute a call themselves, in place of the function.
+
+    Args:
+        simulated: Has the quantizers of the call, for calls that the holder does not compute.
+    """
+
+    def __init__(self, simulated: QuantModule) -> None:
+        super().__init__()
+        self.simulated = simulated
+
+    def arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Return what ``forward`` takes for a call; None for a call that it does not compute."""
+        raise NotImplementedError
 
 
 class RoutedModule(QuantModule):
@@ -118,6 +136,11 @@ class _Router(TorchFunctionMode):
         holder: Any = self.module.get_submodule(site.holder) if site.holder else self.module
         if site.kind == "attention":
             return holder(*args, **kwargs)
+        if isinstance(holder, ComputedCall):
+            given = holder.arguments(func, args, kwargs)
+            if given is not None:
+                return holder(*given)
+            holder = holder.simulated
         if not isinstance(holder, QuantModule):  # It was left float, or is float again.
             return func(*args, **kwargs)
         input, weight = function.left, function.right

@@ -1,0 +1,141 @@
+"""Function calls with weights run on integer kernels while the forward around them goes on."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq.lowering.modules.product_call import ProductCall, bound_arguments
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Products(nn.Module):
+    """Calls of every kind that a matrix can be in; the last one has the weight of a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8))
+        self.second = nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.head = nn.Linear(8, 4)
+        self.beta = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.first, bias=self.bias).relu()
+        x = torch.addmm(self.bias, x, self.second, beta=self.beta)
+        return F.linear(x, self.head.weight, self.head.bias)
+
+
+class Strided(nn.Conv2d):
+    """A convolution whose stride may be changed after it was deployed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, self.stride, padding=self.padding)
+
+
+def quantized(model: nn.Module, x: Tensor) -> nn.Module:
+    torchq.quantize_(model.eval(), example=x)
+    torchq.calibrate(model, [x], progress=False)
+    return model
+
+
+def kernels(model: nn.Module) -> list[str]:
+    return [row.layer for row in torchq.summary(model).layers if row.kernel != "simulated"]
+
+
+def assert_agree(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
+    # Float32 sums differ in their last bits, which may turn a code at a tie.
+    with torch.no_grad():
+        found, expected = deployed(x), model(x)
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def test_every_call_of_a_forward_has_a_kernel() -> None:
+    model = quantized(Products(), X)
+    deployed = torchq.deploy(model, X)
+    assert kernels(deployed) == ["Int8Linear"] * 3
+    assert not [row for row in torchq.summary(deployed).layers if row.kernel == "simulated"]
+    assert_agree(deployed, model, X)
+
+
+def test_a_call_with_other_options_is_simulated() -> None:
+    image = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    model = quantized(nn.Sequential(Strided(3, 8, 3, padding=1)), image)
+    deployed = torchq.deploy(model, image, fuse=False)
+    assert kernels(deployed) == ["Int8Conv"]
+    for either in (model, deployed):
+        either[0].stride = (2, 2)  # type: ignore[index]
+    assert deployed(image).shape == (2, 8, 5, 5)
+    assert_agree(deployed, model, image)
+
+
+def test_a_scaled_result_keeps_simulating_and_says_why() -> None:
+    model = Products()
+    model.beta = 0.5
+    deployed = torchq.deploy(quantized(model, X), X)
+    assert kernels(deployed) == ["Int8Linear"] * 2
+    notes = {row.note for row in torchq.summary(deployed).layers}
+    assert "its call of addmm has no integer kernel: its result is scaled" in notes
+    assert_agree(deployed, model, X)
+
+
+def test_deploying_leaves_the_model_alone() -> None:
+    model = quantized(Products(), X)
+    before = {name: type(m) for name, m in model.named_modules()}
+    expected = model(X)
+    torchq.deploy(model, X)
+    assert {name: type(m) for name, m in model.named_modules()} == before
+    assert torch.equal(model(X), expected)
+
+
+def whole(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, whole])
+def test_copies_keep_the_kernels(copied: Callable[[nn.Module], nn.Module]) -> None:
+    deployed = torchq.deploy(quantized(Products(), X), X)
+    twin = copied(deployed)
+    assert kernels(twin) == kernels(deployed)
+    assert torch.equal(twin(X), deployed(X))
+
+
+def test_dynamic_ranges_have_kernels_too() -> None:
+    model = Products().eval()
+    torchq.quantize_(model, torchq.recipes.int8_dynamic(), example=X)
+    deployed = torchq.deploy(model, X)
+    assert kernels(deployed) == ["DynamicInt8Linear"] * 3
+    assert_agree(deployed, model, X)
+
+
+def test_arguments_are_found_by_position_and_name() -> None:
+    x, w, b = torch.randn(3, 2, 2)
+    given = bound_arguments("addmm", (b,), {"mat1": x, "mat2": w, "alpha": 2})
+    assert given is not None
+    assert given["input"] is x and given["weight"] is w and given["bias"] is b
+    assert (given["alpha"], given["beta"]) == (2, 1)
+    assert bound_arguments("linear", (x, w), {"out": b}) is None
+    assert bound_arguments("einsum", ("ij,jk", x, w), {}) is None
+
+
+def test_a_kernel_is_called_for_the_call() -> None:
+    """Without this, a deployed model that only simulates would pass the tests above."""
+    deployed = torchq.deploy(quantized(Products(), X), X)
+    calls: list[Tensor] = []
+    for module in deployed.modules():
+        if isinstance(module, ProductCall):
+            module.kernel.register_forward_hook(lambda m, args, y: calls.append(y))
+    deployed(X)
+    assert len(calls) == 3

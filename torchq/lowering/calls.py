@@ -1,0 +1,194 @@
+"""From quantized function calls in forwards of foreign classes to integer kernels.
+
+The forward keeps running, and kernels compute the calls in it that passed through quantizers. What
+they need beside the weight (the stride of a convolution, a weight that the forward computes) is
+recorded in one run on the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.graph import call_model
+from torchq.lowering.modules.product_call import ProductCall, bound_arguments
+from torchq.lowering.registry import as_linear, lower
+from torchq.nn import (
+    Call,
+    CallSite,
+    ComputedCall,
+    QuantModule,
+    RoutedModule,
+    TensorQuantizer,
+    convert_,
+    equivalent_class,
+)
+
+__all__ = ["lower_calls_"]
+
+_TENSORS = ("input", "weight", "bias")
+
+
+def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int, str]:
+    """Let integer kernels compute the quantized calls of ``model``, as far as there are any.
+
+    Args:
+        model: Calibrated, in eval mode; changed in place.
+        example: See :func:`torchq.deploy`; without one no call has a kernel.
+        reduce_range: See :func:`torchq.deploy`.
+
+    Returns:
+        Id of each module with such calls -> why one of them keeps simulating; "" if none does.
+    """
+    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
+    if example is None or not routed:
+        return {id(module): "only an example shows what its function calls do" for module in routed}
+    with torch.no_grad():
+        with _recording(routed) as recorders:
+            call_model(model, example)
+        return {id(m): _lower_module(m, recorders[id(m)], reduce_range) for m in routed}
+
+
+@dataclass
+class _Seen:
+    """What one call of a forward looked like: its arguments by name, and its quantizers."""
+
+    simulated: QuantModule
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Recorder(ComputedCall):
+    """Notes the arguments of a call, which is simulated."""
+
+    def __init__(self, seen: _Seen, kind: str) -> None:
+        super().__init__(seen.simulated)
+        self.seen, self.kind = seen, kind
+
+    def arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Note the arguments, and leave the call to the quantizers."""
+        self.seen.arguments.append(bound_arguments(self.kind, args, kwargs) or {})
+        return None
+
+
+@contextmanager
+def _recording(routed: list[RoutedModule]) -> Iterator[Mapping[int, list[_Seen | None]]]:
+    """Put a recorder in the place of every holder of quantizers until the block ends.
+
+    Yields:
+        Id of a module -> what its calls looked like, in their order; None for attention.
+    """
+    found: dict[int, list[_Seen | None]] = {id(module): [] for module in routed}
+    calls = [(module, module.calls) for module in routed]
+    added: list[tuple[nn.Module, str]] = []
+    try:
+        for module, sites in calls:
+            for number, (site, holder) in enumerate(list(module.holders())):
+                seen, name = None, f"recorded_{number}"
+                if isinstance(holder, QuantModule) and site.kind != "attention":
+                    seen = _Seen(_quantizers_of(holder))
+                    module.add_module(name, _Recorder(seen, site.kind))
+                    added.append((module, name))
+                    sites = (*sites[:number], replace(site, holder=name), *sites[number + 1 :])
+                found[id(module)].append(seen)
+            module.calls = sites
+        yield found
+    finally:
+        for owner, former in calls:
+            owner.calls = former
+        for parent, name in added:
+            delattr(parent, name)
+
+
+def _quantizers_of(holder: QuantModule) -> QuantModule:
+    """Return a module that has the quantizers of another one, and nothing else."""
+    call = convert_(Call())
+    assert isinstance(call, QuantModule)
+    call.input_quantizer, call.weight_quantizer = holder.input_quantizer, holder.weight_quantizer
+    return call.eval()
+
+
+def _lower_module(module: RoutedModule, calls: list[_Seen | None], reduce_range: bool) -> str:
+    """Give the calls of one module kernels; return why one has none, or an empty string."""
+    problem, sites = "", list(module.calls)
+    for number, (site, seen) in enumerate(zip(module.calls, calls, strict=True)):
+        new = "attention" if seen is None else _product_call(site, seen, reduce_range)
+        if isinstance(new, str):
+            problem = problem or f"its call of {site.kind} has no integer kernel: {new}"
+            continue
+        name = f"{site.kind}_kernel_{number}"
+        if isinstance(module.get_submodule(site.holder), Call):
+            delattr(module, site.holder)
+        module.add_module(name, new.eval())
+        sites[number] = replace(site, holder=name)
+    module.calls = tuple(sites)
+    return problem
+
+
+def _product_call(site: CallSite, seen: _Seen, reduce_range: bool) -> ProductCall | str:
+    """Return what computes a call that was recorded, or why there is no kernel."""
+    if site.weight_is_left or not seen.arguments or not all(seen.arguments):
+        return "it was not called in the way that a layer computes"
+    first = seen.arguments[0]
+    options = {name: value for name, value in first.items() if name not in _TENSORS}
+    if options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
+        return "its result is scaled"
+    weight = first["weight"].detach()
+    if not all(torch.equal(weight, given["weight"]) for given in seen.arguments[1:]):
+        return "its weight changes between calls"
+    layer = _layer(site.kind, weight, options, seen.simulated)
+    kernel = layer if isinstance(layer, str) else lower(layer, reduce_range)
+    if isinstance(kernel, str):
+        return kernel
+    ndim = weight.dim() if site.kind.startswith("conv") else 0
+    return ProductCall(kernel.eval(), seen.simulated, site.kind, options, ndim)
+
+
+def _layer(
+    kind: str, weight: Tensor, options: Mapping[str, Any], simulated: QuantModule
+) -> QuantModule | str:
+    """Return a quantized layer without bias that computes a product, or why there is none."""
+    x, w = simulated.input_quantizer, simulated.weight_quantizer
+    if kind.startswith("conv"):
+        return _conv(equivalent_class(kind), weight, options, x, w)
+    if weight.dim() != 2:
+        return "its weight is no matrix"
+    if kind == "linear":
+        return as_linear(weight, None, x, w)
+    turned = _turned(w)
+    return turned if isinstance(turned, str) else as_linear(weight.t(), None, x, turned)
+
+
+def _conv(
+    cls: Any, weight: Tensor, options: Mapping[str, Any], x: nn.Module, w: nn.Module
+) -> QuantModule:
+    out, per_group, *size = weight.shape
+    channels = per_group * options["groups"]
+    layer = cls(channels, out, tuple(size), bias=False, device="meta", **options)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    conv = convert_(layer)
+    assert isinstance(conv, QuantModule)
+    conv.input_quantizer, conv.weight_quantizer = x, w
+    return conv
+
+
+def _turned(quantizer: nn.Module) -> TensorQuantizer | str:
+    """Return the quantizer of a matrix (in, out) for its transpose, or why there is none."""
+    if not isinstance(quantizer, TensorQuantizer):
+        return "its weight is not quantized"
+    d = quantizer.descriptor
+    if d.block_size is not None or quantizer.pre_quant_scale is not None:
+        return "its weight has blocks, or is scaled before it is quantized"
+    if isinstance(d.axis, tuple) and len(d.axis) == 1:
+        d = d.replace(axis=1 - d.axis[0] % 2)
+    turned = TensorQuantizer(d, mode=quantizer.mode, device=quantizer.amax.device)
+    turned.delegate = quantizer.delegate
+    if quantizer.calibrated:
+        turned.set_amax(quantizer.amax.t() if quantizer.amax.dim() == 2 else quantizer.amax)
+    return turned.eval()
