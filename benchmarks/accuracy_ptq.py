@@ -81,9 +81,13 @@ def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
 
 
+# The algorithm that only calibrates, with the recipe's own settings in place of a width.
+_RECIPE = "recipes.w4a4()"
+
 # Name -> the algorithm, and the number of its images.
 _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None], int]] = {
     "nearest": (_nothing, 512),
+    _RECIPE: (_nothing, 512),
     "bias correction": (_correct_bias, 512),
     "equalization, bias correction": (_equalize, 512),
     "GPTQ as published": (_published_gptq, 512),
@@ -134,10 +138,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             for seed in options.seeds:
                 for widths in options.widths:
                     for name in options.algorithms:
+                        if name == _RECIPE and widths != "W4A4":
+                            continue
                         row = {"network": network, "widths": widths, "algorithm": name}
                         row |= {"seed": seed, "images": options.images}
                         if _key(row) not in done:
                             report.value(**row, **_measure(model, row, test, pool))
+
+
+def _recipe(row: dict[str, Any]) -> torchq.QuantConfig:
+    """Return the recipe of a row."""
+    if row["algorithm"] == _RECIPE:
+        return torchq.recipes.w4a4()
+    weight, input = (int(part) for part in row["widths"][1:].split("A"))
+    return torchq.recipes.integer(weight, input, first_last=8)
 
 
 def _measure(model: nn.Module, row: dict[str, Any], test: Images, pool: Images) -> dict[str, Any]:
@@ -145,9 +159,8 @@ def _measure(model: nn.Module, row: dict[str, Any], test: Images, pool: Images) 
     algorithm, count = _ALGORITHMS[row["algorithm"]]
     order = torch.randperm(len(pool.images), generator=torch.Generator().manual_seed(row["seed"]))
     batches = list(pool.images[order].split(_BATCH))
-    weight, input = (int(part) for part in row["widths"][1:].split("A"))
     quantized = copy.deepcopy(model)
-    torchq.quantize_(quantized, torchq.recipes.integer(weight, input, first_last=8))
+    torchq.quantize_(quantized, _recipe(row))
     torchq.calibrate(quantized, batches[: _CALIBRATION // _BATCH], progress=False)
     start = time.process_time()
     algorithm(quantized, batches[: count // _BATCH], row["seed"])

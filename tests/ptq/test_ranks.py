@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ptq.ranks import batches, results
+from tests.ptq.ranks import batches, results, tuned
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-NAMES = ["smooth_", "awq_", "correct_bias_", "gptq_", "adaround_"]
+NAMES = ["smooth_", "awq_", "correct_bias_", "gptq_", "adaround_", "tune"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,3 +52,9 @@ def test_the_result_is_that_of_one_process(
     for key, value in found[0][name].items():
         # Sums of the ranks are added in another order.
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_trials_of_a_search_are_shared(found: list[dict[str, dict[str, torch.Tensor]]]) -> None:
+    expected = tuned(None)
+    assert len(expected["metrics"]) == 2
+    assert all(torch.equal(value, expected[key]) for key, value in found[0]["tune"].items())

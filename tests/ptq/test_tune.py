@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.ptq.test_rotation import TOKENS
+from tests.ptq.test_rotation import net as transformer
 from torchq.cli import main
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq import TunedConfig, tune
+from torchq.ptq.tuning.settings import ALGORITHMS
 
 
 def net() -> nn.Sequential:
@@ -22,6 +27,16 @@ def net() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
     ).eval()
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [module for _ in range(4) for module in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), *layers, nn.Linear(16, 4))
+    for layer in model[::2]:
+        nn.init.orthogonal_(layer.weight, gain=2**0.5)  # type: ignore[arg-type]
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return model.eval()
 
 
 def batches() -> list[Tensor]:
@@ -32,11 +47,11 @@ def batches() -> list[Tensor]:
 class Metric:
     """The negative relative error of the outputs; counts its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[], nn.Module] = net) -> None:
         self.x = torch.rand(128, 6, generator=torch.Generator().manual_seed(2))
         self.calls = 0
         with torch.no_grad():
-            self.expected = net()(self.x)
+            self.expected = build()(self.x)
 
     def __call__(self, model: nn.Module) -> float:
         assert not model.training
@@ -45,9 +60,11 @@ class Metric:
             return -((model(self.x) - self.expected).norm() / self.expected.norm()).item()
 
 
-def search(metric: Any, max_drop: float, recipe: Any = None, **arguments: Any) -> Any:
+def search(
+    metric: Any, max_drop: float, recipe: Any = None, build: Any = net, **arguments: Any
+) -> Any:
     return tune(
-        net(), batches(), metric, max_drop=max_drop, recipe=recipe, progress=False, **arguments
+        build(), batches(), metric, max_drop=max_drop, recipe=recipe, progress=False, **arguments
     )
 
 
@@ -68,8 +85,8 @@ def test_trials_build_on_the_best_before_them() -> None:
     changes = [trial.change for trial in result.table]
     assert result.kept and changes[:3] == [
         "recipe w3a8",
+        "calibration auto",
         "calibration mse",
-        "calibration percentile",
     ]
     assert "first and last layer 8 bits" in changes
     assert result.metric == max(trial.metric for trial in result.table)
@@ -80,13 +97,60 @@ def test_trials_build_on_the_best_before_them() -> None:
         assert torch.equal(again(metric.x), result.model(metric.x))
 
 
-def test_mixed_precision_is_the_last_resort() -> None:
+@pytest.fixture
+def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let AdaRound learn for two steps."""
+    quick: Any = partial(torchq.ptq.adaround_, steps=2)
+    monkeypatch.setitem(ALGORITHMS, "adaround", quick)  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("quick_adaround")
+@torch.no_grad()
+def test_mixed_precision_with_the_fewest_bits_is_the_last_resort() -> None:
     pytest.importorskip("scipy")
-    with pytest.warns(UserWarning, match="tune: the best of 14 trials has the metric"):
-        result = search(Metric(), 0.0, torchq.recipes.integer(2, 8, weight_method="max"))
+    result = search(Metric(deep), 0.08, torchq.recipes.integer(2, 8, weight_method="max"), deep)
     changes = [trial.change for trial in result.table]
-    assert changes[-1] == "mixed precision, 6.5 bits" and not any(t.error for t in result.table)
-    assert {"gptq", "adaround", "bias correction", "equalization"} <= set(changes)
+    assert not any(trial.error for trial in result.table)
+    assert {"gptq", "adaround", "bias correction"} <= set(changes)
+    assert "equalization" not in changes  # There is no convolution.
+    mixed = [trial for trial in result.table if trial.change.startswith("mixed")]
+    assert mixed == list(result.table[-len(mixed) :]) and result.kept
+    bits = [trial.mean_bits for trial in mixed if trial.metric >= -0.08]
+    assert result.mean_bits == min(bits) < 8 and len(mixed) > 2
+    assert all(t.mean_bits < result.mean_bits for t in mixed if t.metric < -0.08)
+
+
+def test_fewest_bits_goes_on_below_the_recipe() -> None:
+    pytest.importorskip("scipy")
+    result = search(Metric(deep), 0.04, build=deep, fewest_bits=True)
+    changes = [trial.change for trial in result.table]
+    assert changes[:3] == ["recipe int8", "weights of 4 bits", "weights of 3 bits"]
+    assert len(changes) > 3 and all(change.startswith("mixed precision") for change in changes[3:])
+    kept = [trial.mean_bits for trial in result.table if trial.metric >= -0.04]
+    assert result.kept and result.table[0].mean_bits == 8 > result.mean_bits == min(kept)
+    again = deep()
+    result.config.apply_(again, batches())
+    assert Metric(deep)(again) == result.metric
+
+
+@pytest.mark.usefixtures("quick_adaround")
+def test_transformers_get_what_applies_to_them() -> None:
+    def metric(model: nn.Module) -> float:
+        return -float(torchq.is_quantized(model))
+
+    with pytest.warns(UserWarning, match="tune: the best of"):
+        result = tune(
+            transformer(),
+            [TOKENS],
+            metric,
+            max_drop=0.0,
+            recipe=torchq.recipes.integer(4, 4),
+            progress=False,
+        )
+    errors = {trial.change: trial.error for trial in result.table}
+    names = ["smoothing", "awq", "rotation"]
+    assert [change for change in errors if change in names] == names
+    assert not any(errors[name] for name in names) and "equalization" not in errors
 
 
 def test_without_success_the_best_is_returned_with_a_warning() -> None:
@@ -140,6 +204,13 @@ def test_bad_arguments_are_named() -> None:
         TunedConfig(torchq.recipes.int8(), algorithm="magic")
     with pytest.raises(ConfigError, match="TunedConfig: got method='magic'; expected None or"):
         TunedConfig(torchq.recipes.int8(), method="magic")
+    with pytest.raises(ConfigError, match=r"TunedConfig: got before=\('magic',\); expected names"):
+        TunedConfig(torchq.recipes.int8(), before=("magic",))
+    text = TunedConfig(torchq.recipes.int8()).to_json().replace("[]", "3")
+    with pytest.raises(ConfigError, match=r"TunedConfig: got before=3; expected a list"):
+        TunedConfig.from_json(text)
+    with pytest.raises(ConfigError, match="tune: got a Tensor as batches"):
+        tune(net(), batches()[0], Metric(), max_drop=0.1)
 
 
 def test_command_line(

@@ -30,6 +30,9 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     goal.add_argument("--max-drop", type=float, help="the largest loss of the metric")
     goal.add_argument("--recipe", default="int8", help="a recipe, or a config file .json")
+    goal.add_argument(
+        "--fewest-bits", action="store_true", help="go on below the width that keeps the metric"
+    )
     goal.add_argument("--time-limit", type=float, help="seconds after which no trial is started")
     output = parser.add_argument_group("output")
     output.add_argument("--checkpoint", metavar="FILE.json", help="go on from the trials in it")
@@ -58,6 +61,7 @@ def run_tune(args: argparse.Namespace) -> int:
         max_drop=args.max_drop,
         recipe=recipe,
         time_limit=args.time_limit,
+        fewest_bits=args.fewest_bits,
         checkpoint=args.checkpoint,
     )
     print(json.dumps(json.loads(result.config.to_json()), indent=2) if args.json else result)

@@ -73,7 +73,8 @@ def fisher_sums(
     generator = torch.Generator().manual_seed(number)
     gradients: list[Sequence[Tensor | None]] = []
     for probe in range(probes):
-        likelihood = _drawn_likelihood(scores, generator)
+        with torch.enable_grad():
+            likelihood = _drawn_likelihood(scores, generator)
         graph_kept = probe < probes - 1
         found = torch.autograd.grad(
             likelihood, taps.points, retain_graph=graph_kept, allow_unused=True

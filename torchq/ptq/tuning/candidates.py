@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,22 +13,27 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.ptq.tuning.settings import ALGORITHMS, TunedConfig
 
-__all__ = ["STAGES", "mixed_configs"]
+__all__ = ["STAGES", "fewest_weight_bits", "mixed_settings", "narrower", "wider"]
 
-_METHODS = ("mse", "percentile", "entropy")
+Candidate = tuple[str, TunedConfig]
+
+_METHODS = ("auto", "mse", "percentile", "entropy")
 _END_BITS = 8
-# Steps from the recipe's mean bits of the weights to 8 bits, or from 8 bits to float.
-_FRACTIONS = (0.1, 0.25, 0.5, 0.75)
 _FLOAT_BITS = 32
+# Weights and inputs of so few bits gain from scaling columns, and from rotations.
+_FEW_BITS = 4
+# What norms of transformers are called; other libraries have their own classes.
+_NORMS = ("LayerNorm", "RMSNorm")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _methods(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+def _methods(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     """Yield other calibration methods."""
     for method in _METHODS:
         yield f"calibration {method}", replace(best, method=method)
 
 
-def _unsigned(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+def _unsigned(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     """Yield inputs that may be unsigned, where a rule leaves them signed."""
 
     def change(rule: Rule) -> Rule:
@@ -42,23 +47,28 @@ def _unsigned(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
         yield "unsigned inputs", replace(best, config=replace(best.config, rules=rules))
 
 
-def _ends(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+def _ends(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     """Yield 8 bits for the first and last layer, where they have fewer."""
-    if any(rule.position for rule in best.config.rules):
-        return
-    few = [rule for rule in best.config.rules if not rule.skip and _has_few_bits(rule)]
+    config = _with_wide_ends(best.config)
+    if config != best.config:
+        yield "first and last layer 8 bits", replace(best, config=config)
+
+
+def _with_wide_ends(config: QuantConfig) -> QuantConfig:
+    """Return a config with 8 bits for the first and last layer, unless it has rules for them."""
+    if any(rule.position for rule in config.rules):
+        return config
     ends = [
         replace(rule, input=_with_end_bits(rule.input), weight=_with_end_bits(rule.weight))
-        for rule in few
+        for rule in config.rules
+        if not rule.skip and _has_few_bits(rule)
     ]
     rules = [
         replace(rule, position=position, optional=True)
         for position in ("first", "last")
         for rule in ends
     ]
-    if rules:
-        config = best.config.with_rules(*rules)
-        yield "first and last layer 8 bits", replace(best, config=config)
+    return config.with_rules(*rules) if rules else config
 
 
 def _has_few_bits(rule: Rule) -> bool:
@@ -75,51 +85,94 @@ def _with_end_bits(descriptor: QuantDescriptor | None) -> QuantDescriptor | None
     return descriptor.replace(num_bits=_END_BITS)
 
 
-def _equalize(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
-    """Yield equalized channels."""
-    yield "equalization", replace(best, equalize=True)
+def _prepared(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
+    """Yield what runs before calibration, where it applies."""
+    names = []
+    if any(isinstance(module, _CONVOLUTIONS) for module in model.modules()):
+        names.append("equalization")
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any(kind.endswith(_NORMS) for kind in kinds):
+        names.append("smoothing")
+        names += ["awq"] if fewest_weight_bits(best.config) <= _FEW_BITS else []
+        has_rms_norm = any(kind.endswith("RMSNorm") for kind in kinds)
+        names += ["rotation"] if has_rms_norm and _fewest_input_bits(best) <= _FEW_BITS else []
+    for name in names:
+        yield name, replace(best, before=(*best.before, name))
 
 
-def _algorithms(best: TunedConfig) -> Iterator[tuple[str, TunedConfig]]:
+def _algorithms(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     """Yield the algorithms after calibration, the cheapest first."""
     for name in ALGORITHMS:
         yield name, replace(best, algorithm=name)
 
 
-Stage = Callable[[TunedConfig], Iterator[tuple[str, TunedConfig]]]
+Stage = Callable[[TunedConfig, nn.Module], Iterator[Candidate]]
 
-#: The stages, in order; the last one, mixed precision, needs the model: :func:`mixed_configs`.
-STAGES: Sequence[Stage] = (_methods, _unsigned, _ends, _equalize, _algorithms)
+#: The stages, in order. Mixed precision follows them: :func:`mixed_settings`.
+STAGES: Sequence[Stage] = (_methods, _unsigned, _ends, _prepared, _algorithms)
 
 
-def _fewest_weight_bits(config: QuantConfig) -> int:
+def fewest_weight_bits(config: QuantConfig) -> int:
     """Return the fewest bits of a weight among the rules; 32 where all weights are float."""
     found = [_bits(rule.weight) for rule in config.rules if rule.weight is not None]
     return min(found, default=_FLOAT_BITS)
 
 
-def mixed_configs(
-    best: TunedConfig, model: nn.Module, batches: Sequence[Any]
-) -> Iterator[tuple[str, TunedConfig]]:
-    """Yield configs with more bits for the layers that need them, the cheapest first.
+def _fewest_input_bits(settings: TunedConfig) -> int:
+    found = [_bits(rule.input) for rule in settings.config.rules if rule.input is not None]
+    return min(found, default=_FLOAT_BITS)
 
-    Layers have the recipe's widths or 8 bits, the first and last one too; with a recipe of 8 bits
-    they have these or stay float.
+
+def wider(config: QuantConfig) -> tuple[Literal["w8a8", "float"], int]:
+    """Return the format that layers get which need more bits than ``config`` has, and its bits."""
+    narrow = fewest_weight_bits(config) < _END_BITS
+    return ("w8a8", _END_BITS) if narrow else ("float", _FLOAT_BITS)
+
+
+def narrower(settings: TunedConfig, bits: int) -> TunedConfig:
+    """Return settings with fewer bits for the weights, rounded by GPTQ.
+
+    The first and last layer keep 8 bits.
+
+    Args:
+        settings: inputs keep their formats.
+        bits: of the weights.
     """
-    narrow = QuantConfig(
-        tuple(rule for rule in best.config.rules if rule.position is None), name=best.config.name
+
+    def change(rule: Rule) -> Rule:
+        d = rule.weight
+        if d is None or rule.position is not None or _bits(d) <= bits or not d.format.is_integer:
+            return rule
+        return replace(rule, weight=d.replace(num_bits=bits))
+
+    config = replace(settings.config, rules=tuple(map(change, settings.config.rules)))
+    named = replace(_with_wide_ends(config), name=f"{settings.config.name}, weights of {bits} bits")
+    return replace(settings, config=named, algorithm="gptq")
+
+
+def mixed_settings(
+    narrow: TunedConfig,
+    wide: QuantConfig | Literal["w8a8", "float"],
+    mean_bits: float,
+    model: nn.Module,
+    batches: Sequence[Any],
+) -> Candidate:
+    """Return settings with the wide format for the layers that need it most.
+
+    Args:
+        narrow: the settings of the other layers.
+        wide: the other format.
+        mean_bits: of a weight.
+        model: in float.
+        batches: the damage of the narrow format is estimated on them.
+    """
+    config = mixed_precision(
+        model,
+        batches,
+        budget={"mean_bits": mean_bits},
+        formats=[replace(narrow.config, name="narrow"), wide],
+        progress=False,
     )
-    weight = _fewest_weight_bits(narrow)
-    top = _END_BITS if weight < _END_BITS else _FLOAT_BITS
-    other = "w8a8" if weight < _END_BITS else "float"
-    for fraction in _FRACTIONS:
-        mean_bits = weight + (top - weight) * fraction
-        config = mixed_precision(
-            model,
-            batches,
-            budget={"mean_bits": mean_bits},
-            formats=[narrow, other],
-            progress=False,
-        )
-        plain = QuantConfig(config.rules, name=f"mixed, {mean_bits:.3g} bits a weight")
-        yield f"mixed precision, {mean_bits:.3g} bits", replace(best, config=plain)
+    bits = f"{config.costs['mean_bits']:.3g} bits"
+    named = QuantConfig(config.rules, name=f"mixed, {bits} a weight")
+    return f"mixed precision, {bits}", replace(narrow, config=named)

@@ -17,11 +17,35 @@ from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
+from torchq.ptq.rotation import hadamard_
+from torchq.ptq.smoothing import awq_, smooth_
 from torchq.swap import quantize_
 from torchq.utils import NotebookText, check_fields, parse_json, short_repr
 from torchq.workflow import calibrate
 
-__all__ = ["ALGORITHMS", "TunedConfig"]
+__all__ = ["ALGORITHMS", "PREPARATIONS", "TunedConfig"]
+
+# The method of :func:`torchq.calibrate` that chooses one for each quantizer.
+_AUTO = "auto"
+
+
+def _rotated(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
+    return hadamard_(model, batches[0], online=True)
+
+
+def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
+    return equalize_(model, batches[0])
+
+
+#: Algorithms before calibration, by name, in the order in which they run.
+PREPARATIONS: Mapping[str, Any] = {
+    "rotation": _rotated,
+    "equalization": _equalized,
+    "smoothing": smooth_,
+    "awq": awq_,
+}
+# Rotations change the float model; the others read its quantizers.
+_ON_FLOAT = "rotation"
 
 #: Algorithms after calibration, by name.
 ALGORITHMS: Mapping[str, Any] = {
@@ -38,7 +62,7 @@ class TunedConfig(NotebookText):
     Args:
         config: the rules of :func:`torchq.quantize_`.
         method: the calibration method of activations; None takes that of each descriptor.
-        equalize: run :func:`torchq.ptq.equalize_` before calibration.
+        before: names in :data:`PREPARATIONS`: what runs before calibration.
         algorithm: a name in :data:`ALGORITHMS`, or None: what runs after calibration.
 
     Example:
@@ -50,7 +74,7 @@ class TunedConfig(NotebookText):
     config: QuantConfig
     _: dataclasses.KW_ONLY
     method: str | None = None
-    equalize: bool = False
+    before: tuple[str, ...] = ()
     algorithm: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,11 +83,18 @@ class TunedConfig(NotebookText):
                 f"TunedConfig: got algorithm={short_repr(self.algorithm)}; expected None or one "
                 f"of {', '.join(ALGORITHMS)}"
             )
-        if self.method is not None and self.method not in methods():
+        known = (*methods(), _AUTO)
+        if self.method is not None and self.method not in known:
             raise ConfigError(
                 f"TunedConfig: got method={short_repr(self.method)}; expected None or one of "
-                f"{', '.join(methods())}"
+                f"{', '.join(known)}"
             )
+        for name in self.before:
+            if name not in PREPARATIONS:
+                raise ConfigError(
+                    f"TunedConfig: got before={short_repr(self.before)}; expected names among "
+                    f"{', '.join(PREPARATIONS)}"
+                )
 
     def apply_(self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False) -> None:
         """Quantize ``model`` in place.
@@ -76,9 +107,12 @@ class TunedConfig(NotebookText):
         Raises:
             TorchqError: what the functions raise.
         """
+        if _ON_FLOAT in self.before:
+            PREPARATIONS[_ON_FLOAT](model, batches)
         quantize_(model, self.config)
-        if self.equalize:
-            equalize_(model, batches[0])
+        for name, function in PREPARATIONS.items():
+            if name in self.before and name != _ON_FLOAT:
+                function(model, batches, progress=progress)
         calibrate(model, batches, method=self.method, progress=progress)
         if self.algorithm is not None:
             ALGORITHMS[self.algorithm](model, batches, progress=progress)
@@ -88,7 +122,7 @@ class TunedConfig(NotebookText):
         data = {
             "config": self.config.to_dict(),
             "method": self.method,
-            "equalize": self.equalize,
+            "before": list(self.before),
             "algorithm": self.algorithm,
         }
         return json.dumps(data, indent=indent)
@@ -100,20 +134,21 @@ class TunedConfig(NotebookText):
         Raises:
             ConfigError: not such a text.
         """
-        known = ["config", "method", "equalize", "algorithm"]
+        known = ["config", "method", "before", "algorithm"]
         data = dict(
             check_fields(
                 parse_json(text, "TunedConfig"), "TunedConfig", known=known, required=known
             )
         )
-        if not isinstance(data["equalize"], bool):
-            got = short_repr(data["equalize"])
-            raise ConfigError(f"TunedConfig: got equalize={got}; expected True or False")
-        return cls(QuantConfig.from_dict(data.pop("config")), **data)
+        before = data.pop("before")
+        if not isinstance(before, list) or not all(isinstance(name, str) for name in before):
+            got = short_repr(before)
+            raise ConfigError(f"TunedConfig: got before={got}; expected a list of names")
+        return cls(QuantConfig.from_dict(data.pop("config")), before=tuple(before), **data)
 
     def __str__(self) -> str:
         parts = [self.config.name]
         parts += [f"calibration {self.method}"] if self.method else []
-        parts += ["equalized"] if self.equalize else []
+        parts += self.before
         parts += [self.algorithm] if self.algorithm else []
         return ", ".join(parts)
