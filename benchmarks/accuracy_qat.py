@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -61,7 +62,7 @@ _WIDTHS = {
     "w2a2": (2, 2, 3000, 0.03),
 }
 #: The factor of the dampening loss at the end, and the thresholds of freezing.
-_DAMPING, _FREEZE_FROM, _FREEZE_TO = 1e-3, 0.04, 0.01
+_DAMPING, _FREEZE_FROM, _FREEZE_TO = 0.1, 0.04, 0.01
 #: What the learning rate is multiplied by where training starts from PTQ, with frozen BatchNorms.
 _LR_AFTER_PTQ = 0.1
 #: Test images where a row does not say.
@@ -221,7 +222,8 @@ class Bench:
         share = self._fit(model, case, teacher, plan)
         if not from_gptq:
             reestimate_bn_(model, batches, progress=False)
-        return {"steps": steps, "lr": lr} | ({} if share is None else {"oscillating": share})
+        found = {"steps": steps, "lr": lr, "bf16": self.options.bf16}
+        return found | ({} if share is None else {"oscillating": share})
 
     def _checkpoint(self, case: Case, plan: Training) -> Path:
         """Return the file that keeps the state of a run."""
@@ -239,12 +241,15 @@ class Bench:
         frozen = _FREEZE_FROM if "frozen" in case.method else None
         watched = case.network == "depthwise"
         oscillations = Oscillations(model, freeze_above=frozen) if watched else None
-        with Distillation(model, teacher, temperature=4.0) as distillation:
+        fast = self.options.bf16
+        student = _Autocast(model) if fast else model
+        teacher = _Autocast(teacher) if fast else teacher
+        with Distillation(student, teacher, temperature=4.0) as distillation:
 
             def loss(generator: torch.Generator) -> Tensor:
                 index = torch.randint(len(data.labels), (64,), generator=generator)
                 images, labels = data.augmented(index, generator)
-                y = model(images)
+                y = student(images)
                 if "distilled" not in case.method:
                     return nn.functional.cross_entropy(y, labels)
                 if "damped" not in case.method:
@@ -264,6 +269,18 @@ class Bench:
             path = self._checkpoint(case, plan)
             fit(model, loss, plan, after=after, label=str(case), checkpoint=path, extras=extras)
         return None if oscillations is None else round(oscillations.share(), 5)
+
+
+class _Autocast(nn.Module):
+    """A compiled module whose products have bfloat16 operands."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.compiled = torch.compile(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.compiled(x).float()
 
 
 @torch.no_grad()
@@ -305,7 +322,8 @@ def _chosen(options: argparse.Namespace) -> Iterator[Case]:
             known = Case(case.network, case.widths, case.method, seed)
             if seed and case.method.startswith("ptq"):
                 continue  # Nothing is drawn there.
-            if options.only not in f"{known.network} {known.widths} {known.method}":
+            text = f"{known.network} {known.widths} {known.method}"
+            if not fnmatchcase(text, options.only):
                 continue
             same = [r for r in done if r.get("images", _IMAGES) == options.images]
             if not any(known.key().items() <= row.items() for row in same):
@@ -325,7 +343,9 @@ def _arguments() -> argparse.ArgumentParser:
     options.add_argument("--float-steps", type=int, default=6000, help="of the depthwise network")
     options.add_argument("--scale", type=float, default=1.0, help="multiplies all steps of QAT")
     options.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ... of the batches")
-    options.add_argument("--only", default="", help="run the cases whose text contains this")
+    fast = "train images compiled, with autocast to bfloat16"
+    options.add_argument("--bf16", action="store_true", help=fast)
+    options.add_argument("--only", default="*", help="run the cases whose text matches this")
     return options
 
 
