@@ -213,7 +213,7 @@ def _recurrent() -> list[Case]:
             make = _maker(cls, 5, 4, **options)
             cases.append(Case(f"{cls.__name__} {name}", make, (6, 3, 5), exact=False))
     for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-        state = {} if cell is nn.LSTMCell else {"others": ((3, 4),)}
+        state: dict[str, Any] = {} if cell is nn.LSTMCell else {"others": ((3, 4),)}
         cases.append(Case(cell.__name__, _maker(cell, 5, 4), (3, 5), exact=False, **state))
     return cases
 

@@ -222,7 +222,7 @@ def test_errors_change_nothing() -> None:
     torchq.quantize_(model)
     with pytest.raises(ConfigError, match="unknown gradient estimator 'nothing'; expected one of"):
         use_estimator_(model, "nothing")
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'delt'"):
+    with pytest.raises(ConfigError, match=r"'ewgs'\): got the options delt; expected delta"):
         use_estimator_(model, "ewgs", delt=1)
     with pytest.raises(ConfigError, match="got range_gradient='half'"):
         use_estimator_(model, "ste", range_gradient="half")  # type: ignore[arg-type]
@@ -234,6 +234,23 @@ def test_errors_change_nothing() -> None:
     torchq.quantize_(eight, torchq.recipes.fp8())
     with pytest.raises(ConfigError, match=r"'dsq'\): got e4m3 for dsq; expected an integer"):
         use_estimator_(eight, "dsq")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "ends"),
+    [
+        ("ewgs", "delta", float("nan"), "0 to 2"),
+        ("soft", "sharpness", 0.0, "0.0001 to 1000"),
+        ("dsq", "sharpness", -1.0, "0.0001 to 1000"),
+        ("qdrop", "probability", 1.5, "0 to 1"),
+    ],
+)
+def test_options_have_ends(name: str, option: str, value: float, ends: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    torchq.quantize_(model)
+    with pytest.raises(ConfigError, match=f"got {option}={value}; expected a number from {ends}"):
+        use_estimator_(model, name, **{option: value})
+    assert all(q.delegate is None for q in model.modules() if isinstance(q, TensorQuantizer))
 
 
 def test_the_generator_is_left_alone_by_the_choice() -> None:

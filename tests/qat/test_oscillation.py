@@ -120,3 +120,5 @@ def test_errors() -> None:
         dampening_loss(model)
     with pytest.raises(ConfigError, match="Oscillations: got patterns without a quantizer of a"):
         Oscillations(model)
+    with pytest.raises(ConfigError, match=r"got momentum=1\.5; expected a number 0 to 1"):
+        Oscillations(one_weight([1.0]), momentum=1.5)

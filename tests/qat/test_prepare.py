@@ -12,7 +12,7 @@ from torch import nn
 import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.models import ConvNet, image_batches
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import CalibrationError, ConfigError, InputError
 from torchq.nn import QuantBranches, QuantConv2d
 from torchq.qat import param_groups, prepare
 
@@ -111,3 +111,6 @@ def test_errors() -> None:
         prepare(ConvNet(), labelled(), batchnorm="fuse", branches=True)
     with pytest.raises(ConfigError, match="branches=True with a target"):
         prepare(ConvNet(), labelled(), target="tensorrt", branches=True)
+    for branches in (False, True):
+        with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
+            prepare(ConvNet(), labelled(), "w4a4", branches=branches)  # type: ignore[arg-type]

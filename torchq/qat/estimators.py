@@ -7,6 +7,7 @@ what training follows. Outside training, quantizers always round.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,9 @@ EstimatorFunction = Callable[..., Tensor]
 
 #: Name -> function; ``@ESTIMATORS.register("mine")`` adds one.
 ESTIMATORS: Registry[str, EstimatorFunction] = Registry("gradient estimator")
+
+#: The least and the largest slope of a smooth staircase.
+_SHARPNESS = 1e-4, 1000.0
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,15 @@ def use_estimator_(
 
 def _try(path: str, quantizer: TensorQuantizer, estimator: Estimator) -> None:
     """Raise an error unless the estimator runs with its options on the quantizer's format."""
+    known = inspect.signature(ESTIMATORS[estimator.name]).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    unknown = [] if is_open else sorted(estimator.options.keys() - known.keys())
+    if unknown:
+        expected = ", ".join(list(known)[2:]) or "none"
+        raise ConfigError(
+            f"use_estimator_({estimator.name!r}): got the options {', '.join(unknown)}; "
+            f"expected {expected}"
+        )
     format = quantizer.descriptor.format
     bounds = (torch.tensor(float(bound)) for bound in (format.quant_min, format.quant_max))
     generator = torch.random.get_rng_state()
@@ -172,6 +185,12 @@ def _try(path: str, quantizer: TensorQuantizer, estimator: Estimator) -> None:
         raise ConfigError(f"{path}: use_estimator_({estimator.name!r}): {error}") from None
     finally:
         torch.random.set_rng_state(generator)
+
+
+def _check_option(name: str, value: float, low: float, high: float) -> None:
+    """Raise an error for an option outside its range; NaN is outside of all."""
+    if not low <= value <= high:
+        raise ConfigError(f"got {name}={value!r}; expected a number from {low:g} to {high:g}")
 
 
 def _whole(name: str, grid: Grid) -> None:
@@ -209,14 +228,16 @@ def _ewgs(v: Tensor, grid: Grid, *, delta: float = 0.2) -> Tensor:
 
     ``delta`` is in distances of codes: 0.2 changes a gradient by a tenth at most.
     """
+    _check_option("delta", delta, 0, 2)
     return _ElementWise.apply(grid.clamp(v), grid.snap(v), delta)
 
 
 def _soft_round(v: Tensor, sharpness: float) -> Tensor:
-    """Return a smooth staircase through the codes: the identity for 0, the rounding for infinity.
+    """Return a smooth staircase: near the identity for 1e-4, near the rounding for 1000.
 
     Reference: Gong et al., Differentiable Soft Quantization (ICCV 2019), section 3.2.
     """
+    _check_option("sharpness", sharpness, *_SHARPNESS)
     middle = v.detach().floor() + 0.5
     top = torch.tanh(torch.as_tensor(sharpness / 2, dtype=v.dtype, device=v.device))
     return middle + 0.5 * torch.tanh(sharpness * (v - middle)) / top
@@ -259,4 +280,5 @@ def _noise(v: Tensor, grid: Grid) -> Tensor:
 @ESTIMATORS.register("qdrop")
 def _qdrop(v: Tensor, grid: Grid, *, probability: float = 0.5) -> Tensor:
     """Leave each element float with a probability (Wei et al., QDrop, ICLR 2022, section 4)."""
+    _check_option("probability", probability, 0, 1)
     return torch.where(torch.rand_like(v) < probability, v, _straight_through(v, grid))

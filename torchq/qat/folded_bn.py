@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.fusion import FoldedConv
@@ -17,7 +16,13 @@ from torchq.nn import TensorQuantizer, convert_
 from torchq.nn.transaction import unchanged_on_error
 from torchq.qat.reparam import BranchReport
 from torchq.swap import quantize_
-from torchq.swap.decisions import by_rules, decide, patterns, resolve_positions
+from torchq.swap.decisions import (
+    by_rules,
+    config_or_default,
+    decide,
+    patterns,
+    resolve_positions,
+)
 from torchq.utils import Pattern, evaluating, set_submodule
 
 __all__ = ["quantize_folded_"]
@@ -55,7 +60,7 @@ def quantize_folded_(
             fails leaves the model as it was.
     """
     skips = (Rule(pattern, skip=True) for pattern in patterns(exclude))
-    config = (config or recipes.int8()).with_rules(*skips)
+    config = config_or_default(config).with_rules(*skips)
     config = resolve_positions(model, config)
     with evaluating(model):
         pairs, _ = find_pairs(model, find_flow(model, example)[0])

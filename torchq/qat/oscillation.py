@@ -143,7 +143,8 @@ class Oscillations:
             more at the end.
 
     Raises:
-        ConfigError: a pattern selects no quantizer, or none of a weight that can be frozen.
+        ConfigError: a pattern selects no quantizer, or none of a weight that can be frozen; or a
+            momentum that is not above 0 and at most 1.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -164,6 +165,8 @@ class Oscillations:
         momentum: float = 0.01,
         freeze_above: float | None = None,
     ) -> None:
+        if not 0 < momentum <= 1:
+            raise ConfigError(f"Oscillations: got momentum={momentum!r}; expected a number 0 to 1")
         self.momentum, self.freeze_above = momentum, freeze_above
         with torch.no_grad():
             self._watched = {

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError, FuseError, QuantizationError
 from torchq.fusion import BlockRule, find_blocks
@@ -20,7 +19,13 @@ from torchq.fusion.reparam.branches import BranchesEdit, branches_of, has_one_li
 from torchq.nn import QuantBranches, TensorQuantizer, convert_
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap import SwapReport, quantize_
-from torchq.swap.decisions import by_rules, decide, patterns, resolve_positions
+from torchq.swap.decisions import (
+    by_rules,
+    config_or_default,
+    decide,
+    patterns,
+    resolve_positions,
+)
 from torchq.utils import NotebookText, Pattern, copy_module
 
 __all__ = ["BranchReport", "quantize_branches_"]
@@ -77,7 +82,7 @@ def quantize_branches_(
             says why).
         QuantizationError: the branches of a block are no linear map that can be followed.
     """
-    config = (config or recipes.int8()).with_rules(
+    config = config_or_default(config).with_rules(
         *(Rule(pattern, skip=True) for pattern in patterns(exclude))
     )
     blocks = find_blocks(model)

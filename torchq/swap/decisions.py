@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from torchq import recipes
 from torchq.config import QuantConfig, Rule
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, InputError
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as, quantized_class
 from torchq.swap.calls import decide_calls
 from torchq.swap.decision import Decision
@@ -34,6 +35,7 @@ __all__ = [
     "SwapReport",
     "by_rules",
     "check_used",
+    "config_or_default",
     "decide",
     "patterns",
     "resolve_positions",
@@ -119,6 +121,22 @@ def _what_text(decision: Decision) -> str:
         text = f"{text}, at its call of {kinds}" if text else f"calls of {kinds}"
     text = text or "calls its children"
     return f"{text}; {decision.note}" if decision.note else text
+
+
+def config_or_default(config: QuantConfig | None) -> QuantConfig:
+    """Return ``config``, or INT8 in the place of None.
+
+    Raises:
+        InputError: it is no QuantConfig: the name of a recipe, say.
+    """
+    if config is None:
+        return recipes.int8()
+    if not isinstance(config, QuantConfig):
+        raise InputError(
+            f"config: got {config!r:.60}; expected a QuantConfig. Call a recipe, as in "
+            "torchq.recipes.int8()"
+        )
+    return config
 
 
 def patterns(given: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ...]:

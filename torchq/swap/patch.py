@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, revert_
 from torchq.swap.apply import carry_out_
-from torchq.swap.decisions import Decision, by_rules, decide
+from torchq.swap.decisions import Decision, by_rules, config_or_default, decide
 from torchq.utils import modules_with_names
 
 __all__ = ["Patch", "patch"]
@@ -107,7 +106,7 @@ def patch(config: QuantConfig | None = None) -> Patch:
         >>> type(model[0]).__name__, type(torch.nn.Sequential(torch.nn.Linear(2, 2))[0]).__name__
         ('QuantLinear', 'Linear')
     """
-    config = config or recipes.int8()
+    config = config_or_default(config)
     for rule in config.rules:
         if rule.position is not None:
             raise ConfigError(

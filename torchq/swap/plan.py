@@ -8,10 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from torchq import recipes
 from torchq.config import QuantConfig, Rule
 from torchq.graph import state_kept
-from torchq.swap.decisions import SwapReport, check_used, decide, patterns, resolve_positions
+from torchq.swap.decisions import (
+    SwapReport,
+    check_used,
+    config_or_default,
+    decide,
+    patterns,
+    resolve_positions,
+)
 from torchq.swap.placement import adapt_to_target, plan_placement
 from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern
@@ -58,10 +64,11 @@ def plan(
         Every decision with the rule that made it; ``print`` it for a dry run.
 
     Raises:
+        InputError: ``config`` is no QuantConfig.
         ConfigError: A pattern of ``include`` or ``exclude``, or a rule that is not ``optional``,
             selects no module that could be quantized; or nothing at all would be quantized.
     """
-    config = config or recipes.int8()
+    config = config_or_default(config)
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     with state_kept(model):
