@@ -221,3 +221,34 @@ def test_a_batch_of_a_loader_means_the_same_to_every_function() -> None:
     torchq.quantize_(model, target="onnxruntime", example=batch)
     torchq.calibrate(model, [batch], progress=False)
     assert model.conv.input_quantizer.calibrated
+
+
+class Layer(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.detach() if isinstance(x, Tensor) else x.missing
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (X.numpy(), r"got a batch of ndarray, without a tensor; expected one. Convert arrays with"),
+        ({"x": X.numpy()}, r"Layer.forward\(x\): got a batch of ndarray, without"),
+        ((3, 1), "got a batch of int, without a tensor; expected one. Pass tensors"),
+    ],
+)
+def test_a_model_that_fails_on_no_tensor_is_named(batch: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        call_model(Layer(), batch)
+
+
+def test_errors_of_the_model_stay_its_own() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise TypeError("broken")
+
+    with pytest.raises(TypeError, match="broken"):
+        call_model(Broken(), X)
+
+
+def test_a_model_may_take_arrays() -> None:
+    assert call_model(One(), X.numpy()).shape == X.shape

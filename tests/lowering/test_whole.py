@@ -337,3 +337,16 @@ def test_every_optional_argument_that_a_trace_took_for_none_is_checked(argument:
     int8 = torchq.deploy(calibrated(Biased(), x), x)
     with pytest.raises(AssertionError, match=argument):
         int8(x, **{argument: torch.ones(4)})
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
+def test_deployed_models_are_traced_by_torch_jit(images: Tensor) -> None:
+    """A trace holds the operators of torch's registry, for every batch size and value."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(392, 4))
+    deployed = torchq.deploy(calibrated(model, images), images)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(deployed, images), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    for batch in (images, -images, torch.cat([images, images])):
+        assert torch.equal(loaded(batch), deployed(batch))

@@ -235,6 +235,21 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
             r"got a Tensor as batches; .*Pass \[batch\] for one batch",
         ),
         (
+            lambda: torchq.calibrate(net(), torch.ones(1, 4).numpy()),
+            ConfigError,
+            r"got a ndarray as batches; .*Pass \[batch\] for one batch",
+        ),
+        (
+            lambda: torchq.calibrate(net(), 5),  # type: ignore[arg-type]
+            ConfigError,
+            "got a int as batches; expected an iterable of batches",
+        ),
+        (
+            lambda: torchq.calibrate(net(), [torch.ones(1, 4).numpy()], progress=False),
+            ConfigError,
+            r"got a batch of ndarray, without a tensor; expected one. .*from_numpy\(array\)",
+        ),
+        (
             lambda: torchq.calibrate(net(), {"x": torch.ones(1, 4)}),
             ConfigError,
             "got a dict as batches; expected an iterable of batches",

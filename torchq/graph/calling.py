@@ -41,7 +41,8 @@ def call_model(
         device: where the tensors of ``example`` are moved first; default: they stay.
 
     Raises:
-        ConfigError: ``example`` does not tell which arguments it holds.
+        ConfigError: ``example`` does not tell which arguments it holds, or it holds no tensor (a
+            NumPy array, for example) and the model fails on it.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -54,7 +55,23 @@ def call_model(
     if forward is not None:
         return forward(model, example)
     args, kwargs = call_arguments(model, example)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except (AttributeError, TypeError) as error:
+        given = [*args, *kwargs.values()]
+        if given and not any(True for _ in tensors_in(given)):
+            raise ConfigError(_no_tensor_text(model, given)) from error
+        raise
+
+
+def _no_tensor_text(model: nn.Module, values: list[Any]) -> str:
+    """Return what is wrong where a model failed on arguments without a single tensor."""
+    kinds = ", ".join(dict.fromkeys(type(value).__qualname__ for value in values))
+    is_array = any(hasattr(value, "__array__") for value in values)
+    fix = "Convert arrays with torch.from_numpy(array)" if is_array else "Pass tensors"
+    return (
+        f"{_signature_text(model)}: got a batch of {kinds}, without a tensor; expected one. {fix}"
+    )
 
 
 def call_arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchq.formats import IntFormat, PerTensor
 from torchq.lowering.ops.params import Epilogue
 from torchq.nn import TensorQuantizer
+from torchq.utils import calls_are_recorded
 
 __all__ = ["SIGNED_ZERO_POINT", "QParams"]
 
@@ -123,7 +124,7 @@ class QParams:
         low, high = self.bounds
         x = x.detach() if x.requires_grad else x  # A call that changes nothing costs 2 us.
         x = torch.clamp(x.to(torch.float32), low, high)
-        if torch.compiler.is_compiling():
+        if calls_are_recorded():
             # Compilers fuse this, and reinterpreting bits would stand in the way.
             return torch.round(x * (1.0 / self.scale)).add(self.zero_point).to(torch.uint8)
         return self._rounded_(x).to(torch.uint8)
@@ -141,7 +142,7 @@ class QParams:
             uint8, the shape of ``x``.
         """
         last = torch.channels_last
-        whole = torch.compiler.is_compiling()
+        whole = calls_are_recorded()
         count = 1 if whole else max(1, _CACHED // max(1, x.shape[1:].numel()))
         if whole or len(x) <= count:
             return self.quantize(x.contiguous(memory_format=last))

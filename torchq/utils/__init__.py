@@ -15,11 +15,12 @@ from torchq.utils.names import (
 from torchq.utils.progress import progress_bar, progress_stages
 from torchq.utils.registry import Registry
 from torchq.utils.text import NotebookText, bullets, markdown_table, table, terminal_width, wrap
-from torchq.utils.tracing import constant_while_tracing
+from torchq.utils.tracing import calls_are_recorded, constant_while_tracing
 
 __all__ = [
     "NotebookText",
     "bullets",
+    "calls_are_recorded",
     "Pattern",
     "Registry",
     "check_fields",

@@ -1,4 +1,4 @@
-"""Help with ``torch.jit.trace``, which also runs inside the TorchScript ONNX exporter."""
+"""Help with ``torch.compile``, and with ``torch.jit.trace``, which the ONNX exporter runs too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["constant_while_tracing"]
+__all__ = ["calls_are_recorded", "constant_while_tracing"]
+
+
+def calls_are_recorded() -> bool:
+    """Return True while ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` record calls.
+
+    Shortcuts past torch's dispatcher would be lost then, and so would decisions by values.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 @contextmanager

@@ -184,7 +184,9 @@ def _check_arguments(batches: Iterable[Any] | None, on_unseen: str, weights: str
         raise ConfigError(
             f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
         )
-    if isinstance(batches, (Tensor, Mapping, str)):
+    is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
+    is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
+    if batches is not None and (is_one or not is_many):
         kind = type(batches).__name__
         raise ConfigError(
             f"calibrate: got a {kind} as batches; expected an iterable of batches. "

@@ -17,11 +17,11 @@ from itertools import repeat
 from operator import attrgetter, contains, is_
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from torchq.graph import forward_hook_kind
 from torchq.lowering.modules.bound_kernels import KernelCacheMixin
+from torchq.utils import calls_are_recorded
 
 __all__ = ["BoundGraphs", "forward_with_bound_graphs"]
 
@@ -91,7 +91,7 @@ def forward_with_bound_graphs(forward: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def bound_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if calls_are_recorded():
             return forward(self, *args, **kwargs)
         return self.bound_graphs.run(self, forward, args, kwargs)
 

@@ -14,6 +14,7 @@ from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.ops.epilogues import activation
 from torchq.lowering.ops.onednn import Run
+from torchq.utils import calls_are_recorded
 
 __all__ = ["FloatPointwiseConv"]
 
@@ -50,7 +51,7 @@ class FloatPointwiseConv(Int8Conv):
         """Return the convolution of ``x``; see :meth:`Int8Conv.forward`."""
         pixel = x.dtype is not torch.uint8 and x.shape[2:] == (1, 1)
         plain = residual is None and self.output_qparams is None
-        if not pixel or not plain or torch.compiler.is_compiling():
+        if not pixel or not plain or calls_are_recorded():
             return super().forward(x, residual)
         smallest_value(x, self.dtype, type(self).__name__)
         run: Run = self._kernel("pixel", self._bind_pixel)

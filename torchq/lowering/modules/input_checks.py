@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.errors import QuantizationError
+from torchq.utils import calls_are_recorded
 
 __all__ = ["eager", "require_dtype", "smallest_value"]
 
@@ -18,9 +19,10 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def eager(x: Tensor) -> bool:
     """Return True if a kernel may be called directly with its arguments bound.
 
-    Going past torch's dispatcher saves half of a small layer's time.
+    Going past torch's dispatcher saves half of a small layer's time. ``torch.jit.trace`` needs the
+    dispatcher: it cannot write down the arguments of oneDNN's operators.
     """
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
+    return not calls_are_recorded() and type(x) is Tensor and x.is_cpu
 
 
 def require_dtype(x: Tensor, dtype: torch.dtype, where: str) -> None:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchq.lowering.ops.onednn import packed_weight, unpack_weight
+from torchq.utils import calls_are_recorded
 
 __all__ = ["ReleasableWeightMixin", "release_weights_", "restore_weights_"]
 
@@ -119,7 +119,7 @@ class ReleasableWeightMixin(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Compilers read the buffers themselves, which restores the weight.
-        if _PACKED not in self.__dict__ or torch.compiler.is_compiling():
+        if _PACKED not in self.__dict__ or calls_are_recorded():
             return super().__getattr__(name)
         if name == _BUFFER:
             return unpack_weight(self.__dict__[_PACKED], self.__dict__[_SHAPE])
