@@ -352,3 +352,49 @@ def test_a_weight_of_a_function_has_its_channels_where_the_function_has_them() -
     assert "are axis (1,)" in finding.evidence
     (row, *_) = torchq.layer_errors(model, batches, progress=False).rows
     assert (row.dead_channels, row.quantizers[1].channels) == (1, 9)
+
+
+class Sliced(nn.Module):
+    """Calls functions with a part of a weight, as slimmable networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight[:4])
+
+
+class Bilinear(nn.Module):
+    """Multiplies by a weight in a function that torchq does not quantize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.bilinear(x, x, self.core)
+
+
+def test_a_call_with_a_part_of_a_weight_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Sliced()).eval()
+    batches = [torch.randn(8, 6)]
+    torchq.quantize_(model, include=[nn.Linear], exclude=[Sliced])
+    torchq.calibrate(model, batches, progress=False)
+    (finding,) = of(examined(model, batches), "functional_call")
+    assert finding.name == "1"
+    assert "linear with a weight that stays float (1.weight)" in finding.evidence
+    torchq.quantize_(model, include=[Sliced], example=batches[0])
+    torchq.calibrate(model, batches, force=True, progress=False)
+    assert not of(examined(model, batches), "functional_call")
+
+
+def test_a_function_that_cannot_be_quantized_is_named_too() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), Bilinear()).eval()
+    torchq.quantize_(model)
+    batches = [torch.randn(8, 6)]
+    torchq.calibrate(model, batches, progress=False)
+    (finding,) = of(examined(model, batches), "functional_call")
+    assert finding.name == "1"
+    assert "bilinear" in finding.evidence
+    assert "a layer of its own" in finding.remedy

@@ -242,3 +242,41 @@ def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
 def test_no_batch_is_an_error() -> None:
     with pytest.raises(CalibrationError, match="mixed_precision: got no batch"):
         torchq.mixed_precision(network(), [], budget={"mean_bits": 5})
+
+
+class Projections(nn.Module):
+    """Attention whose projections read one tensor, two of them through equal views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        key, value = self.key(x.view(-1, 16)), self.value(x.view(-1, 16))
+        weights = (self.query(x) @ key.T).softmax(-1)
+        return self.last(weights @ value)
+
+
+def of_projections(**options: Any) -> dict[str, torchq.analysis.mixed.LayerChoice]:
+    torch.manual_seed(4)
+    options = {"budget": {"mean_bits": 5}, "formats": [3, 4, 6, 8], "progress": False, **options}
+    config = torchq.mixed_precision(Projections(), vectors(), **options)
+    return {choice.name: choice for choice in config.choices}
+
+
+@pytest.mark.parametrize("forward", [None, lambda model, batch: model(batch)])
+def test_layers_that_read_one_tensor_have_one_format(forward: Any) -> None:
+    found = of_projections(forward=forward)
+    projections = [found[name] for name in ("query", "key", "value")]
+    assert len({choice.format for choice in projections}) == 1
+    assert len({choice.group for choice in projections}) == 1
+    assert len({choice.group for choice in found.values()}) == 3
+
+
+def test_a_given_format_is_that_of_all_readers() -> None:
+    assert of_projections(fixed={"key": 3})["query"].format == "w3a3"
+    with pytest.raises(ConfigError, match="suits query, key, value together"):
+        of_projections(fixed={"key": 3, "value": 8})

@@ -71,15 +71,25 @@ def functional_call(patient: Patient) -> Iterator[Finding]:
     """Yield forwards that call a convolution or linear function with a weight of their own."""
     assert patient.seen is not None
     names = {id(module): path for path, module in patient.model.named_modules()}
+    parameters = {id(p): path for path, p in patient.model.named_parameters()}
     for key, found in find_calls(patient.model, patient.seen.example).items():
         module = patient.model.get_submodule(names[key])
         if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(type(module)):
             continue
-        kinds = list(dict.fromkeys(site.kind for site in found.sites if site.weight))
-        if kinds:
-            text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
-            remedy = "torchq.quantize_(model, config, example=example)"
-            yield Finding("functional_call", "warning", names[key], text, remedy)
+        # Attention has products of data alone; other calls have a weight, or compute one.
+        sites = [site for site in found.sites if site.kind != "attention"]
+        kinds = list(dict.fromkeys([site.kind for site in sites] + sorted(found.unknown)))
+        if not kinds:
+            continue
+        text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
+        weights = [_joined(names[key], site.weight) for site in sites if site.weight]
+        weights += sorted(parameters[source] for source in found.sources)
+        if weights:
+            text += f" ({', '.join(dict.fromkeys(weights))})"
+        remedy = "torchq.quantize_(model, config, example=example)"
+        if found.unknown or found.obstacle:
+            remedy = "let a layer of its own make the call, such as torch.nn.Linear"
+        yield Finding("functional_call", "warning", names[key], text, remedy)
 
 
 @check("one_sided_add", needs_batches=True)

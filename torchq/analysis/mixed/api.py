@@ -70,8 +70,8 @@ def mixed_precision(
         metric: ``"auto"`` estimates the divergence of class probabilities from gradients, and
             measures the noise of models without classes; or a metric of
             :func:`torchq.sensitivity`.
-        groups: patterns of layers that must have one format together. Layers that share a
-            quantizer always do.
+        groups: patterns of layers that must have one format together. Layers that read one tensor
+            always do, such as the projections of attention.
         fixed: pattern -> the format of the layers that it matches, such as
             ``{"conv1": "w8a8"}``.
         exclude: layers that stay float and do not count.
@@ -174,6 +174,13 @@ class _Search:
         for candidate in self.candidates.values():
             for shared in candidate.shared:
                 self._unite([name for name in shared if name in self.group_of])
+        # With forward= nothing is shared yet, but the layers read one tensor all the same.
+        readers: dict[Any, list[str]] = {}
+        for name in self.names:
+            for tensor in self.facts[name].reads:
+                readers.setdefault(tensor, []).append(name)
+        for names in readers.values():
+            self._unite(names)
         for patterns in groups:
             self._unite(self._matching(patterns))
         for pattern, choice in fixed.items():
@@ -232,6 +239,8 @@ class _Search:
         costs = gathered(costs, self.process_group)[0]
         groups = sorted(set(self.group_of.values()))
         members = [[n for n in self.names if self.group_of[n] == g] for g in groups]
+        for names in members:
+            self._check_together(names)
         kinds = list(next(iter(costs.values())))
         problem = Problem(
             [[sum(self._damage(n, f) for n in group) for f in self.formats] for group in members],
@@ -248,6 +257,17 @@ class _Search:
         others = {kind: bound for kind, bound in budget.items() if kind != first}
         front = [self._point(members, s) for s in problem.front(first, others, _POINTS)]
         return self._config(self._point(members, best), front, budget)
+
+    def _check_together(self, names: list[str]) -> None:
+        """Raise ConfigError unless there is a format that all ``names`` can have."""
+        if any(all(math.isfinite(self._damage(n, f)) for n in names) for f in self.formats):
+            return
+        given = {name: self.forced[name] for name in names if name in self.forced}
+        raise ConfigError(
+            f"{_WHERE}: got no format that suits {', '.join(names)} together, with fixed "
+            f"{given!r}; expected one for all of them, as they read one tensor or are in one of "
+            "groups="
+        )
 
     def _point(self, members: list[list[str]], solution: Solution) -> FrontPoint:
         chosen = {

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,11 +39,14 @@ class LayerFacts:
         weights: elements of its weights.
         multiplications: for one input.
         call: arguments of its first call, for timing.
+        reads: what tells the input of each call from other tensors: equal for layers that read one
+            tensor, or equal views of it.
     """
 
     weights: int
     multiplications: float = 0.0
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    reads: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 def check_budget(budget: Mapping[str, float]) -> None:
@@ -80,9 +83,12 @@ def gather_facts(
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
     facts = {name: LayerFacts(_weight_count(model.get_submodule(name))) for name in names}
+    alive: list[Any] = []  # An address is unique only as long as its tensor lives.
     with torch.no_grad(), FlopCounterMode(display=False) as counter, ExitStack() as stack:
         for name in names:
-            stack.enter_context(_counted(model.get_submodule(name), facts[name], counter, size))
+            layer = model.get_submodule(name)
+            stack.enter_context(_counted(layer, facts[name], counter, size))
+            stack.callback(layer.register_forward_pre_hook(_noted(facts[name], alive)).remove)
         run()
     return facts
 
@@ -90,6 +96,19 @@ def gather_facts(
 def _weight_count(module: nn.Module) -> int:
     own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
     return sum(p.numel() for p in own or module.parameters() if p.dim() > 1)
+
+
+def _noted(facts: LayerFacts, alive: list[Any]) -> Callable[..., None]:
+    """Return a hook that notes which tensor each call of a layer reads."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].numel():
+            x = args[0]
+            version = 0 if x.is_inference() else x._version
+            facts.reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
+            alive.append(x)
+
+    return before
 
 
 @contextmanager
