@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.engines.float_parts import partly_float, slower_parts
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.graph import call_model
@@ -23,6 +24,8 @@ __all__ = ["TorchEngine"]
 _WORTH_MEASURING = 0.005
 #: How often each of the two models runs, and by how much integers may be behind: less is noise.
 _ROUNDS, _MARGIN = 7, 1.03
+#: A model that takes more than this share of its float time on integers is timed part by part.
+_WORTH_PARTS = 0.8
 
 
 @register("torch")
@@ -34,8 +37,9 @@ class TorchEngine(Engine):
         quantized: see :class:`Engine`.
         reduce_range: see :func:`torchq.deploy`.
         fuse: see :func:`torchq.deploy`.
-        measured: a model that takes more than 5 ms, and that is slower on integers for the
-            example than in float, stays float; a warning and the summary say so.
+        measured: a model that takes more than 5 ms, and that gains little on integers for the
+            example, keeps the parts in float that are slower on integers, or stays float as a
+            whole; a warning and the summary say so.
     """
 
     reduce_range: bool = False
@@ -49,32 +53,48 @@ class TorchEngine(Engine):
         """See :meth:`Engine.build`; the task may have no example."""
         if not self.quantized:
             return copy_module(task.float_model)
-        module = lower_model(
-            task.model,
+        module = self._lowered(task, task.model)
+        if task.example is None or not self.measured or not self.fuse:
+            return module
+        integers, floats = _least_milliseconds((module, task.float_model), task.example)
+        if integers <= _WORTH_PARTS * floats:
+            return module
+        parts = slower_parts(task)
+        if parts:
+            mixed = self._lowered(task, partly_float(task.model, parts))
+            mixture, integers, floats = _least_milliseconds(
+                (mixed, module, task.float_model), task.example
+            )
+            if mixture < min(integers, floats) and not task.check(mixed).problem:
+                return mixed
+        return module if integers <= _MARGIN * floats else _stay_float(task, integers, floats)
+
+    def _lowered(self, task: Task, simulated: nn.Module) -> nn.Module:
+        return lower_model(
+            simulated,
             task.example,
             reduce_range=self.reduce_range,
             fuse=self.fuse,
             progress=task.progress,
         )
-        if task.example is None or not self.measured or not self.fuse:
-            return module
-        integers, floats = _least_milliseconds((module, task.float_model), task.example)
-        if integers <= _MARGIN * floats:
-            return module
-        note = f"stays float: {integers:.3g} ms on integers, {floats:.3g} ms in float"
-        warnings.warn(
-            f"deploy: {type(task.float_model).__name__} {note} for the example. Pass "
-            "engine='fastest' for an engine with faster kernels, or "
-            "engine=torchq.engines.TorchEngine(measured=False) for integers all the same",
-            stacklevel=4,
-        )
-        result = copy_module(task.float_model)
-        result.deploy_note = note  # type: ignore[assignment]
-        return result
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`."""
         return TorchEngine(measured=False), TorchEngine(quantized=False)
+
+
+def _stay_float(task: Task, integers: float, floats: float) -> nn.Module:
+    """Return the float model with a note, and warn."""
+    note = f"stays float: {integers:.3g} ms on integers, {floats:.3g} ms in float"
+    warnings.warn(
+        f"deploy: {type(task.float_model).__name__} {note} for the example. Pass "
+        "engine='fastest' for an engine with faster kernels, or "
+        "engine=torchq.engines.TorchEngine(measured=False) for integers all the same",
+        stacklevel=5,
+    )
+    result = copy_module(task.float_model)
+    result.deploy_note = note  # type: ignore[assignment]
+    return result
 
 
 def _least_milliseconds(models: Sequence[nn.Module], example: Any) -> tuple[float, ...]:
