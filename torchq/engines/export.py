@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.engines.interface.signature import CallSignature, GraphInput, example_arguments
+from torchq.engines.interface.structure import flatten
 from torchq.engines.module import GraphInterface, Shapes
-from torchq.engines.signature import CallSignature, GraphInput, example_arguments
-from torchq.engines.structure import flatten
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
 from torchq.nn import QuantModule

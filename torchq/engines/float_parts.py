@@ -110,7 +110,7 @@ def partly_float(simulated: nn.Module, parts: Sequence[FloatPart]) -> nn.Module:
 
 
 def _calls(model: nn.Module, example: Any) -> dict[str, _Call]:
-    """Return what the modules get in one call of ``model``, and how long they take in another."""
+    """Return the inputs of the modules in one call of ``model``, and their times in another."""
     calls: dict[str, _Call] = {}
 
     def before(name: str) -> Any:

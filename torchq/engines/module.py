@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchq.engines.signature import CallSignature
-from torchq.engines.structure import Structure
+from torchq.engines.interface.signature import CallSignature
+from torchq.engines.interface.structure import Structure
 
 __all__ = ["EngineModule", "GraphInterface", "OpensGraphs", "Run", "Shapes"]
 

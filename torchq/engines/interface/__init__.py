@@ -1,0 +1,1 @@
+"""How a model is called and what it returns: its arguments by name, and the shape of results."""
