@@ -132,3 +132,5 @@ def test_errors() -> None:
         Distillation(model, layers="stem.0.input_quantizer")
     with pytest.raises(ConfigError, match="logits=None without layers"):
         Distillation(model, logits=None)
+    with pytest.raises(ConfigError, match=r"got temperature=0\.0; expected a number > 0"):
+        Distillation(model, temperature=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +212,23 @@ def test_a_range_that_was_driven_to_zero_recovers(backend: str, dead: float) -> 
             loss.backward()
             optimizer.step()
     assert quantizer.amax > 0.5
+
+
+def test_a_learned_range_below_zero_is_exported_as_zeros(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    torchq.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        model[0].weight_quantizer.amax[1] = -0.2
+        expected = model(x)
+    assert torch.equal(expected[:, 1], model[0].bias[1].expand(2))
+    torchq.export_onnx(model, x, tmp_path / "model.onnx", progress=False)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    # One sum of four products in another order.
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])

@@ -127,6 +127,28 @@ def test_a_narrower_weight_is_calibrated_for_its_width() -> None:
     assert torch.equal(model[0].input_quantizer.amax, kept)
 
 
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_resumed_run_keeps_the_ranges_that_it_learned(stop: int) -> None:
+    """Before, at, and after the step that changes the width."""
+
+    def train(model: nn.Module, steps: range) -> None:
+        for step in steps:
+            bits_at_(model, step, {0: 8, 3: 4}, "*.weight_quantizer")
+            model.zero_grad()
+            model(image_batches()[0]).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)
+
+    through, first, resumed = (calibrated() for _ in range(3))
+    train(through, range(6))
+    train(first, range(stop))
+    resumed.load_state_dict(first.state_dict())
+    train(resumed, range(stop, 6))
+    found, expected = resumed.state_dict(), through.state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_the_sign_that_calibration_chose_survives_a_change_of_width() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     torchq.quantize_(model, torchq.recipes.integer(4, 4))

@@ -51,12 +51,21 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: 
         temperature: what both logits are divided by, > 0.
         dim: the dimension of the classes.
 
+    Raises:
+        ConfigError: the temperature is not positive.
+
     Reference: Hinton et al., Distilling the Knowledge in a Neural Network (2015), section 2.
     """
+    _check_temperature(temperature)
     logs = F.log_softmax(student.float() / temperature, dim)
     targets = F.log_softmax(teacher.detach().float() / temperature, dim)
     divergence = F.kl_div(logs, targets, reduction="none", log_target=True).sum(dim)
     return divergence.mean() * temperature**2
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ConfigError(f"distillation: got temperature={temperature!r}; expected a number > 0")
 
 
 def feature_loss(student: Tensor, teacher: Tensor) -> Tensor:
@@ -93,7 +102,8 @@ class Distillation:
             alone.
 
     Raises:
-        ConfigError: a pattern selects no module, or the teacher lacks a path.
+        ConfigError: a pattern selects no module, the teacher lacks a path, or the temperature is
+            not positive.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
@@ -115,6 +125,7 @@ class Distillation:
         dim: int = -1,
         logits: Callable[[Any], Tensor] | None = first_logits,
     ) -> None:
+        _check_temperature(temperature)
         self.model = model
         self.teacher = float_twin(model) if teacher is None else teacher
         self.layers = _select(model, self.teacher, layers)

@@ -114,6 +114,9 @@ def bits_at_(
 ) -> tuple[str, ...]:
     """Give the selected quantizers the width that ``schedule`` has for ``step``.
 
+    Call it in each step. In the first step of a width, known ranges of weights are calibrated
+    again, as by :func:`change_bits_`; in a later one, where a run is resumed, ranges stay.
+
     Args:
         model: a calibrated model; changed in place.
         step: the number of the step that comes now.
@@ -121,7 +124,7 @@ def bits_at_(
         patterns: as for :func:`torchq.disabled`.
 
     Returns:
-        The paths of the quantizers whose width changed; see :func:`change_bits_`.
+        The paths of the quantizers whose width changed.
 
     Raises:
         ConfigError: the schedule has no width for step 0, or see :func:`change_bits_`.
@@ -140,7 +143,8 @@ def bits_at_(
             "expected widths from step 0 on"
         )
     reached = max(first for first in schedule if first <= max(step, 0))
-    return change_bits_(model, schedule[reached], patterns)
+    # Later the ranges are those of a run that is resumed, which has learned them since.
+    return _change(model, schedule[reached], patterns, calibrating=step <= reached)
 
 
 def change_bits_(model: nn.Module, bits: int, patterns: Patterns = "*") -> tuple[str, ...]:
@@ -160,13 +164,18 @@ def change_bits_(model: nn.Module, bits: int, patterns: Patterns = "*") -> tuple
     Raises:
         ConfigError: an invalid width, a float format, or a pattern that selects no quantizer.
     """
+    return _change(model, bits, patterns, calibrating=True)
+
+
+def _change(model: nn.Module, bits: int, patterns: Patterns, calibrating: bool) -> tuple[str, ...]:
+    """Change widths, and calibrate known ranges of weights again if ``calibrating``."""
     chosen = select_quantizers(model, patterns)
     new = {name: _with_bits(name, quantizer, bits) for name, quantizer in chosen.items()}
     changed = {n: q for n, q in chosen.items() if q.descriptor.num_bits != bits}
     for name, quantizer in changed.items():
         quantizer.descriptor = new[name]
     weights = {id(q) for q in changed.values() if q.calibrated} & weight_quantizers(model)
-    if weights:
+    if weights and calibrating:
         calibrate_weights(model, only=weights)
     return tuple(changed)
 
