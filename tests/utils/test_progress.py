@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,15 +15,46 @@ import torchq
 from torchq.utils import progress_bar, progress_stages
 
 
-def test_a_bar_shows_the_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, delay: float = 0.0) -> None:
+    """Take the captured text for a terminal, with bars that appear after ``delay`` seconds."""
+    monkeypatch.setattr("torchq.utils.progress._DELAY", delay)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+
+def test_a_bar_needs_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchq.utils.progress._DELAY", 0.0)
     assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
-    assert "calibrate:" in (text := capsys.readouterr().err) and "/3" in text and "batch/s" in text
+    with progress_stages("export", ("trace", "write")) as next_stage:
+        next_stage()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_short_work_shows_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, delay=60.0)
+    assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
+    assert "calibrate" not in capsys.readouterr().err
+
+
+def test_a_bar_shows_the_rate_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch)
+    assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
+    text = capsys.readouterr().err
+    assert "calibrate:" in text and "/3" in text and "batch/s" in text and "00:00<" in text
     assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
     assert capsys.readouterr().err == ""
 
 
-def test_stages_are_shown_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_stages("export", ("trace", "write"), delay=0.0) as next_stage:
+def test_stages_are_shown_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch)
+    with progress_stages("export", ("trace", "write")) as next_stage:
         next_stage()
         next_stage()
     text = capsys.readouterr().err
@@ -39,7 +71,7 @@ class Recorder:
 
     def __init__(self, items: Any = None, **options: Any) -> None:
         self._items, self._options = items, options
-        if not options["disable"] and options.get("desc"):
+        if options["disable"] is None and options.get("desc"):
             self.shown.append((options["desc"], options["total"]))
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,7 +84,7 @@ class Recorder:
         pass
 
     def set_description_str(self, text: str, refresh: bool = True) -> None:
-        if not self._options["disable"]:
+        if self._options["disable"] is None:
             self.shown.append((text, self._options["total"]))
 
     def update(self) -> None:
@@ -98,3 +130,23 @@ def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
     ]
     assert ("export: write", 3) in shown
     assert ("verify", 3) in shown
+
+
+class Gate(nn.Module):
+    """Multiplies by a map that has few values, which a scale for all of it serves badly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * (1e4 * self.gate(x)).exp().clamp(1e-6, 1e6)
+
+
+def test_quantize_shows_a_bar_unless_told_not_to(shown: list[tuple[str, int | None]]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    for progress in (False, True):
+        torchq.quantize_(Gate().eval(), target="onnxruntime", example=x, progress=progress)
+        assert bool(shown) == progress
+    assert shown[0][0] == "measure placements"

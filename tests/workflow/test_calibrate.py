@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -286,9 +287,14 @@ def test_a_bad_weight_is_named(data: list[Tensor]) -> None:
 
 
 def test_progress_and_logs(
-    data: list[Tensor], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    data: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A bar by default, nothing without; never more than a line of log, at debug."""
+    monkeypatch.setattr("torchq.utils.progress._DELAY", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with caplog.at_level(logging.INFO):
         torchq.calibrate(net(), data)
     assert "calibrate" in (bar := capsys.readouterr()).err and "/3" in bar.err and bar.out == ""

@@ -118,9 +118,7 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
         ExportError: no engine can run the model.
     """
     entries = list(_entries())
-    shown = progress_bar(
-        entries, description="engines", unit="engine", enabled=task.progress, delay=1.0
-    )
+    shown = progress_bar(entries, description="engines", unit="engine", enabled=task.progress)
     for entry in shown:
         if not entry.problem:
             _build(entry, task)

@@ -103,9 +103,7 @@ class Trial:
 
     def bar(self, items: Sequence[Any], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""
-        return progress_bar(
-            items, description=description, enabled=self.progress, unit="module", delay=1.0
-        )
+        return progress_bar(items, description=description, enabled=self.progress, unit="module")
 
 
 #: Changes ``trial.model`` and returns how many merges it made.

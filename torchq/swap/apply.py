@@ -42,6 +42,7 @@ def quantize_(
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | None = None,
     example: Any = None,
+    progress: bool = True,
 ) -> SwapReport:
     """Swap the layers of ``model`` for quantized ones, in place: all that were planned, or none.
 
@@ -65,6 +66,7 @@ def quantize_(
             ones of all while they cost more than 3 dB together, and leave less than 25 dB. What a
             rule names is quantized whatever it costs. Layers that the target runs faster in float
             stay float, unless a rule is the path of the layer.
+        progress: show a bar while placements are measured.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.
@@ -87,7 +89,7 @@ def quantize_(
     while True:
         report = plan(model, config, **choice, example=example).without(reasons)
         try:
-            return _carry_out(model, report, example, reasons, measure)
+            return _carry_out(model, report, example, reasons, measure, progress)
         except _StaysFloat as found:
             reasons |= found.reasons
             measure = measure and not found.measured
@@ -107,7 +109,12 @@ class _StaysFloat(Exception):
 
 
 def _carry_out(
-    model: nn.Module, report: SwapReport, example: Any, reasons: Mapping[str, str], measure: bool
+    model: nn.Module,
+    report: SwapReport,
+    example: Any,
+    reasons: Mapping[str, str],
+    measure: bool,
+    progress: bool,
 ) -> SwapReport:
     """Quantize ``model`` as a plan says, in place, and return the plan with what a run added.
 
@@ -117,6 +124,7 @@ def _carry_out(
         example: the arguments of one call, or None.
         reasons: path -> why it stays float, as earlier runs found.
         measure: find out what costs too much.
+        progress: show a bar.
     """
     with unchanged_on_error(model):
         apply_(report)
@@ -124,7 +132,7 @@ def _carry_out(
             if report.target is not None:
                 report = _fit_to_flow(model, report, report.target, example, reasons)
             if measure:
-                _check_costs(model, report, example)
+                _check_costs(model, report, example, progress)
             share_common_ranges_(model, example)
         name_quantizers(model)
     return report
@@ -157,7 +165,7 @@ def output_name(decision: Decision) -> str:
     return f"{decision.name}.output_quantizer".removeprefix(".")
 
 
-def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
+def _check_costs(model: nn.Module, report: SwapReport, example: Any, progress: bool) -> None:
     placements = {}
     modules = dict(model.named_modules())
     names = [d.name for d in report.added]
@@ -166,7 +174,7 @@ def _check_costs(model: nn.Module, report: SwapReport, example: Any) -> None:
         placements[name] = [
             m for m in modules[name].modules() if isinstance(m, TensorQuantizer) and m.quantizing
         ]
-    costs = costs_of_placements(model, placements, example)
+    costs = costs_of_placements(model, placements, example, progress=progress)
     operators = {decision.name for _, decision in report.operators}
     reasons = {name: _NO_TENSOR for name in costs.unreached if name in operators}
     for name, cost in costs.costly.items():

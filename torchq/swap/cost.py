@@ -44,7 +44,11 @@ class Costs:
 
 
 def costs_of_placements(
-    model: nn.Module, placements: Mapping[str, Sequence[TensorQuantizer]], example: Any
+    model: nn.Module,
+    placements: Mapping[str, Sequence[TensorQuantizer]],
+    example: Any,
+    *,
+    progress: bool = False,
 ) -> Costs:
     """Return the placements that should be left out, and those that see no tensor.
 
@@ -60,6 +64,7 @@ def costs_of_placements(
         model: quantized; left unchanged.
         placements: name -> quantizers that exist for a target alone.
         example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
+        progress: show a bar.
 
     Returns:
         The costs; none where the output says nothing, as it is not finite or no number.
@@ -74,7 +79,7 @@ def costs_of_placements(
             unseen = _calibrate(model, known, fresh, example)
             unreached = [name for name, found in placements.items() if unseen.issuperset(found)]
             reached = {name: placements[name] for name in placements if name not in unreached}
-            costly = _Measurement(model, reached, example, modes).run()
+            costly = _Measurement(model, reached, example, modes).run(progress)
             return Costs(costly, tuple(unreached))
     except CalibrationError:
         return Costs({})
@@ -125,7 +130,7 @@ class _Measurement:
         self.example, self.modes = example, modes
         self.expected = self._outputs(set())
 
-    def run(self) -> dict[str, float]:
+    def run(self, progress: bool) -> dict[str, float]:
         """Return the placements to leave out, with the cost of each alone."""
         usual = {id(q) for q, _ in self.modes}
         added = {id(q) for quantizers in self.placements.values() for q in quantizers}
@@ -137,7 +142,9 @@ class _Measurement:
         everything = self._noise(others | self._quantizers(kept))
         if not self.expected or math.isnan(baseline) or everything <= alone:
             return {}
-        bar = progress_bar(list(kept), description="measure placements", unit="operator", delay=1.0)
+        bar = progress_bar(
+            list(kept), description="measure placements", unit="operator", enabled=progress
+        )
         noise = {name: self._noise(self._quantizers([name])) for name in bar}
         noise = {name: math.inf if math.isnan(value) else value for name, value in noise.items()}
         left_out = {}

@@ -1,4 +1,9 @@
-"""The one import of tqdm."""
+"""Progress bars: the one import of tqdm.
+
+Every function that may take longer than a second has an argument ``progress=True``. Its bar shows
+the time left, on a terminal or in a notebook alone; it appears after a second and disappears at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,9 @@ __all__ = ["progress_bar", "progress_stages"]
 
 T = TypeVar("T")
 
+#: Seconds after which a bar appears.
+_DELAY = 1.0
+
 
 def progress_bar(
     items: Iterable[T],
@@ -20,7 +28,6 @@ def progress_bar(
     total: int | None = None,
     enabled: bool = True,
     unit: str = "batch",
-    delay: float = 0.0,
 ) -> Iterator[T]:
     """Iterate over ``items`` behind a bar that shows the rate and the time left.
 
@@ -30,18 +37,15 @@ def progress_bar(
         total: how many items there are; default ``len(items)`` where there is one.
         enabled: with False there is no bar.
         unit: of the rate, per second.
-        delay: seconds after which the bar appears.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
-    yield from _bar(
-        items, desc=description, total=total, unit=unit, disable=not enabled, delay=delay
-    )
+    yield from _bar(enabled, items, desc=description, total=total, unit=unit)
 
 
 @contextmanager
 def progress_stages(
-    description: str, names: Sequence[str], *, enabled: bool = True, delay: float = 1.0
+    description: str, names: Sequence[str], *, enabled: bool = True
 ) -> Iterator[Callable[[], None]]:
     """Show a bar over the unlike stages of one call, each with its name.
 
@@ -49,7 +53,6 @@ def progress_stages(
         description: in front of the bar.
         names: of the stages, in order; the first one begins with the block.
         enabled: with False there is no bar.
-        delay: seconds after which the bar appears.
 
     Yields:
         A function that ends a stage and begins the next one.
@@ -58,8 +61,8 @@ def progress_stages(
         >>> with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
         ...     next_stage()
     """
-    options = {"unit": "stage", "disable": not enabled, "delay": delay, "mininterval": 0}
-    with _bar(total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
+    options = {"unit": "stage", "mininterval": 0}
+    with _bar(enabled, total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
         waiting = iter(names[1:])
 
         def advance() -> None:
@@ -71,6 +74,10 @@ def progress_stages(
         yield advance
 
 
-def _bar(items: Any = None, **options: Any) -> Any:
-    """Return a bar that disappears when it is done, and that follows the width of its terminal."""
-    return tqdm(items, leave=False, dynamic_ncols=True, **options)
+def _bar(enabled: bool, items: Any = None, **options: Any) -> Any:
+    """Return a bar that disappears when it is done, and that follows the width of its terminal.
+
+    For tqdm None means "disabled unless there is a terminal"; a notebook counts as one.
+    """
+    hidden = None if enabled else True
+    return tqdm(items, disable=hidden, leave=False, dynamic_ncols=True, delay=_DELAY, **options)

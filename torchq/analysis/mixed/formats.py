@@ -104,7 +104,7 @@ def make_candidate(
     name, config = named_config(choice)
     quantized = copy_module(model)
     example = None if forward is not None else example
-    report = quantize_(quantized, config, exclude=exclude, example=example)
+    report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
     calibrate(quantized, batches, forward=forward, on_unseen="dynamic", group=group, progress=False)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [tuple(path.rpartition(".")[0] for path in g) for g in shared_groups(quantized)]

@@ -86,9 +86,7 @@ def histogram_rows(
             run(batch)
     samples = _joined(samples, group)
     _add_weights(layers, samples)
-    shown = progress_bar(
-        samples.items(), description="ranges", unit="quantizer", enabled=progress, delay=1.0
-    )
+    shown = progress_bar(samples.items(), description="ranges", unit="quantizer", enabled=progress)
     return {
         path: _row(quantizers[path], sample, path in weights)
         for path, sample in shown

@@ -127,7 +127,7 @@ def _shown(batches: Iterable[Any], num_batches: int | None, progress: bool) -> I
     if total is not None and num_batches is not None:
         total = min(total, num_batches)
     chosen = islice(batches, num_batches)
-    return progress_bar(chosen, description="verify", total=total, enabled=progress, delay=1.0)
+    return progress_bar(chosen, description="verify", total=total, enabled=progress)
 
 
 def _optimized(path: Path) -> Session | None:
