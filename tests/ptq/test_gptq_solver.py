@@ -13,6 +13,7 @@ import torchq
 from torchq.ptq.blockwise import Grid, grid_of
 from torchq.ptq.gptq.ranges import round_with_best_ranges
 from torchq.ptq.gptq.solver import (
+    Elimination,
     cholesky_with_damping,
     descend,
     quadratic_error,
@@ -68,7 +69,7 @@ def test_rounding_equals_the_equations_of_the_paper(act_order: bool, columns: in
     expected = optimal_brain_quantizer(
         weight, h, grid, order if act_order else list(range(columns))
     )
-    assert torch.equal(round_rows(weight, h, grid, act_order=act_order), expected)
+    assert torch.equal(round_rows(weight, Elimination.of(h, act_order=act_order), grid), expected)
     assert not torch.equal(expected, grid.nearest(weight))
 
 
@@ -87,7 +88,7 @@ def test_rounding_is_close_to_the_best_of_all_roundings() -> None:
     for seed in range(40):
         weight, h, grid = problem(seed)
         h = h + 0.01 * torch.eye(4)
-        gptq = round_rows(weight, h, grid)
+        gptq = round_rows(weight, Elimination.of(h), grid)
         found = descend(gptq, weight, h, grid)
         error = {n: quadratic_error(q - weight, h) for n, q in [("gptq", gptq), ("found", found)]}
         error["nearest"] = quadratic_error(grid.nearest(weight) - weight, h)
@@ -151,3 +152,17 @@ def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
     assert used == pytest.approx(0.1)
     damped, used = cholesky_with_damping(torch.zeros(3, 3, dtype=torch.float64), 0.5)
     assert torch.equal(damped, 0.5 * torch.eye(3)) and used == 0.5
+
+
+def test_rows_in_parts_are_rounded_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for memory in (1 << 23, 1):
+        monkeypatch.setattr("torchq.ptq.gptq.ranges._MEMORY", memory)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 70))
+        torchq.quantize_(model, torchq.recipes.integer(3, None))
+        torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False)
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        # Products of fewer rows are added in another order.
+        torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ and what it could not. May import workflow and below.
 
 from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
 from torchq.ptq.bias_correction import BiasReport, correct_bias_
-from torchq.ptq.blockwise import RunOptions
+from torchq.ptq.blockwise import LazyWeights, RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.rotation import RotationReport, hadamard_
@@ -30,6 +30,7 @@ __all__ = [
     "EqualizedPair",
     "GPTQLayer",
     "GPTQReport",
+    "LazyWeights",
     "RotationReport",
     "RunOptions",
     "SmoothReport",

@@ -156,7 +156,8 @@ def adaround_(
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
             ):
-                work.treat(number, one)
+                with replay.changing(number):
+                    work.treat(number, one)
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
     return AdaRoundReport(work.done, ordered, len(replay.batches))

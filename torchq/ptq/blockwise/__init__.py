@@ -5,9 +5,11 @@ outputs, and the layers inside.
 """
 
 from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks, said_how_far
+from torchq.ptq.blockwise.forwards import replaced_forward
 from torchq.ptq.blockwise.grid import Grid, check_on_grid, grid_of
 from torchq.ptq.blockwise.layers import check_ready, find_layers, weight_quantizer
-from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions, replaced_forward
+from torchq.ptq.blockwise.lazy_weights import LazyWeights
+from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "CallCount",
     "Captured",
     "Grid",
+    "LazyWeights",
     "Replay",
     "RunOptions",
     "TensorStore",

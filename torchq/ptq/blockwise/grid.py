@@ -45,14 +45,17 @@ class Grid:
         return Grid(self.scale[..., order], self.divisor[..., order], self.format)
 
 
-def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
+def grid_of(layer: Any, amax: Tensor | None = None, rows: slice | None = None) -> Grid:
     """Return the grid of the weight of ``layer``, as (groups, outputs, inputs) matrices.
 
     Args:
         layer: a quantized Linear or Conv layer.
         amax: the range in place of that of its weight quantizer, of the same shape.
+        rows: some output channels of a layer with one group; ``amax`` is theirs.
     """
     quantizer, weight = weight_quantizer(layer), layer.weight.detach()
+    if rows is not None:
+        weight = weight[rows]
     d = quantizer.descriptor
     amax = quantizer.range_for(weight) if amax is None else amax
     compute = torch.float64 if weight.dtype is torch.float64 else torch.float32

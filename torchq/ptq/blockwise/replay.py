@@ -7,7 +7,7 @@ no tracing. The weights of finished blocks are not read any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -20,11 +20,13 @@ from torchq.graph import Forward, call_model
 from torchq.nn import Add
 from torchq.ptq.blockwise.additions import AdditionWatch
 from torchq.ptq.blockwise.blocks import Block, CallCount
+from torchq.ptq.blockwise.forwards import replaced_forward
+from torchq.ptq.blockwise.lazy_weights import LazyWeights
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 from torchq.ptq.modes import quantizers_off
 from torchq.utils import device_of
 
-__all__ = ["Captured", "Replay", "RunOptions", "replaced_forward"]
+__all__ = ["Captured", "Replay", "RunOptions"]
 
 Kind = Literal["float", "quantized"]
 
@@ -39,12 +41,14 @@ class RunOptions:
         group: processes of torch.distributed that work together, each with its own batches.
         memory_limit: bytes of activations that are kept in memory; the rest goes to temporary
             files.
+        weights: keeps the weights of blocks in files, so that a model may be larger than memory.
     """
 
     num_batches: int | None = None
     forward: Forward | None = None
     group: dist.ProcessGroup | None = None
     memory_limit: int = 2 << 30
+    weights: LazyWeights | None = None
 
 
 class _Stop(BaseException):
@@ -92,7 +96,7 @@ class Replay:
         self.batches = list(islice(batches, options.num_batches))
         if not self.batches:
             raise CalibrationError(f"{where}: got no batch; expected at least one")
-        self._forward = options.forward
+        self._forward, self._weights = options.forward, options.weights
         self._blocks: Sequence[Block] = ()
         self._additions = [m for m in model.modules() if isinstance(m, Add)]
 
@@ -134,6 +138,12 @@ class Replay:
                 found.append([name])
             last = source
         return found
+
+    def changing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which block ``number`` may change, with its weights in memory."""
+        if self._weights is None:
+            return nullcontext()
+        return self._weights.changing(self._blocks[number].module)
 
     def finish(self, number: int, kind: Kind) -> None:
         """Keep the outputs of block ``number`` for the blocks after it."""
@@ -269,17 +279,3 @@ class _Kept:
 def _note(found: Captured, name: str, other: Tensor, check: Callable[[], None]) -> None:
     found.shortcuts[name] = other.detach().clone()
     check()
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Call ``function`` in place of the forward of ``module``."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = function
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own

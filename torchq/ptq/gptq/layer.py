@@ -14,7 +14,7 @@ from torchq.ptq.blockwise import (
     grid_of,
     weight_quantizer,
 )
-from torchq.ptq.gptq.ranges import round_groups, round_with_best_ranges
+from torchq.ptq.gptq.ranges import eliminations, round_groups, round_with_best_ranges
 from torchq.ptq.gptq.solver import cholesky_with_damping, quadratic_error, ridge_regression
 from torchq.ptq.gptq.statistics import Moments, MomentSums
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
@@ -125,7 +125,7 @@ def _round_with_ranges(layer: Any, wanted: Tensor, h: Tensor, options: Options) 
         return rounded
     if options.group_size is not None or not quantizer.calibrated:
         quantizer.calibrate_on(weight_from_matrix(layer, wanted).to(layer.weight.dtype))
-    return round_groups(wanted, h, grid_of(layer), act_order=options.act_order)
+    return round_groups(wanted, eliminations(h, options.act_order), grid_of(layer))
 
 
 def _best_bias(rounded: Tensor, moments: Moments) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,16 +12,18 @@ from torchq.formats import PerAxis
 from torchq.functional import amax_from_scale
 from torchq.ptq.blockwise.grid import Grid, grid_of
 from torchq.ptq.blockwise.layers import weight_quantizer
-from torchq.ptq.gptq.solver import descend, quadratic_error, round_rows
+from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows
 from torchq.workflow.layer_matrices import weight_from_matrix
 
-__all__ = ["round_groups", "round_with_best_ranges"]
+__all__ = ["eliminations", "round_groups", "round_with_best_ranges"]
 
 # Ranges that are tried, as fractions of the largest magnitude, down to the smallest one.
 _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
+# The least number of bytes of the rows that are rounded at the same time, in all ranges together.
+_MEMORY = 1 << 23
 
 
 def _rows_have_own_ranges(layer: Any) -> bool:
@@ -43,7 +46,7 @@ def round_with_best_ranges(
         layer: a quantized Linear or Conv layer.
         weight: (groups, rows, columns), float64, what is to be rounded.
         h: (groups, columns, columns), positive definite.
-        act_order: see :func:`round_rows`.
+        act_order: see :class:`Elimination`.
     """
     granularity = weight_quantizer(layer).descriptor.granularity
     largest = granularity.amax(weight_from_matrix(layer, weight)).float()
@@ -51,36 +54,96 @@ def round_with_best_ranges(
     if not _rows_have_own_ranges(layer):
         amax = _weighted_search(layer, weight, h, largest, fractions)
         grid = grid_of(layer, amax)
-        q = round_groups(weight, h, grid, act_order=act_order)
+        q = round_groups(weight, eliminations(h, act_order), grid)
         return _improve(q, weight, h, grid), amax
-    grids = [grid_of(layer, largest * fraction) for fraction in fractions]
-    count, rows = len(grids), weight.shape[1]
-    stacked = Grid(
-        torch.cat([grid.scale for grid in grids], 1),
-        torch.cat([grid.divisor for grid in grids], 1),
-        grids[0].format,
-    )
-    repeated = weight.repeat(1, count, 1)
-    q = round_groups(repeated, h, stacked, act_order=act_order)
-    errors = quadratic_error(q - repeated, h).unflatten(1, (count, rows))
-    best = errors.argmin(1)  # (groups, rows)
-    fraction = largest.new_tensor(fractions)[best].view(largest.shape)
-    amax = largest * fraction
-    index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
-    q = q.unflatten(1, (count, rows)).gather(1, index).squeeze(1)
-    q = _improve(q, weight, h, grid_of(layer, amax))
-    for _ in range(_REFITS):
-        amax, q = _refit(layer, weight, h, amax, q)
-    return q, amax
+    search = _RowSearch(layer, h, eliminations(h, act_order), fractions)
+    rows = weight.shape[1]
+    if len(weight) > 1:
+        return search.run(weight, largest, None)
+    # Otherwise they need no more than the weight itself.
+    memory = max(_MEMORY, weight.nbytes)
+    count = max(1, memory // (weight.shape[2] * weight.element_size() * len(fractions)))
+    parts = [slice(start, min(start + count, rows)) for start in range(0, rows, count)]
+    found = [search.run(weight[:, part], largest[part], part) for part in parts]
+    return torch.cat([q for q, _ in found], 1), torch.cat([amax for _, amax in found])
 
 
-def round_groups(weight: Tensor, h: Tensor, grid: Grid, *, act_order: bool) -> Tensor:
+class _RowSearch:
+    """The search for a layer each of whose rows has one range.
+
+    Args:
+        layer: quantized.
+        h: of all groups.
+        eliminations: of all groups.
+        fractions: of the largest magnitudes, which are tried.
+    """
+
+    def __init__(
+        self, layer: Any, h: Tensor, eliminations: list[Elimination], fractions: list[float]
+    ) -> None:
+        self._layer, self._h, self._fractions = layer, h, fractions
+        self._eliminations = eliminations
+
+    def run(self, weight: Tensor, largest: Tensor, part: slice | None) -> tuple[Tensor, Tensor]:
+        """Return rounded rows, and their ranges.
+
+        Args:
+            weight: (groups, rows, columns), all rows of a layer or some.
+            largest: their largest magnitudes.
+            part: which rows; None for all.
+        """
+        grids = [grid_of(self._layer, largest * f, part) for f in self._fractions]
+        count, rows = len(grids), weight.shape[1]
+        stacked = Grid(
+            torch.cat([grid.scale for grid in grids], 1),
+            torch.cat([grid.divisor for grid in grids], 1),
+            grids[0].format,
+        )
+        repeated = weight.repeat(1, count, 1)
+        q = round_groups(repeated, self._eliminations, stacked)
+        errors = quadratic_error(q - repeated, self._h).unflatten(1, (count, rows))
+        best = errors.argmin(1)  # (groups, rows)
+        fraction = largest.new_tensor(self._fractions)[best].view(largest.shape)
+        amax = largest * fraction
+        index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
+        q = q.unflatten(1, (count, rows)).gather(1, index).squeeze(1)
+        q = _improve(q, weight, self._h, grid_of(self._layer, amax, part))
+        for _ in range(_REFITS):
+            amax, q = self._refit(weight, amax, q, part)
+        return q, amax
+
+    def _refit(
+        self, weight: Tensor, amax: Tensor, q: Tensor, part: slice | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return better ranges for the codes of ``q``, and better codes for these ranges."""
+        h = self._h
+        grid = grid_of(self._layer, amax, part)
+        codes = q / grid.scale
+        along = codes @ h
+        scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
+        fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
+        fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
+        new = grid_of(self._layer, fitted, part)
+        found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
+        is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
+        return (
+            torch.where(is_better.view(amax.shape), fitted, amax),
+            torch.where(is_better.unsqueeze(2), found, q),
+        )
+
+
+def eliminations(h: Tensor, act_order: bool) -> list[Elimination]:
+    """Return the elimination of the matrix of each group."""
+    return [Elimination.of(matrix, act_order=act_order) for matrix in h]
+
+
+def round_groups(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> Tensor:
     """Return every group of ``weight`` rounded by GPTQ.
 
     The arguments are those of :func:`round_rows`, with a first dimension of groups.
     """
-    parts = zip(weight, h, grid.groups(), strict=True)
-    return torch.stack([round_rows(*part, act_order=act_order) for part in parts])
+    parts = zip(weight, eliminations, grid.groups(), strict=True)
+    return torch.stack([round_rows(*part) for part in parts])
 
 
 def _improve(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
@@ -96,29 +159,6 @@ def _improve(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
 def _descend_groups(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
     parts = zip(q, weight, h, grid.groups(), strict=True)
     return torch.stack([descend(*part) for part in parts])
-
-
-def _refit(
-    layer: Any,
-    weight: Tensor,
-    h: Tensor,
-    amax: Tensor,
-    q: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return better ranges for the codes of ``q``, and better codes for these ranges."""
-    grid = grid_of(layer, amax)
-    codes = q / grid.scale
-    along = codes @ h
-    scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
-    fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
-    fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
-    new = grid_of(layer, fitted)
-    found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
-    is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
-    return (
-        torch.where(is_better.view(amax.shape), fitted, amax),
-        torch.where(is_better.unsqueeze(2), found, q),
-    )
 
 
 def _weighted_search(

@@ -10,12 +10,21 @@ Transformers (ICLR 2023), section 3 and algorithm 1. Coordinate descent: Behdin 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from torchq.ptq.blockwise.grid import Grid
 
-__all__ = ["cholesky_with_damping", "descend", "quadratic_error", "ridge_regression", "round_rows"]
+__all__ = [
+    "Elimination",
+    "cholesky_with_damping",
+    "descend",
+    "quadratic_error",
+    "ridge_regression",
+    "round_rows",
+]
 
 # Columns after which the rest of the matrix is brought up to date, in one product.
 _LAZY = 128
@@ -75,7 +84,35 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
     return torch.linalg.solve(damped, (tx + r * weight).T).T
 
 
-def round_rows(weight: Tensor, h: Tensor, grid: Grid, *, act_order: bool = True) -> Tensor:
+@dataclass(frozen=True)
+class Elimination:
+    """In which order columns are rounded, and how the rest makes up for their errors.
+
+    Attributes:
+        order: (columns,), the columns, those with large diagonals of H first.
+        factor: the upper Cholesky factor of the inverse of H in this order.
+    """
+
+    order: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, h: Tensor, *, act_order: bool = True) -> Elimination:
+        """Return the elimination for a positive definite matrix H in float64.
+
+        Args:
+            h: (columns, columns).
+            act_order: False takes the columns as they come.
+        """
+        if act_order:
+            order = h.diagonal().argsort(descending=True, stable=True)
+        else:
+            order = torch.arange(len(h), device=h.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order]))
+        return cls(order, torch.linalg.cholesky(inverse, upper=True))
+
+
+def round_rows(weight: Tensor, elimination: Elimination, grid: Grid) -> Tensor:
     """Return ``weight`` rounded by GPTQ.
 
     One column is rounded after the other. Each error is made up for by the columns that are not
@@ -84,17 +121,11 @@ def round_rows(weight: Tensor, h: Tensor, grid: Grid, *, act_order: bool = True)
 
     Args:
         weight: (rows, columns), float64.
-        h: (columns, columns), float64, positive definite.
+        elimination: of H.
         grid: of the rows.
-        act_order: round columns with large diagonals of H first.
     """
-    if act_order:
-        order = h.diagonal().argsort(descending=True, stable=True)
-    else:
-        order = torch.arange(len(h), device=h.device)
+    order, u = elimination.order, elimination.factor
     w, grid = weight[:, order].clone(), grid.permuted(order)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order]))
-    u = torch.linalg.cholesky(inverse, upper=True)
     rounded = torch.empty_like(w)
     for start in range(0, w.shape[1], _LAZY):
         end = min(start + _LAZY, w.shape[1])
