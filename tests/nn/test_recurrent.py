@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import torchq
 from torchq import QuantDescriptor
+from torchq.errors import QuantizationError
 from torchq.formats import PerAxis
 from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import TensorQuantizer, convert_, revert_
@@ -318,3 +319,15 @@ def test_autocast_trains() -> None:
         y, _ = layer(x)
     y.float().sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("cls", LAYERS)
+@pytest.mark.parametrize("hidden", ["quantize", "off"])
+def test_no_rows_and_no_steps(cls: type, hidden: str) -> None:
+    layer = quantized(cls, {"bidirectional": True})
+    for end in layer.suffixes(0):
+        layer.quantizer(f"hidden{end}").mode = hidden
+    found, _ = layer(torch.zeros(3, 0, 5, dtype=torch.float64))
+    assert found.shape == (3, 0, 14)
+    with pytest.raises(QuantizationError, match="got a sequence of 0 steps; expected at least"):
+        layer(torch.zeros(0, 2, 5, dtype=torch.float64))

@@ -167,11 +167,13 @@ def running_order(steps: int, reverse: bool) -> range:
 def supports_whole_sequences(*tensors: Tensor) -> bool:
     """Return True if functions with a backward of their own may run on these tensors now.
 
-    They are ordinary tensors of one dtype, float32 or float64, and no autocast is on.
+    They are ordinary tensors of one dtype, float32 or float64, with elements, and no autocast is
+    on.
     """
     same = {tensor.dtype for tensor in tensors}
     return (
         all(map(is_plain, tensors))
+        and tensors[0].numel() > 0
         and len(same) == 1
         and same <= {torch.float32, torch.float64}
         and not torch.is_autocast_enabled(tensors[0].device.type)

@@ -200,7 +200,7 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
         hx: Any = self._as_torch(state)
         # In a padded sequence all sizes are one object, which may stand for an open dimension.
         if all(size is sizes[0] for size in sizes):
-            steps = x.view(len(sizes), sizes[0], -1)
+            steps = x.view(len(sizes), sizes[0], x.shape[-1])
             y, *last = self._call_kernel(steps, hx, given, *options, False)
             y = y.flatten(0, 1)
         else:

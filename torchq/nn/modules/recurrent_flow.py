@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchq.errors import QuantizationError
+
 __all__ = ["RecurrentFlow", "State"]
 
 State = tuple[Tensor, ...]
@@ -34,7 +36,11 @@ class RecurrentFlow(nn.Module):
         return both if self.bidirectional else both[:1]
 
     def run_sequences(self, input: Any, hx: Any) -> Any:
-        """Return the outputs and the last state; the arguments are those of torch's layer."""
+        """Return the outputs and the last state; the arguments are those of torch's layer.
+
+        Raises:
+            QuantizationError: the sequence has no steps; torch's layers raise a RuntimeError too.
+        """
         if isinstance(input, PackedSequence):
             data, batch_sizes, order, back = input
             sizes = [int(size) for size in batch_sizes]
@@ -49,8 +55,10 @@ class RecurrentFlow(nn.Module):
         x = self._enter(batched)
         x = x.transpose(0, 1) if self.batch_first else x
         steps = x.shape[0]
+        if not torch.jit.is_tracing() and steps == 0:
+            raise QuantizationError("input: got a sequence of 0 steps; expected at least one")
         flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
-        y = flat.view(steps, rows, -1)
+        y = flat.view(steps, rows, flat.shape[-1])
         y = y.transpose(0, 1) if self.batch_first else y
         if not is_batched:
             y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
