@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,47 @@ def squeezed_if_it_can_be() -> Case:
     return w.model(y, total), [{"x": random(2, c, 4)} for c in (1, 3)]
 
 
+def with_conditions_on_dimensions() -> Case:
+    """PyTorch 1.13, opset 15: a recurrent layer asks for the number of dimensions of its input."""
+    w = Writer(15)
+    x = w.input("x", [2, "c", 4])
+    size = w.node("Gather", w.node("Shape", x), w.constant(1))
+
+    def branch(name: str, op_type: str, source: str, **attributes: Any) -> Any:
+        result = helper.make_tensor_value_info(f"{name}_out", 1, None)
+        made = helper.make_node(op_type, [source], [f"{name}_out"], **attributes)
+        return helper.make_graph([made], name, [], [result])
+
+    squeezed = helper.make_graph(
+        [helper.make_node("Constant", [], ["one"], value_ints=[1]),
+         helper.make_node("Squeeze", ["x", "one"], ["then_out"])],
+        "then", [], [helper.make_tensor_value_info("then_out", 1, None)])  # fmt: skip
+    first = w.node("If", w.node("Equal", size, w.constant(1)), then_branch=squeezed,
+                   else_branch=branch("else", "Identity", "x"))  # fmt: skip
+    shape = w.node("Shape", first)
+    flat = w.node("Equal", w.node("Size", shape), w.constant(2))
+    negated = w.node("Cast", w.node("Not", flat), to=9)
+    y = w.node("If", negated, then_branch=branch("a", "Relu", first),
+               else_branch=branch("b", "Neg", first))  # fmt: skip
+    last = w.node("Cast", w.node("Gather", shape, w.constant(0)), to=1)
+    return w.model(w.node("Mul", w.node("ReduceSum", y, keepdims=0), last)), [
+        {"x": random(2, c, 4) - 0.5} for c in (1, 3)
+    ]
+
+
+def with_a_negative_size() -> Case:
+    """PaddlePaddle, opset 12: a batch of -1, and a state of the size of the batch."""
+    w = Writer(12)
+    y = w.node("Transpose", w.input("x", [-1, 5, 3]), perm=[1, 0, 2])
+    batch = w.node("Slice", w.node("Shape", y), w.constant([1]), w.constant([2]), w.constant([0]))
+    many = w.node("Concat", w.constant([2]), batch, w.constant([1]), axis=0)
+    state = w.node("Tile", w.weight(torch.zeros(1, 1, 4)), many)
+    weights = (w.random(2, 16, 3), w.random(2, 16, 4), w.random(2, 32))
+    y, *_ = w.node("LSTM", y, *weights, "", state, state, outputs=3, hidden_size=4,
+                   direction="bidirectional")  # fmt: skip
+    return w.model(y), [{"x": random(n, 5, 3)} for n in (1, 2)]
+
+
 def with_boxes_without_an_area() -> Case:
     """Boxes that are points overlap nothing, not even each other."""
     w = Writer(11)
@@ -139,6 +181,8 @@ CASES: list[Callable[[], Case]] = [
     with_the_layout_of_tensorflow,
     of_two_stages,
     squeezed_if_it_can_be,
+    with_conditions_on_dimensions,
+    with_a_negative_size,
     with_boxes_without_an_area,
 ]
 
@@ -158,3 +202,40 @@ def test_a_condition_is_one_call_of_a_trace() -> None:
     modules = found.graph_module.modules()
     assert [type(module).__name__ for module in modules].count("Conditional") == 1
     assert torch.equal(found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0])
+
+
+MODERN = pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 has the exporter")
+
+
+@MODERN
+@pytest.mark.parametrize("channels", [1, 3])
+def test_conditions_on_dimensions_are_decided_by_exports(channels: int, tmp_path: Path) -> None:
+    model, batches = with_conditions_on_dimensions()
+    (feeds,) = (feeds for feeds in batches if feeds["x"].shape[1] == channels)
+    read = torchq.from_onnx(model)
+    program = torch.export.export(read, (feeds["x"],))
+    wanted = run_reference(model, feeds)[0]
+    torch.testing.assert_close(program.module()(feeds["x"]), wanted)
+    path = tmp_path / "again.onnx"
+    torch.onnx.export(read, (feeds["x"],), str(path), dynamo=True, verbose=False)
+    torch.testing.assert_close(run_reference(str(path), {"x": feeds["x"]})[0], wanted)
+
+
+@MODERN
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own loop over time
+def test_states_of_zeros_can_be_exported(tmp_path: Path) -> None:
+    """PyTorch 1.9, opset 12: an initial state that is one zero, expanded."""
+    w = Writer(12)
+    state = w.node("ConstantOfShape", w.constant([2, 1, 4]))
+    weights = (w.random(2, 16, 3), w.random(2, 16, 4), w.random(2, 32))
+    x = w.input("x", ["t", 1, 3])
+    y, *_ = w.node("LSTM", x, *weights, "", state, state, outputs=3, hidden_size=4,
+                   direction="bidirectional")  # fmt: skip
+    read, given = torchq.from_onnx(w.model(y)), random(6, 1, 3)
+    assert all(buffer.is_contiguous() for buffer in read.buffers())
+    path = tmp_path / "again.onnx"
+    shapes = ({0: "t"},)
+    torch.onnx.export(read, (given,), str(path), dynamo=True, verbose=False, dynamic_shapes=shapes)
+    for found in (given, random(9, 1, 3)):
+        wanted = run_reference(w.model(y), {"x": found})[0]
+        torch.testing.assert_close(run_reference(str(path), {"x": found})[0], wanted)

@@ -67,7 +67,8 @@ class GraphBuilder:
         if value.trainable and value.tensor.is_floating_point():
             parent.register_parameter(leaf, self.parameter(value))
         else:
-            parent.register_buffer(leaf, value.tensor)
+            # Exporters ask for the memory that the shape says, not one element for all.
+            parent.register_buffer(leaf, value.tensor.contiguous())
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         if first is None:
             node = self.graph.get_attr(path)

@@ -31,15 +31,16 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ints:
-    """A tensor of integers that is computed from shapes, kept as its elements.
+    """A tensor that is computed from shapes, kept as its elements.
 
     Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
-    Concat, Reshape.
+    Concat, Reshape, and lets a condition on sizes be decided without a tensor.
 
     Attributes:
-        items: numbers, and nodes that compute one number.
+        items: numbers, and nodes that compute one number or flag.
         scalar: True for a tensor without dimensions, False for a vector.
-        dtype: int64 or int32.
+        dtype: int64 or int32; bool for comparisons of sizes; float32 or float64 for sizes that were
+            cast and nothing else, so that the items are whole numbers.
     """
 
     items: tuple[int | fx.Node, ...]

@@ -31,6 +31,8 @@ class GraphBuilder(building.GraphBuilder):
         dequantized: of a node that makes codes the values of the codes.
         quantizers: of a node that calls a quantizer its source and the quantizer.
         weights: how a constant is quantized in the file.
+        shaped: of a node that computes a whole shape the value that has it, where the number of its
+            dimensions is not known.
         four_bits: constants of int4 or uint4, which are tensors of int8 or uint8.
     """
 
@@ -44,6 +46,7 @@ class GraphBuilder(building.GraphBuilder):
         self.dequantized: dict[fx.Node, Value] = {}
         self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
         self.weights: dict[Constant, Quantization] = {}
+        self.shaped: dict[Value, fx.Node] = {}
         self.four_bits: set[Constant] = set()
 
     def convert_nodes(self, graph: Any) -> list[Value]:

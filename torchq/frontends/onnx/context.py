@@ -48,13 +48,14 @@ class NodeContext(FileNode):
     def ints(self, index: int) -> list[int | fx.Node] | None:
         """Return the elements of an input of sizes: numbers and nodes.
 
-        None for a tensor that the network computes.
+        None for a tensor that the network computes, and for flags and floating-point numbers.
         """
         value = self.input(index)
         if isinstance(value, Constant):
             integers = not value.tensor.is_floating_point() and value.tensor.dtype is not torch.bool
             return value.tensor.reshape(-1).tolist() if integers else None
-        return list(value.items) if isinstance(value, Ints) else None
+        known = isinstance(value, Ints) and value.dtype in (torch.int64, torch.int32)
+        return list(value.items) if known else None  # type: ignore[union-attr]
 
     def known_ints(self, index: int, what: str) -> list[int]:
         """Return the elements of an input that must be known now.
@@ -118,7 +119,7 @@ class NodeContext(FileNode):
         Args:
             items: the numbers.
             scalar: see :class:`Ints`.
-            dtype: int64 or int32; by default that of the sizes among the inputs.
+            dtype: see :class:`Ints`; by default that of the first sizes among the inputs.
         """
         if dtype is None:
             given = (value.dtype for value in self.inputs if isinstance(value, Ints))

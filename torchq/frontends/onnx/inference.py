@@ -168,21 +168,9 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
         the shapes with None for open sizes, and the dtypes with None where torch has none; both
         only for tensors that are known.
     """
-    onnx = import_optional("onnx", "from_onnx")
-    light = onnx.ModelProto()
-    light.CopyFrom(model)
-    del light.graph.value_info[:], light.graph.initializer[:]
-    declared = {value.name for value in light.graph.input}
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= _SMALL and tensor.data_location != 1:
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in declared:
-            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            light.graph.input.append(info)
-    for output in light.graph.output:
-        if output.type.HasField("tensor_type"):
-            output.type.tensor_type.ClearField("shape")
+    light = _light_copy(model)
     try:
+        onnx = import_optional("onnx", "from_onnx")
         light = onnx.shape_inference.infer_shapes(light)
     except Exception as error:  # the binding raises several kinds; the rest may still be converted
         log.debug("%s: shapes are not known: %s", where, error)
@@ -197,3 +185,26 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
             sizes = kind.shape.dim
             shapes[info.name] = [d.dim_value if d.HasField("dim_value") else None for d in sizes]
     return shapes, dtypes
+
+
+def _light_copy(model: Any) -> Any:
+    """Return a model without large tensors, and without what it says of inner tensors."""
+    onnx = import_optional("onnx", "from_onnx")
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    del light.graph.value_info[:], light.graph.initializer[:]
+    declared = {value.name for value in light.graph.input}
+    for tensor in model.graph.initializer:
+        if math.prod(tensor.dims) <= _SMALL and tensor.data_location != 1:
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in declared:
+            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            light.graph.input.append(info)
+    for output in light.graph.output:
+        if output.type.HasField("tensor_type"):
+            output.type.tensor_type.ClearField("shape")
+    for value in light.graph.input:
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_value < 0:  # Old exporters of PaddlePaddle write open sizes as -1.
+                size.ClearField("dim_value")
+    return light

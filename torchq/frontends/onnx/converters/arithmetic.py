@@ -35,7 +35,6 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "IsNaN": torch.isnan,
     "Log": torch.log,
     "Neg": torch.neg,
-    "Not": torch.logical_not,
     "Reciprocal": torch.reciprocal,
     "Round": torch.round,
     "Sign": torch.sign,
@@ -124,11 +123,12 @@ def _sizes_of(node: NodeContext) -> tuple[list[Any], list[Any], bool] | None:
 def _numeric(node: NodeContext) -> Value:
     align_old_operands(node)
     on_tensors, on_numbers = _NUMERIC[node.op_type]
-    sizes = _sizes_of(node) if node.op_type in ("Add", "Sub", "Mul") else None
+    sizes = _sizes_of(node)
     if sizes is not None:
         first, second, scalar = sizes
         pairs = zip(first, second, strict=True)
-        return node.sizes([node.arithmetic(on_numbers, a, b) for a, b in pairs], scalar)
+        dtype = None if node.op_type in ("Add", "Sub", "Mul") else torch.bool
+        return node.sizes([node.arithmetic(on_numbers, a, b) for a, b in pairs], scalar, dtype)
     first_value, second_value = node.inputs
     if isinstance(first_value, fx.Node):
         second_value = scalar_or_value(node, 1)
@@ -210,15 +210,28 @@ def _is_inf(node: NodeContext) -> Value:
     return node.call(torch.isposinf if positive else torch.isneginf, node.inputs[0])
 
 
+@converter("Not")
+def _not(node: NodeContext) -> Value:
+    value = node.inputs[0]
+    if isinstance(value, Ints):
+        items = [node.arithmetic(operator.not_, item) for item in value.items]
+        return node.sizes(items, value.scalar, torch.bool)
+    return node.call(torch.logical_not, value)
+
+
 @converter("Where")
 def _where(node: NodeContext) -> Value:
-    condition, chosen = node.constant(0), [node.ints(1), node.ints(2)]
-    is_sizes = any(isinstance(value, Ints) for value in node.inputs[1:])
-    if is_sizes and condition is not None and None not in chosen and condition.dim() == 1:
-        first, second = ((items or []) for items in chosen)
-        if len(first) == len(second) == len(condition):
-            triples = zip(condition.tolist(), first, second, strict=True)
-            return node.sizes([a if take else b for take, a, b in triples])
+    condition, flags = node.constant(0), node.inputs[0]
+    taken = list(flags.items) if isinstance(flags, Ints) else None
+    if condition is not None and condition.dim() == 1:
+        taken = condition.tolist()
+    is_sizes = any(isinstance(value, Ints) for value in node.inputs)
+    columns = [items for items in (taken, node.ints(1), node.ints(2)) if items is not None]
+    if is_sizes and len(columns) == 3 and len(set(map(len, columns))) == 1:
+        rows = zip(*columns, strict=True)
+        items = [node.arithmetic(elementwise.choose, *row) for row in rows]
+        scalar = all(node.shape(index) == [] for index in range(3))
+        return node.sizes(items, scalar, node.dtype(1))
     return node.call(torch.where, *node.inputs)
 
 
@@ -230,9 +243,6 @@ def _cast(node: NodeContext) -> Value:
         source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
     ):
         node.refuse("torch has no type for its elements")
-    value = node.inputs[0]
-    if isinstance(value, Ints) and dtype in (torch.int64, torch.int32):
-        return node.sizes(value.items, value.scalar, dtype)
     return _convert_type(node, dtype)
 
 
@@ -241,13 +251,22 @@ def _cast_like(node: NodeContext) -> Value:
     dtype = node.dtype(1)
     if dtype is None or (node.dtype(0) is None and node.input_names[0] in node.builder.dtypes):
         node.refuse("torch has no type for its elements, or the type is not known")
-    value = node.inputs[0]
-    if isinstance(value, Ints) and dtype in (torch.int64, torch.int32):
-        return node.sizes(value.items, value.scalar, dtype)
     return _convert_type(node, dtype)
 
 
+#: The element types in which sizes are whole numbers; float64 holds all of them, float32 those of
+#: dimensions.
+_OF_SIZES = (torch.int64, torch.int32, torch.float32, torch.float64)
+
+
 def _convert_type(node: NodeContext, dtype: torch.dtype) -> Value:
+    value = node.inputs[0]
+    if isinstance(value, Ints) and value.dtype is not torch.bool:
+        if dtype in _OF_SIZES:
+            return node.sizes(value.items, value.scalar, dtype)
+        if dtype is torch.bool:
+            flags = [node.arithmetic(operator.ne, item, 0) for item in value.items]
+            return node.sizes(flags, value.scalar, dtype)
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return node.call(
             elementwise.cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.branches import branch_module, names_from_outside
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions.control import Conditional
@@ -35,4 +35,7 @@ def _decided_by_the_network(node: NodeContext, branches: list[Any]) -> list[Valu
     if counts != [len(node.output_names)] * 2:
         node.refuse(f"its branches have {counts} outputs; expected {len(node.output_names)}")
     arguments = [values[name] for name in names]
-    return node.module_parts(counts[0], Conditional(*modules), node.inputs[0], *arguments)
+    condition: Any = node.inputs[0]
+    if isinstance(condition, Ints):  # sizes decide: a flag, which exporters know while they trace
+        condition = condition.items[0]
+    return node.module_parts(counts[0], Conditional(*modules), condition, *arguments)

@@ -20,6 +20,11 @@ def _gather(node: NodeContext) -> Value:
     if isinstance(value, Ints) and places is not None and places.dim() <= 1:
         items = [value.items[int(place)] for place in places.reshape(-1).tolist()]
         return node.sizes(items, scalar=places.dim() == 0)
+    source = node.builder.shaped.get(value)
+    if source is not None and places is not None and places.dim() <= 1:
+        numbers = places.reshape(-1).tolist()
+        sizes = [node.builder.graph.call_method("size", (source, number)) for number in numbers]
+        return node.sizes(sizes, scalar=places.dim() == 0)
     if _is_table(node, axis):
         assert isinstance(value, Constant)
         rows, size = value.tensor.shape

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from torchq.frontends.building import Constant, Value, stack_ints
+from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
-from torchq.frontends.onnx.functions.elementwise import cast
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
@@ -35,7 +34,10 @@ def _constant(node: NodeContext) -> Value:
 def _shape(node: NodeContext) -> Value:
     shape = node.shape(0)
     if shape is None:
-        return node.call(shape_of, node.inputs[0], node.attr("start", 0), node.attr("end"))
+        found = node.call(shape_of, node.inputs[0], node.attr("start", 0), node.attr("end"))
+        if not node.attr("start", 0) and node.attr("end") is None:
+            node.builder.shaped[found] = node.tensor(node.inputs[0])
+        return found
     places = range(len(shape))[slice(node.attr("start", 0), node.attr("end"))]
     return node.sizes([node.size(0, axis) for axis in places], dtype=torch.int64)
 
@@ -50,6 +52,9 @@ def _size(node: NodeContext) -> Value:
     shape = node.shape(0)
     if shape is not None and None not in shape:
         return node.sizes([torch.Size(shape).numel()], True, torch.int64)  # type: ignore[arg-type]
+    source = node.builder.shaped.get(node.inputs[0])
+    if source is not None:  # the number of dimensions
+        return node.sizes([node.builder.graph.call_method("dim", (source,))], True, torch.int64)
     return node.call(size_of, node.inputs[0])
 
 
@@ -87,14 +92,11 @@ def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
 
     Detectors compute their grids from sizes that are cast to floats.
     """
-    items, value = node.ints(index), node.inputs[index]
-    if items is not None:
-        return items[0] if len(items) == 1 else None
-    if isinstance(value, Constant):
-        return value.tensor.item() if value.tensor.numel() == 1 else None
-    source = value.args[0] if isinstance(value, fx.Node) and value.target is cast else None
-    if isinstance(source, fx.Node) and source.target is stack_ints:
-        return source.args[0][0]  # type: ignore[index, return-value]
+    value = node.inputs[index]
+    if isinstance(value, Ints) and len(value.items) == 1:
+        return value.items[0]
+    if isinstance(value, Constant) and value.tensor.numel() == 1:
+        return value.tensor.item()
     return None
 
 

@@ -23,6 +23,8 @@ class Conditional(nn.Module):
         super().__init__()
         self.then_branch, self.else_branch = then_branch, else_branch
 
-    def forward(self, condition: Tensor, *values: Any) -> Any:
+    def forward(self, condition: Tensor | bool, *values: Any) -> Any:
         """Return what the chosen branch makes of ``values``."""
-        return (self.then_branch if bool(condition.reshape(-1)[0]) else self.else_branch)(*values)
+        if isinstance(condition, Tensor):
+            condition = bool(condition.reshape(-1)[0])
+        return (self.then_branch if condition else self.else_branch)(*values)

@@ -13,6 +13,7 @@ __all__ = [
     "bit_shift",
     "cast",
     "cast_float8",
+    "choose",
     "clip",
     "divide",
     "hard_sigmoid",
@@ -80,6 +81,11 @@ def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
     if low is not None:
         x = torch.maximum(x, low.to(x.dtype))
     return x if high is None else torch.minimum(x, high.to(x.dtype))
+
+
+def choose(flag: bool, first: int, second: int) -> int:
+    """Return the first number if the flag is set, else the second."""
+    return first if flag else second
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
