@@ -124,6 +124,17 @@ def test_keyword_arguments_and_outputs_with_logits() -> None:
         torch.testing.assert_close(distillation.loss(), expected)
 
 
+def test_a_layer_without_a_call_is_named() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.forward = model[0].forward  # type: ignore[method-assign]
+    with Distillation(model, model, layers="1") as distillation:
+        model(torch.ones(1, 2))
+        with pytest.raises(
+            ConfigError, match=r"^1: got no call of this layer; expected one in each"
+        ):
+            distillation.loss()
+
+
 def test_errors() -> None:
     model, _ = prepared()
     with pytest.raises(ConfigError, match="'nothing' selects no module; expected one of stem"):

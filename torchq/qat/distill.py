@@ -92,7 +92,8 @@ class Distillation:
     the twin on the same arguments. The model is called by whatever code trains it.
 
     Args:
-        model: the quantized model that is trained.
+        model: the quantized model that is trained. If ``torch.compile`` is used, give what it
+            returned: hooks of a model that is compiled already are not always seen.
         teacher: the model to learn from; default :func:`float_twin` of the model now.
         layers: patterns of modules whose results are compared too, by :func:`feature_loss`; the
             same paths must lead to modules of the teacher.
@@ -164,17 +165,25 @@ class Distillation:
         The twin runs once, in eval mode and without gradients.
 
         Raises:
-            ConfigError: there was no call since the last loss, or outside the block.
+            ConfigError: there was no call since the last loss, or outside the block; or a layer
+                was not called.
         """
         if self._call is None:
             raise ConfigError(
                 "Distillation.loss: got no call of the model; expected one before each loss, "
-                "inside the block"
+                "inside the block. If it was compiled before, give what torch.compile returned"
             )
         (args, kwargs, output), self._call = self._call, None
         features, found = dict(self._features), dict[str, Tensor]()
         self._features.clear()
         expected = self._run_teacher(args, kwargs, found)
+        unseen = [name for name in self.layers if name not in features or name not in found]
+        if unseen:
+            raise ConfigError(
+                f"{unseen[0]}: got no call of this layer; expected one in each call of the model "
+                "and of the teacher. Layers of compiled models are seen if the block begins before "
+                "their first call"
+            )
         losses = [feature_loss(features[name], found[name]) for name in self.layers]
         total = torch.stack(losses).mean() if losses else 0.0
         if self._logits is not None:
