@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.analysis import Report
+from torchq.analysis.page.verdict import culprits, damage_shares
 from torchq.errors import CalibrationError, ConfigError
 
 pytest.importorskip("jinja2")
@@ -66,17 +69,63 @@ def test_the_verdict_names_the_culprit_and_the_call() -> None:
     found = usual().data["verdict"]
     assert found["grade"] == "poor"
     assert found["sentence"].startswith("Quantization damages this model: accuracy 1 becomes 0.")
-    assert found["blame"].startswith("middle and ")
-    assert "exclude=['middle', " in found["advice"][0]["code"]
+    assert found["blame"].startswith("Most of the damage at the output comes from middle (")
+    assert found["advice"][0]["code"].endswith("exclude=['middle'])")
+    rows = usual().data["layers"]
+    assert sum(row["damage"] for row in rows) == pytest.approx(1, rel=1e-3)
+    share = next(row["damage"] for row in rows if row["name"] == "middle")
+    assert f"takes away {share:.0%} of the damage" in found["advice"][0]["text"]
 
 
 def test_a_good_model_needs_nothing() -> None:
     model, batches = planted(16)
     found = torchq.report(model, batches, progress=False, plan=False).data["verdict"]
     assert found["grade"] == "good"
-    assert found["advice"] == [
-        {"text": "Nothing needs to be done: export or deploy it.", "code": ""}
-    ]
+    assert found["advice"][0] == {
+        "text": "Nothing needs to be done: export or deploy it.",
+        "code": "",
+    }
+    assert all("To come closer still" in advice["text"] for advice in found["advice"][1:])
+
+
+class Ranked(NamedTuple):
+    name: str
+    value: float
+
+
+def ranked(values: list[float], unit: str = "nat") -> Any:
+    rows = [Ranked(f"layer{number}", value) for number, value in enumerate(values)]
+    return SimpleNamespace(rows=rows, unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "blamed"),
+    [
+        ([6.0, 2.0, 1.0, 1.0], "nat", 1),
+        ([4.0, 2.0, 1.0, 1.0, 1.0, 1.0], "nat", 2),
+        ([2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0], "nat", 3),
+        ([1.0] * 8, "nat", 0),
+        ([10.0, 20.0, 20.0], "dB", 1),
+        ([math.nan, 3.0, 1.0], "nat", 1),
+        ([0.0, 0.0], "nat", 0),
+    ],
+)
+def test_the_fewest_layers_that_do_half_of_the_damage_are_blamed(
+    values: list[float], unit: str, blamed: int
+) -> None:
+    ranking = ranked(values, unit)
+    assert culprits(ranking) == [f"layer{number}" for number in range(blamed)]
+    assert sum(damage_shares(ranking).values()) == pytest.approx(float(any(values)))
+
+
+def test_few_predictions_are_not_trusted() -> None:
+    model, batches = planted()
+    found = torchq.report(model, [batches[0][0][:8]], progress=False, plan=False).data
+    assert found["outputs"]["predictions"] == 8
+    assert found["verdict"]["grade"] != "good"
+    sentence = found["verdict"]["sentence"]
+    assert "signal to noise is " in sentence
+    assert sentence.endswith("of 8 predictions are those of the float model, too few to be sure.")
 
 
 def test_errors_of_the_doctor_come_first() -> None:
@@ -132,7 +181,7 @@ def test_forms(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == report.data
     text = (tmp_path / "a.txt").read_text()
     assert "1     middle" in text
-    assert "exclude=['middle', " in text
+    assert "exclude=['middle'])" in text
     page = (tmp_path / "a.html").read_text()
     assert page.count("<html") == 1
     assert "srcdoc=" in report._repr_html_()

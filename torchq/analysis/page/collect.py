@@ -20,7 +20,7 @@ from torchq.analysis.mixed.costs import LayerFacts, gather_facts
 from torchq.analysis.noise import relative_error
 from torchq.analysis.page.outputs import compare_outputs
 from torchq.analysis.page.samples import channel_rows, histogram_rows
-from torchq.analysis.page.verdict import verdict
+from torchq.analysis.page.verdict import culprits, damage_shares, verdict
 from torchq.analysis.ranking import SensitivityReport, sensitivity
 from torchq.analysis.ranking.metrics import batch_size
 from torchq.errors import ConfigError, MissingExtraError
@@ -103,7 +103,7 @@ def _ranking_row(ranking: SensitivityReport) -> dict[str, Any]:
         "metric": ranking.metric,
         "unit": ranking.unit,
         "note": ranking.note,
-        "worst": ranking.worst(2),
+        "worst": [name or "(root)" for name in culprits(ranking)],
     }
 
 
@@ -154,11 +154,11 @@ def _layer_rows(
 ) -> list[dict[str, Any]]:
     by_name = {layer.name: layer for layer in layers}
     ranked = {row.name: (place, row.value) for place, row in enumerate(ranking.rows, 1)}
-    shares = {row.name: share for row, share in zip(ranking.rows, ranking.shares, strict=True)}
+    shares = damage_shares(ranking)
     rows = []
     for row in errors.rows:
         place, value = ranked.get(row.name, (None, None))
-        known = {"rank": place, "harm": value, "share": shares.get(row.name, 0.0)}
+        known = {"rank": place, "harm": value, "damage": shares.get(row.name, 0.0)}
         size = _size_row(by_name[row.name], facts[row.name])
         rows.append({"name": row.name or "(root)", **known, **_error_row(row), **size})
     return rows

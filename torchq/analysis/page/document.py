@@ -141,10 +141,10 @@ def _text(data: dict[str, Any]) -> str:
         lines.append(f"{number}. {advice['text']}")
         if advice["code"]:
             lines.append(f"   {advice['code']}")
-    rows = [("rank", "layer", "harm", "local SQNR", "SQNR", "clipped", "bits", "bytes")]
+    rows = [("rank", "layer", "damage", "local SQNR", "SQNR", "clipped", "bits", "bytes")]
     ranked = sorted(data["layers"], key=lambda row: row["rank"] or len(data["layers"]) + 1)
     for row in ranked[:_SHOWN]:
-        figures = (_number(row["harm"]), _ratio(row["local_sqnr"]), _ratio(row["sqnr"]))
+        figures = (percent_text(row["damage"]), _ratio(row["local_sqnr"]), _ratio(row["sqnr"]))
         bits = f"{row['weight_bits']}/{row['input_bits']}"
         rest = (percent_text(row["clipped"] or 0.0), bits, f"{row['bytes']:,.0f}")
         rows.append((str(row["rank"] or ""), row["name"], *figures, *rest))
@@ -161,7 +161,3 @@ def _text(data: dict[str, Any]) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else decibel_text(value)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

@@ -22,14 +22,16 @@
   }
   const bottom = (names, width) => width / names.length >= 22 ? Math.min(120, 20 + 4.8 * Math.min(18, d3.max(names, (n) => n.length))) : 24;
 
+  const isBlamed = (report, d) => report.ranking.worst.includes(d.name);
+
   function errors(report, width) {
     const rows = report.layers, names = rows.map((d) => d.name);
-    const title = (d) => [d.name, `by itself ${percent(d.local_error)} (${decibel(d.local_sqnr)})`, `with all before ${percent(d.error)} (${decibel(d.sqnr)})`, d.rank ? `rank ${d.rank} of ${rows.length}` : ""].join("\n");
+    const title = (d) => [d.name, `by itself ${percent(d.local_error)} (${decibel(d.local_sqnr)})`, `with all before ${percent(d.error)} (${decibel(d.sqnr)})`, d.rank ? `${percent(d.damage)} of the damage at the output` : ""].join("\n");
     return plot(width, {
       height: 300, marginLeft: 46, marginBottom: bottom(names, width), x: nameAxis(names, width),
       y: { label: "error beside the signal", tickFormat: ".0%", grid: true, zero: true, ticks: 5 },
       marks: [
-        Plot.barY(rows, { x: "name", y: (d) => d.local_error ?? 0, fill: (d) => d.rank && d.rank <= 2 ? color.bad : color.accent, inset: width / rows.length > 6 ? 1 : 0 }),
+        Plot.barY(rows, { x: "name", y: (d) => d.local_error ?? 0, fill: (d) => isBlamed(report, d) ? color.bad : color.accent, inset: width / rows.length > 6 ? 1 : 0 }),
         Plot.lineY(rows, { x: "name", y: (d) => d.error ?? 0, stroke: color.trace, strokeWidth: 1.75 }),
         Plot.ruleY([0], { stroke: color.quiet }),
         Plot.tip(rows, Plot.pointerX({ x: "name", y: (d) => Math.max(d.local_error ?? 0, d.error ?? 0), title })),
@@ -41,14 +43,15 @@
     const most = isNarrow(width) ? 12 : 20, letters = isNarrow(width) ? 18 : 36;
     const rows = report.layers.filter((d) => d.rank).sort((a, b) => a.rank - b.rank).slice(0, most);
     const left = 14 + 6.6 * Math.min(letters, d3.max(rows, (d) => d.name.length) ?? 4);
+    const longest = d3.max(rows, (d) => d.damage) || 1, length = (d) => Math.max(d.damage / longest, 0.004);
     const value = (d) => report.ranking.unit === "dB" ? decibel(d.harm) : d3.format(".3~g")(d.harm ?? 0);
     return plot(width, {
       height: 30 + 24 * rows.length, marginLeft: left, marginRight: 76, x: { axis: null, domain: [0, 1] },
       y: { label: null, domain: rows.map((d) => d.name), tickSize: 0, tickFormat: (n) => short(n, letters) },
       marks: [
-        Plot.barX(rows, { y: "name", x: (d) => Math.max(d.share, 0.004), fill: (d) => d.rank <= 2 ? color.bad : color.accent, insetTop: 3, insetBottom: 3, rx: 2 }),
-        Plot.text(rows, { y: "name", x: (d) => Math.max(d.share, 0.004), text: value, textAnchor: "start", dx: 6, fill: color.quiet }),
-        Plot.tip(rows, Plot.pointerY({ y: "name", x: "share", title: (d) => `${d.name} (${d.kind})\n${report.ranking.metric} ${value(d)} ${report.ranking.unit}\nby itself ${decibel(d.local_sqnr)}` })),
+        Plot.barX(rows, { y: "name", x: length, fill: (d) => isBlamed(report, d) ? color.bad : color.accent, insetTop: 3, insetBottom: 3, rx: 2 }),
+        Plot.text(rows, { y: "name", x: length, text: (d) => percent(d.damage), textAnchor: "start", dx: 6, fill: color.quiet }),
+        Plot.tip(rows, Plot.pointerY({ y: "name", x: length, title: (d) => `${d.name} (${d.kind})\n${percent(d.damage)} of the damage\n${report.ranking.metric} ${value(d)} ${report.ranking.unit}\nby itself ${decibel(d.local_sqnr)}` })),
       ],
     });
   }
