@@ -81,6 +81,14 @@ def test_two_processes_find_the_ranges_of_one(tmp_path: Path) -> None:
     assert printed.count("equal to one process") == 2
 
 
+def test_two_processes_train_one_network(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    printed = run("distributed_training.py", folder=tmp_path, launcher=launcher)
+    found = [line for line in printed.splitlines() if line.startswith("rank")]
+    assert len(found) == 2 and all(line.endswith("right, equal") for line in found)
+    assert all(int(line.split()[4]) >= 15 for line in found)
+
+
 def test_onnx_in_onnx_out(photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
