@@ -120,7 +120,7 @@ class _Router(TorchFunctionMode):
     def __init__(self, module: RoutedModule) -> None:
         super().__init__()
         self.module = module
-        self.found = 0
+        self.found: set[CallSite] = set()
         self.others: dict[str, int] = {}
 
     def __torch_function__(
@@ -162,18 +162,25 @@ class _Router(TorchFunctionMode):
             if site.kind == kind and site.weight:
                 place = function.left if site.weight_is_left else function.right
                 if operand(args, kwargs, place) is _attribute(self.module, site.weight):
-                    self.found += 1
+                    self.found.add(site)
                     return site
         number = self.others.get(kind, 0)
         self.others[kind] = number + 1
         for site in self.module.calls:
             if site.kind == kind and not site.weight and site.number == number:
-                self.found += 1
+                self.found.add(site)
                 return site
         return None
 
-    def check(self) -> None:
-        """Raise QuantizationError if the forward made other calls than the planned ones."""
+    def check(self, is_symbolic: bool) -> None:
+        """Raise QuantizationError if the forward made other calls than the planned ones.
+
+        Args:
+            is_symbolic: The forward ran on proxies of torch.fx, whose operators (``x @ weight``)
+                no mode sees: then every call must have been seen.
+        """
+        if is_symbolic and len(self.found) < len(self.module.calls):
+            self._refuse("made calls that no tracer of torch.fx sees; expected calls of functions")
         for site in self.module.calls:
             made = self.others.get(site.kind, 0)
             if not site.weight and made != site.total:
@@ -202,7 +209,7 @@ def _twin(cls: type[Any], is_container: bool) -> type[RoutedModule]:
         # Not "with _Router(self) as router": Dynamo would not give the mode there.
         with router:
             result = cls.forward(self, *args, **kwargs)
-        router.check()
+        router.check(any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())))
         return result
 
     # Exporters ask for the names of arguments.
