@@ -88,7 +88,7 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     model = calibrated(bits=(2, 8))
     if arguments.get("start") != "nearest":
         gptq_(before, batches(), progress=False)
-    report = adaround_(model, batches(), steps=100, progress=False, **arguments)
+    report = adaround_(model, batches(), steps=100, finish=0, progress=False, **arguments)
     assert block_error(model, net()) < block_error(before, net())
     blocks = list(report.blocks)
     if arguments.get("block") == "layer":
@@ -97,7 +97,7 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
         assert blocks == ["0", "2", "3", "5"]
         assert report.blocks["2"].layers == ("2.conv1", "2.conv2")
     assert all(block.error_after <= block.error_before for block in report.blocks.values())
-    assert "blocks from 3 batches" in str(report)
+    assert "blocks from 3 batches" in str(report) and report.output is None
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             assert torch.equal(module.weight_quantizer(module.weight), module.weight)
@@ -107,7 +107,7 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
 
 def test_ranges_of_activations_are_learned() -> None:
     model, before = calibrated(bits=(4, 2)), calibrated(bits=(4, 2))
-    adaround_(model, batches(), steps=20, progress=False)
+    adaround_(model, batches(), steps=20, finish=0, progress=False)
     changed = [
         not torch.equal(a.amax, b.amax)
         for a, b in zip(
@@ -134,7 +134,9 @@ def test_the_seed_decides_the_result() -> None:
         model, data = small()
         torch.manual_seed(5)
         state = torch.get_rng_state()
-        adaround_(model, data, steps=80, start="nearest", seed=seed, drop=0.5, progress=False)
+        adaround_(
+            model, data, steps=80, start="nearest", seed=seed, drop=0.5, finish=5, progress=False
+        )
         assert torch.equal(torch.get_rng_state(), state)
         models.append(model.state_dict())
     first, again, other = models
@@ -146,8 +148,8 @@ def test_a_call_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "blocks.pt"
     whole, model, runs = calibrated(), calibrated(), 0
     before = copy.deepcopy(model.state_dict())
-    arguments: dict[str, Any] = {"steps": 4, "progress": False, "checkpoint": path}
-    adaround_(whole, batches(), steps=4, progress=False)
+    arguments: dict[str, Any] = {"steps": 4, "finish": 4, "progress": False, "checkpoint": path}
+    adaround_(whole, batches(), steps=4, finish=4, progress=False)
 
     def interrupted(model: nn.Module, batch: Tensor) -> Any:
         nonlocal runs
@@ -186,6 +188,8 @@ def test_bad_input_changes_nothing() -> None:
             adaround_(model, [batches()[0] * torch.nan], start=start, progress=False)  # type: ignore
     with pytest.raises(ConfigError, match="adaround_: got steps=0; expected at least 1"):
         adaround_(model, batches(), steps=0)
+    with pytest.raises(ConfigError, match="adaround_: got finish=-1; expected at least 0"):
+        adaround_(model, batches(), finish=-1)
     with pytest.raises(ConfigError, match="adaround_: got start='zero'"):
         adaround_(model, batches(), start="zero")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="adaround_: got drop=1; expected at least 0"):
@@ -201,6 +205,65 @@ def test_formats_without_integer_codes_are_named() -> None:
     weight = torchq.QuantDescriptor((4, 3), axis=0)
     model[1].conv1.weight_quantizer = torchq.TensorQuantizer(weight)
     torchq.calibrate(model, batches(), progress=False)
-    report = adaround_(model, batches(), steps=2, progress=False)
+    report = adaround_(model, batches(), steps=2, finish=0, progress=False)
     assert report.skipped == {"1.conv1": "its weight has no integer codes"}
     assert report.blocks["1"].layers == ("1.conv2",)
+
+
+def output_error_of(model: nn.Module) -> float:
+    """Return the squared error of the output over its variance, and the divergence added."""
+    with torch.no_grad():
+        x, total = batches(), 0.0
+        for batch in x:
+            found, target = model(batch), net()(batch)
+            p, q = target.softmax(1), found.softmax(1)
+            divergence = (p * (p / q).log()).sum(1).mean()
+            error = (found - target).square().mean() / target.var(correction=0)
+            total += (error + divergence).item()
+    return total / len(x)
+
+
+def test_the_last_part_lowers_the_error_of_the_output() -> None:
+    model, without = calibrated(bits=(2, 2)), calibrated(bits=(2, 2))
+    adaround_(without, batches(), steps=5, finish=0, block="layer", start="nearest", progress=False)
+    report = adaround_(
+        model, batches(), steps=5, finish=60, block="layer", start="nearest", progress=False
+    )
+    assert report.output is not None and "the model" in str(report)
+    assert report.output[0] == pytest.approx(output_error_of(without), rel=1e-4)
+    assert report.output[1] == pytest.approx(output_error_of(model), rel=1e-4)
+    assert report.output[1] < 0.9 * report.output[0]
+    for (name, a), (_, b) in zip(model.named_parameters(), without.named_parameters(), strict=True):
+        is_weight = name.endswith("weight")
+        assert torch.equal(a, b) == is_weight, name
+        assert a.requires_grad and a.grad is None
+
+
+class Boxes(nn.Module):
+    """Returns as many rows as the scores say, as a detector does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found[found[:, 0] > found[:, 0].mean() + 1e-3 * found[:, 1].round(decimals=3)]
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("kind", [Boxes, Detached])
+def test_the_last_part_is_left_out_where_it_cannot_learn(kind: Any) -> None:
+    model = calibrated(kind().eval(), bits=(2, 2))
+    with pytest.warns(UserWarning, match="adaround_: the last part, .*, was left out"):
+        report = adaround_(model, batches(), steps=2, finish=3, progress=False)
+    assert len(report.blocks) == 4 and report.output is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from torchq.errors import ConfigError
-from torchq.nn import TensorQuantizer
+from torchq.ptq.adaround.block_state import BlockState, learnable_ranges
 from torchq.ptq.adaround.checkpoint import Checkpoint
+from torchq.ptq.adaround.finish import Finish
 from torchq.ptq.adaround.learned_block import LearnedBlock
 from torchq.ptq.adaround.reconstruction import BlockData, Settings, learn, mean_error
 from torchq.ptq.blockwise import (
@@ -30,12 +31,11 @@ from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import Options
 from torchq.ptq.ranks import rank_in
 from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
-from torchq.workflow import weight_quantizers
 
 __all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
 
-#: Rows of a batch in one step.
-_ROWS = 32
+#: Rows of a batch in one step, of a block and of the whole model.
+_ROWS, _FINISH_ROWS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,23 @@ class AdaRoundReport(NotebookText):
         blocks: path of each block, in running order -> what happened.
         skipped: path of each quantized layer that was left alone -> the reason.
         batches: the number of batches that were read.
+        output: the error of the output of the model before the last part and after it: the squared
+            error over the variance, and for class scores the divergence of the probabilities in
+            nats added; None if there was no such part.
     """
 
     blocks: Mapping[str, AdaRoundBlock]
     skipped: Mapping[str, str]
     batches: int
+    output: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         rows = [("block", "error of the output", "undecided weights")]
         for name, block in self.blocks.items():
             error = f"{block.error_before:.3g} -> {block.error_after:.3g}"
             rows.append((name, error, f"{block.undecided:.1%}"))
+        if self.output is not None:
+            rows.append(("the model", "{:.3g} -> {:.3g}".format(*self.output), ""))
         rows += [(name, "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
         return f"{table(rows)}\n{len(self.blocks)} blocks from {self.batches} batches"
 
@@ -87,6 +93,7 @@ def adaround_(
     steps: int = 500,
     start: Literal["gptq", "nearest"] = "gptq",
     drop: float = 0.0,
+    finish: int = 300,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     run: RunOptions | None = None,
@@ -98,7 +105,9 @@ def adaround_(
     one block after the other, the roundings of all its weights, the ranges of its activations and
     its biases are learned together, so that its output on quantized inputs becomes the output of
     the float block on float inputs. Blocks before it are quantized already. Afterwards the weights
-    are values of the quantizers' grids.
+    are values of the quantizers' grids. Last, the ranges of activations and the biases of all
+    layers are learned together, for the output of the float model; outputs (N, classes) are also
+    compared as probabilities.
 
     A block is changed as a whole or not at all, and never for the worse on the batches. A call
     that fails or is interrupted leaves finished blocks as they are, with a warning; with
@@ -116,6 +125,8 @@ def adaround_(
         drop: the probability that an element of an activation is not quantized, while learning
             (QDrop, Wei et al. 2022); 0.5 in the paper. It costs time and helps most where
             activations have few bits and images are few.
+        finish: training steps of the last part, each on 64 rows of a batch, through the whole
+            model; 0 leaves it out, and so do weights in files (``run.weights``).
         seed: of the random choices. The result depends on it and on the batches alone.
         checkpoint: a file that keeps finished blocks. If it exists, its blocks are read from it.
         run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
@@ -139,7 +150,7 @@ def adaround_(
         >>> list(torchq.ptq.adaround_(model, batches, steps=2, progress=False).blocks)
         ['0', '1']
     """
-    _check(steps, start, drop)
+    _check(steps, start, drop, finish)
     run = run or RunOptions()
     layers, skipped = find_layers(model)
     layers, skipped = _without_float_formats(layers, skipped)
@@ -152,19 +163,25 @@ def adaround_(
         replay.use_blocks(blocks)
         saved = Checkpoint(checkpoint, {"seed": seed, "steps": steps, "start": start, "drop": drop})
         work = _Work(model, replay, settings, start, seed, saved)
+        last = None
+        if finish and run.weights is None:
+            last = Finish(replay, replace(settings, steps=finish, rows=_FINISH_ROWS), seed)
         with said_how_far("adaround_", work.finished, blocks):
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
             ):
                 with replay.changing(number):
                     work.treat(number, one)
+            output = last.learn() if last is not None else None
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return AdaRoundReport(work.done, ordered, len(replay.batches))
+    return AdaRoundReport(work.done, ordered, len(replay.batches), output)
 
 
-def _check(steps: int, start: str, drop: float) -> None:
+def _check(steps: int, start: str, drop: float, finish: int) -> None:
     """Raise an error for an argument that is out of range."""
+    if finish < 0:
+        raise ConfigError(f"adaround_: got finish={finish}; expected at least 0")
     if steps < 1:
         raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
     if start not in ("gptq", "nearest"):
@@ -212,7 +229,7 @@ class _Work:
         """Learn one block, or read it from the checkpoint."""
         replay, store = self.replay, self.replay.store
         replay.finish(number, "float")
-        state = _State(block, self._ranges(block))
+        state = BlockState(block, learnable_ranges(self.model, block.module))
         result = self.saved.load(block.name, state)
         if result is None:
             try:
@@ -228,21 +245,21 @@ class _Work:
             for kind in ("inputs", "float inputs"):
                 store.drop((kind, index))
 
-    def _learn(self, number: int, block: Block, state: _State) -> tuple[float, float, float]:
+    def _learn(self, number: int, block: Block, state: BlockState) -> tuple[float, float, float]:
         """Learn the block in place; return both errors and the share of undecided weights."""
         data, wanted = self._data(number), {}
-        before = mean_error(block.module, data, self.settings.group)
+        before = mean_error(block.module, data, self.settings)
         if self.start == "gptq":
             self._rounding.treat(number, block)
             wanted = self._rounding.wanted
-        rounded = _State(block, state.ranges)
-        error = mean_error(block.module, data, self.settings.group)
+        rounded = BlockState(block, state.ranges)
+        error = mean_error(block.module, data, self.settings)
         own_seed = self.seed * 1_000_003 + number + 1_000_000_007 * rank_in(self.settings.group)
         generator = torch.Generator().manual_seed(own_seed)
         learned = LearnedBlock(block, wanted, state.ranges, self.settings.drop, generator)
         learn(block.name, learned, data, self.settings, generator)
         learned.apply_("adaround_")
-        after = mean_error(block.module, data, self.settings.group)
+        after = mean_error(block.module, data, self.settings)
         if not after < error:
             rounded.restore()
             for layer in block.layers.values():
@@ -266,59 +283,3 @@ class _Work:
             lambda index: store.get(("float inputs", index)),
             lambda index: store.get(("float", number, index)),
         )
-
-    def _ranges(self, block: Block) -> list[TensorQuantizer]:
-        """Return the activation quantizers of a block whose ranges can be learned."""
-        inside = [m for m in block.module.modules() if isinstance(m, TensorQuantizer)]
-        own = {id(m) for m in block.module.modules()}
-        outside = {
-            id(child)
-            for module in self.model.modules()
-            if id(module) not in own
-            for child in module.children()
-            if child is not block.module
-        }
-        weights = weight_quantizers(self.model)
-        return [q for q in inside if id(q) not in outside | weights and _can_learn(q)]
-
-
-def _can_learn(quantizer: TensorQuantizer) -> bool:
-    d = quantizer.descriptor
-    is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
-    return is_on and d.symmetric and d.format.is_integer and d.block_scale_format is None
-
-
-class _State:
-    """The tensors of a block that are learned, as they were when this object was made."""
-
-    def __init__(self, block: Block, ranges: list[TensorQuantizer]) -> None:
-        self.block, self.ranges = block, ranges
-        self._descriptors = [weight_quantizer(m).descriptor for m in block.layers.values()]
-        self._saved = [t.detach().clone() for t in self.tensors()]
-
-    def quantizers(self) -> list[TensorQuantizer]:
-        """Return the quantizers whose ranges may change."""
-        return [*map(weight_quantizer, self.block.layers.values()), *self.ranges]
-
-    def tensors(self) -> list[Any]:
-        """Return the weights, the biases and the ranges as they are now."""
-        layers = self.block.layers.values()
-        found = [t for m in layers for t in (m.weight, m.bias) if t is not None]
-        return [*found, *(q.amax for q in self.quantizers())]
-
-    def restore(self) -> None:
-        """Bring all tensors back."""
-        self.write(self._saved)
-
-    def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors in the order of :meth:`tensors`."""
-        quantizers = self.quantizers()
-        count = len(tensors) - len(quantizers)
-        with torch.no_grad():
-            for parameter, value in zip(self.tensors()[:count], tensors[:count], strict=True):
-                parameter.copy_(value)
-        for quantizer, amax in zip(quantizers, tensors[count:], strict=True):
-            if amax.numel():
-                quantizer.set_amax(amax)
-            else:
-                quantizer.forget_amax()

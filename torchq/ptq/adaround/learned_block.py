@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -72,6 +72,7 @@ class LearnedBlock:
         ranges: the activation quantizers whose ranges are learned.
         drop: see :class:`LearnedRange`.
         generator: of the random choices.
+        biases: what else is learned, beside the biases of the layers.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class LearnedBlock:
         ranges: list[TensorQuantizer],
         drop: float,
         generator: torch.Generator,
+        biases: Sequence[nn.Parameter] = (),
     ) -> None:
         self.block = block
         self.weights = {n: _soft_weight(m, wanted.get(n)) for n, m in block.layers.items()}
         self.ranges = [LearnedRange(q, drop, generator) for q in ranges]
-        self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
+        own = [m.bias for m in block.layers.values() if m.bias is not None]
+        self.biases = [*own, *biases]
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the output of the block with its soft weights; differentiable."""

@@ -28,7 +28,7 @@ __all__ = ["BlockData", "Settings", "learn", "mean_error", "output_error"]
 
 # Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02
 # decides roundings in a few hundred steps.
-_RATE_WEIGHTS, _RATE_RANGES, _RATE_BIASES = 2e-2, 1e-3, 1e-3
+_RATE_WEIGHTS, _RATE = 2e-2, 1e-3
 _PENALTY = 0.01
 # The penalty begins after a fifth of the steps; its exponent falls from 20 to 2.
 _WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
@@ -36,12 +36,27 @@ _WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How a block is learned: steps, rows of a step, the probability of QDrop, and with whom."""
+    """How a block is learned.
+
+    Attributes:
+        steps: training steps.
+        rows: of a batch, in one step.
+        drop: the probability of QDrop.
+        group: processes that learn together.
+        rate: of ranges and biases, at the start.
+        loss: from an output and its target.
+    """
 
     steps: int
     rows: int
     drop: float
     group: Group = None
+    rate: float = _RATE
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+    def error(self, out: Any, target: Any) -> Tensor:
+        """Return the error that is learned from; :func:`output_error` without a loss."""
+        return (self.loss or output_error)(out, target)
 
 
 @dataclass(frozen=True)
@@ -98,14 +113,13 @@ def learn(
     ranges = [range.log for range in learned.ranges]
     groups: list[dict[str, Any]] = [
         {"params": weights, "lr": _RATE_WEIGHTS},
-        {"params": ranges, "lr": _RATE_RANGES},
-        {"params": learned.biases, "lr": _RATE_BIASES},
+        {"params": [*ranges, *learned.biases], "lr": settings.rate},
     ]
     with torch.enable_grad(), biases_learned(learned.biases):
         optimizer = torch.optim.Adam(groups)
         parameters = [*weights, *ranges, *learned.biases]
         for number in range(settings.steps):
-            optimizer.param_groups[1]["lr"] = _RATE_RANGES * _cosine(number, settings.steps)
+            optimizer.param_groups[1]["lr"] = settings.rate * _cosine(number, settings.steps)
             loss = _loss(learned, data, settings, number, generator)
             (total,) = all_sums([loss.detach()], settings.group)
             if not bool(total.isfinite()):
@@ -138,7 +152,7 @@ def _loss(
     """Return the loss of one step: the error of some rows, and the penalty."""
     (args, kwargs), target = _some_rows(data, settings, generator)
     out = learned.run(args, kwargs)
-    loss = output_error(out, target)
+    loss = settings.error(out, target)
     progress = (number / settings.steps - _WARMUP) / (1 - _WARMUP)
     if progress >= 0:
         beta = _BETA_START + (_BETA_END - _BETA_START) * progress
@@ -181,12 +195,12 @@ def _cosine(number: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * number / steps))
 
 
-def mean_error(block: Any, data: BlockData, group: Group) -> float:
+def mean_error(block: Any, data: BlockData, settings: Settings) -> float:
     """Return the error of the block as it is now, over all batches of all processes."""
     errors = []
     for index in range(data.count):
         args, kwargs = data.inputs(index)
-        errors.append(output_error(block(*args, **kwargs), data.target(index)).item())
+        errors.append(settings.error(block(*args, **kwargs), data.target(index)).item())
     sums = torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
-    (found,) = all_sums([sums.to(device_of(block))], group)
+    (found,) = all_sums([sums.to(device_of(block))], settings.group)
     return (found[0] / found[1]).item()

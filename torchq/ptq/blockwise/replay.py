@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -198,6 +199,11 @@ class Replay:
                 self._call(index)
         return found
 
+    def whole_model(self) -> Callable[[Any], Any]:
+        """Return a function from a batch to the output of the model as it is."""
+        device = device_of(self.model)
+        return partial(call_model, self.model, forward=self._forward, device=device)
+
     def block_inputs(self, number: int, index: int, kind: Kind) -> tuple[Any, dict[str, Any]]:
         """Return the arguments that block ``number`` is called with for batch ``index``."""
         found: list[Any] = []
@@ -262,8 +268,7 @@ class Replay:
             yield
 
     def _call(self, index: int) -> None:
-        device = device_of(self.model)
-        call_model(self.model, self.batches[index], forward=self._forward, device=device)
+        self.whole_model()(self.batches[index])
 
 
 class _Kept:

@@ -1,0 +1,125 @@
+"""The last part of learning: ranges and biases of all layers, for the output of the model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import TorchqError
+from torchq.graph import tensors_in
+from torchq.nn import QuantModule
+from torchq.ptq.adaround.block_state import BlockState, learnable_ranges
+from torchq.ptq.adaround.learned_block import LearnedBlock
+from torchq.ptq.adaround.reconstruction import (
+    BlockData,
+    Settings,
+    learn,
+    mean_error,
+)
+from torchq.ptq.blockwise import Block, Replay
+from torchq.ptq.modes import quantizers_off
+from torchq.ptq.ranks import rank_in
+
+__all__ = ["Finish"]
+
+# Of ranges and biases: there are few of them, so they may move quickly.
+_RATE = 3e-3
+
+
+class Finish:
+    """Learns ranges and biases of a whole model; make it while the weights are still float.
+
+    Args:
+        replay: runs the model.
+        settings: of the training; its rate is not used.
+        seed: of the random choices.
+    """
+
+    def __init__(self, replay: Replay, settings: Settings, seed: int) -> None:
+        self._replay, self._seed = replay, seed
+        self._settings = replace(settings, rate=_RATE, drop=0.0, loss=_distance)
+        self._module = _Whole(replay)
+        with quantizers_off(replay.model):
+            for index, batch in enumerate(replay.batches):
+                replay.store.put(("float output", index), self._module(batch))
+
+    def learn(self) -> tuple[float, float] | None:
+        """Learn in place, unless it makes the error larger.
+
+        Returns:
+            The error before and after; None, with a warning, if the output has no gradient, or not
+            the shape of that of the float model, as the boxes of a detector.
+        """
+        replay, settings = self._replay, self._settings
+        data = BlockData(
+            len(replay.batches),
+            lambda index: ((replay.batches[index],), {}),
+            lambda index: ((replay.batches[index],), {}),
+            lambda index: replay.store.get(("float output", index)),
+        )
+        block, biases = Block("", self._module, {}), _biases(replay.model)
+        ranges = learnable_ranges(replay.model, replay.model)
+        seed = self._seed + 1_000_000_007 * rank_in(settings.group)
+        generator = torch.Generator().manual_seed(seed)
+        learned = LearnedBlock(block, {}, ranges, 0.0, generator, biases)
+        state = BlockState(block, ranges, biases)
+        try:
+            before = mean_error(self._module, data, settings)
+            learn("the model", learned, data, settings, generator)
+            learned.apply_("adaround_")
+            after = mean_error(self._module, data, settings)
+            if not after < before:
+                state.restore()
+        except BaseException as error:
+            state.restore()
+            if isinstance(error, TorchqError) or not isinstance(error, (RuntimeError, ValueError)):
+                raise
+            warnings.warn(
+                f"adaround_: the last part, through the whole model, was left out ({error}). Pass "
+                "finish=0 to do without it",
+                stacklevel=3,
+            )
+            return None
+        return before, min(before, after)
+
+
+class _Whole(nn.Module):
+    """A model as a block: its one argument is a batch."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self._run = replay.whole_model()
+
+    def forward(self, batch: Any) -> Any:
+        return self._run(batch)
+
+
+def _distance(out: Any, target: Any) -> Tensor:
+    """Return how far an output is from that of the float model.
+
+    It is the squared error over the variance. To outputs (N, classes) the divergence of the
+    probabilities is added, which decides about the largest scores; alone it would let all scores of
+    a row move together.
+    """
+    total = torch.zeros(())
+    for o, t in zip(tensors_in(out), tensors_in(target), strict=True):
+        if not t.is_floating_point() or not t.numel():
+            continue
+        error = (o - t).float().square().mean() / t.float().var(correction=0).clamp(min=1e-12)
+        if t.dim() == 2 and t.shape[1] > 1:
+            known = t.float().log_softmax(1)
+            lost = (known - o.float().log_softmax(1)) * known.exp()
+            error = error + lost.sum(1).mean()
+        total = total.to(error.device) + error
+    return total
+
+
+def _biases(model: nn.Module) -> list[nn.Parameter]:
+    """Return the biases of quantized layers."""
+    layers = [module for module in model.modules() if isinstance(module, QuantModule)]
+    found = [getattr(layer, "bias", None) for layer in layers]
+    return list({id(b): b for b in found if isinstance(b, nn.Parameter)}.values())
