@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchq
 from tests.models import StagedNet, image_batches
+from torchq.analysis.ranking.fisher import _drawn_direction
 from torchq.errors import CalibrationError, ConfigError
 
 
@@ -323,3 +324,14 @@ def test_processes_join_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = torchq.sensitivity(model, [mine], group=group, progress=False)
     alone = torchq.sensitivity(model, [other, mine], progress=False)
     assert [row.value for row in joined.rows] == pytest.approx([r.value for r in alone.rows])
+
+
+def test_directions_of_the_estimate_have_the_moments_of_the_fisher_information() -> None:
+    scores = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).expand(20000, 4)
+    drawn = _drawn_direction(scores, torch.Generator().manual_seed(0))
+    chances = scores[0].softmax(0)
+    expected = chances.diag() - chances.outer(chances)
+    # The standard error of a mean of 20,000 products below 1 is 0.007 at most.
+    assert torch.allclose(drawn.T @ drawn / len(drawn), expected, atol=0.02)
+    images = scores[:6, :, None, None].expand(6, 4, 2, 3)
+    assert _drawn_direction(images, torch.Generator()).sum(1).abs().max() < 1e-5

@@ -2,10 +2,11 @@
 
 A layer that is quantized alone moves its output by ``d``. To second order this changes the
 divergence of the class probabilities by ``d' F d / 2``, where ``F`` is the Fisher information at
-that output. For labels that are drawn from the model's own probabilities, ``F`` is the mean of
-``g g'``, with ``g`` the gradient of their log-likelihood. So the cost is the mean of
-``(g . d)**2 / 2``. Reference: Martens, New Insights and Perspectives on the Natural Gradient
-Method (2020), sections 5 and 9.
+that output. The Fisher information of the scores is known: ``diag(p) - p p'`` for probabilities
+``p``. So for random directions of the scores with this second moment, ``F`` is the mean of
+``g g'``, with ``g`` the gradient along them, and the cost is the mean of ``(g . d)**2 / 2``.
+Reference: Martens, New Insights and Perspectives on the Natural Gradient Method (2020), sections 5
+and 9.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def fisher_sums(
         call: runs the float model on the batch.
         disturbances: those of one key are taken to happen together.
         size: images or sequences in the batch.
-        number: of the batch, which seeds the labels that are drawn.
+        number: of the batch, which seeds the directions that are drawn.
         probes: backward passes.
 
     Raises:
@@ -74,11 +75,9 @@ def fisher_sums(
     gradients: list[Sequence[Tensor | None]] = []
     for probe in range(probes):
         with torch.enable_grad():
-            likelihood = _drawn_likelihood(scores, generator)
+            along = (_drawn_direction(scores, generator) * scores).sum()
         graph_kept = probe < probes - 1
-        found = torch.autograd.grad(
-            likelihood, taps.points, retain_graph=graph_kept, allow_unused=True
-        )
+        found = torch.autograd.grad(along, taps.points, retain_graph=graph_kept, allow_unused=True)
         gradients.append(found)
     predictions = float(scores.numel() // scores.shape[class_axis(scores)])
     with torch.no_grad():
@@ -101,14 +100,18 @@ def _class_scores(output: Any) -> Tensor:
     return found[0]
 
 
-def _drawn_likelihood(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the log-likelihood of labels that are drawn from the model's own probabilities."""
+def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random direction of the scores whose second moment is the Fisher information.
+
+    With signs ``e`` it is ``(diag(r) - p r') e``, where ``r`` is the root of the probabilities
+    ``p``; its second moment is ``diag(p) - p p'``. Each draw weighs all classes, where a drawn
+    label is nearly always the likeliest one, and seldom one with a very large gradient.
+    """
     axis = class_axis(scores)
-    logarithms = scores.float().log_softmax(axis).movedim(axis, -1)
-    flat = logarithms.reshape(-1, logarithms.shape[-1])
-    chances = flat.detach().exp().cpu()
-    labels = torch.multinomial(chances, 1, generator=generator).to(flat.device)
-    return flat.gather(1, labels).sum()
+    chances = scores.detach().float().softmax(axis)
+    signs = torch.randint(0, 2, scores.shape, generator=generator).to(chances) * 2 - 1
+    drawn = chances.sqrt() * signs
+    return (drawn - chances * drawn.sum(axis, keepdim=True)).to(scores.dtype)
 
 
 @dataclass
