@@ -15,7 +15,7 @@ from torchq.engines.float_parts import partly_float, slower_parts
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.graph import call_model
-from torchq.lowering import lower_model
+from torchq.lowering import lower_model, use_bfloat16_attention_
 from torchq.utils import copy_module
 
 __all__ = ["TorchEngine"]
@@ -26,6 +26,8 @@ _WORTH_MEASURING = 0.005
 _ROUNDS, _MARGIN = 7, 1.03
 #: A model that takes more than this share of its float time on integers is timed part by part.
 _WORTH_PARTS = 0.8
+#: Attention in bfloat16 is taken if the whole model takes less than this share of its time.
+_FASTER = 0.95
 
 
 @register("torch")
@@ -39,7 +41,8 @@ class TorchEngine(Engine):
         fuse: see :func:`torchq.deploy`.
         measured: a model that takes more than 5 ms, and that gains little on integers for the
             example, keeps the parts in float that are slower on integers, or stays float as a
-            whole; a warning and the summary say so.
+            whole; a warning and the summary say so. The products of attention are computed in
+            bfloat16 where that is faster for the example.
     """
 
     reduce_range: bool = False
@@ -58,7 +61,7 @@ class TorchEngine(Engine):
             return module
         integers, floats = _least_milliseconds((module, task.float_model), task.example)
         if integers <= _WORTH_PARTS * floats:
-            return module
+            return _with_faster_attention(task, module)
         parts = slower_parts(task)
         if parts:
             mixed = self._lowered(task, partly_float(task.model, parts))
@@ -81,6 +84,17 @@ class TorchEngine(Engine):
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`."""
         return TorchEngine(measured=False), TorchEngine(quantized=False)
+
+
+def _with_faster_attention(task: Task, module: nn.Module) -> nn.Module:
+    """Return a copy with attention in bfloat16 if it is faster for the example, else ``module``."""
+    candidate = copy_module(module)
+    if not use_bfloat16_attention_(candidate):
+        return module
+    half, before = _least_milliseconds((candidate, module), task.example)
+    if half < _FASTER * before and not task.check.difference(candidate):
+        return candidate
+    return module
 
 
 def _stay_float(task: Task, integers: float, floats: float) -> nn.Module:

@@ -4,6 +4,7 @@
 """
 
 from torchq.lowering.api import float_copy, lower_model, simulated_copy
+from torchq.lowering.graph.attention import use_bfloat16_attention_
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.conv import Int8Conv
@@ -40,4 +41,5 @@ __all__ = [
     "release_weights_",
     "restore_weights_",
     "simulated_copy",
+    "use_bfloat16_attention_",
 ]
