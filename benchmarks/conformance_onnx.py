@@ -6,7 +6,8 @@ Runtime. Then every classifier of torchvision is exported with both exporters of
 and compared with itself; the figure is the largest error divided by the largest output. Weights
 are random and inputs small. Each classifier runs in a process of its own with a time limit.
 
-Results are appended to a file as they come, and a second run goes on where the first one ended.
+Results are appended to a file as they come, and a second run goes on where the first one ended;
+``--again`` repeats sections. At the end the file keeps the last result of each case.
 
 Example:
     python -m benchmarks.conformance_onnx --out benchmarks/results/conformance_onnx.jsonl
@@ -227,6 +228,23 @@ def read(path: Path) -> list[Row]:
     return list(found.values())
 
 
+def keep_last(path: Path) -> None:
+    """Drop results that later ones replace, and descriptions of machines that have none left."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = [json.loads(line) for line in lines]
+    last = {(r["section"], r["name"]): i for i, r in enumerate(found) if r["kind"] == "result"}
+    kept, waiting = [], ""
+    for number, row in enumerate(found):
+        if row["kind"] != "result":
+            waiting = lines[number]
+        elif last[row["section"], row["name"]] == number:
+            kept += [waiting, lines[number]]
+            waiting = ""
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Return the counts of each section as Markdown, then what is wrong, and what is refused."""
     lines = [
@@ -259,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=900, help="seconds for each classifier")
     parser.add_argument("--match", default="", help="only classifiers whose name contains this")
     parser.add_argument("--no-classifiers", action="store_true", help="only the cases of onnx")
+    parser.add_argument("--again", nargs="+", default=[], choices=[*SECTIONS, *EXPORTERS])
     parser.add_argument("--table", action="store_true", help="print the results, run nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -268,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
         return
     if not options.table:
-        known = {(row["section"], row["name"]) for row in read(options.out)}
+        rows = [row for row in read(options.out) if row["section"] not in options.again]
+        known = {(row["section"], row["name"]) for row in rows}
         with Reporter("conformance_onnx", options.out, PEERS) as report:
             for section, cases in SECTIONS.items():
                 if not any(section == done for done, _ in known):
@@ -280,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if options.match in name and not done:
                     for row in run_classifier(name, options.limit):
                         report.value(**row)
+        keep_last(options.out)
     print(table(read(options.out)))
 
 

@@ -190,6 +190,10 @@ def test_unknown_operators_are_named_all_at_once() -> None:
         ),
         (lambda model: model.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
         (
+            lambda model: model.graph.initializer[0].__setattr__("raw_data", bytes(19)),
+            r"holds 4 elements and a rest of 3 bytes; expected 4",
+        ),
+        (
             lambda model: model.graph.initializer[0].dims.__setitem__(0, -4),
             r"has shape \(-4, 1, 1, 1\)",
         ),

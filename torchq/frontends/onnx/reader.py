@@ -118,13 +118,15 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         return _external(proto, dtype, shape, folder, where)
     if is_four_bits(proto):
         return _four_bits(proto, dtype, shape, where)
-    stored = len(proto.raw_data) // dtype.itemsize if proto.HasField("raw_data") else _stored(proto)
-    if stored != math.prod(shape):
+    raw, rest = proto.HasField("raw_data"), len(proto.raw_data) % dtype.itemsize
+    stored = len(proto.raw_data) // dtype.itemsize if raw else _stored(proto)
+    if stored != math.prod(shape) or rest:
         raise FrontendError(
-            f"{where}: tensor {proto.name!r} holds {stored} elements; "
+            f"{where}: tensor {proto.name!r} holds {stored} elements"
+            f"{f' and a rest of {rest} bytes' if rest else ''}; "
             f"expected {math.prod(shape)} for shape {shape}"
         )
-    if proto.HasField("raw_data"):
+    if raw:
         return _from_bytes(proto.raw_data, dtype, shape)
     array = helper.to_array(proto)
     if dtype.itemsize < 4 and array.dtype.name not in (
