@@ -145,3 +145,8 @@ def test_errors() -> None:
         Distillation(model, logits=None)
     with pytest.raises(ConfigError, match=r"got temperature=0\.0; expected a number > 0"):
         Distillation(model, temperature=0.0)
+    for loss in (feature_loss, logit_loss):
+        with pytest.raises(
+            ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"
+        ):
+            loss(torch.zeros(2, 1), torch.zeros(2, 3))

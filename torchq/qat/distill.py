@@ -52,15 +52,24 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: 
         dim: the dimension of the classes.
 
     Raises:
-        ConfigError: the temperature is not positive.
+        ConfigError: the shapes differ, or the temperature is not positive.
 
     Reference: Hinton et al., Distilling the Knowledge in a Neural Network (2015), section 2.
     """
+    _check_shapes(student, teacher)
     _check_temperature(temperature)
     logs = F.log_softmax(student.float() / temperature, dim)
     targets = F.log_softmax(teacher.detach().float() / temperature, dim)
     divergence = F.kl_div(logs, targets, reduction="none", log_target=True).sum(dim)
     return divergence.mean() * temperature**2
+
+
+def _check_shapes(student: Tensor, teacher: Tensor) -> None:
+    if student.shape != teacher.shape:
+        raise ConfigError(
+            f"distillation: got shapes {tuple(student.shape)} of the student and "
+            f"{tuple(teacher.shape)} of the teacher; expected the same"
+        )
 
 
 def _check_temperature(temperature: float) -> None:
@@ -74,7 +83,11 @@ def feature_loss(student: Tensor, teacher: Tensor) -> Tensor:
     Args:
         student: floating point, any shape.
         teacher: of the same shape; no gradient goes to it.
+
+    Raises:
+        ConfigError: the shapes differ.
     """
+    _check_shapes(student, teacher)
     target = teacher.detach().float()
     return F.mse_loss(student.float(), target) / target.square().mean().clamp_min(1e-12)
 

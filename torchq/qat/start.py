@@ -155,7 +155,7 @@ def _before_norm(path: str, layer: Any, norm: Any, twin: Any) -> tuple[Tensor, l
     if not isinstance(norm.bias, nn.Parameter) or twin.bias is None:
         raise ConfigError(
             f"{path}: got a BatchNorm without affine parameters, or a twin without a bias; "
-            "expected a shift in both"
+            "expected a shift in both. Fold the twin by torchq.fuse_ before quantize_"
         )
     sign = torch.where(scale < 0, -1.0, 1.0)
     factor = torch.where(scale == 0, 1.0, scale.abs())
