@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
 from tests.contracts.engine_contract import (
@@ -240,3 +240,26 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: False)
     with pytest.raises(ExportError, match="engine 'onnxruntime quantized': result 0 has relative"):
         torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
+
+
+class Counting(nn.Module):
+    """A model that returns the number of its rows beside a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.layer(x), x.shape[0]
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = Counting().eval(), torch.randn(2, 8)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, engine=OnnxRuntime(quantized=quantized))
+    assert deployed(x)[1] == 2
+    with pytest.raises(torchq.errors.InputError, match=r"'x': got shape \(3, 8\)"):
+        deployed(torch.randn(3, 8))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
 from tests.contracts.engine_contract import calibrated_detector, images
@@ -164,3 +164,25 @@ def test_the_report_survives_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_needs_an_example() -> None:
     with pytest.raises(ConfigError, match="engine 'fastest' without an example"):
         torchq.deploy(calibrated_detector(), engine="fastest")
+
+
+class OfADictionary(nn.Module):
+    """A model whose argument is a dictionary of tensors, which no graph takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, features: dict[str, Tensor]) -> Tensor:
+        return self.layer(features["x"])
+
+
+def test_torch_runs_what_no_graph_can() -> None:
+    model, x = OfADictionary().eval(), torch.randn(2, 8)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [({"x": x},)], progress=False)
+    deployed = torchq.deploy(model, ({"x": x},), engine="fastest")
+    assert deployed.engine == "torch" and deployed({"x": x}).shape == (2, 4)
+    found = deployed.report.candidates
+    problems = [c.problem for c in found if isinstance(c.engine, OnnxRuntime)]
+    assert problems and all("'features' is a dict of tensors" in text for text in problems)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.engines.export import tensor_shapes, with_rows
+from torchq.engines.export import with_rows
 from torchq.engines.registry import ENGINES, Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, TorchqError
@@ -126,8 +126,8 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
             log.debug("%s is no candidate: %s", entry.engine.label, entry.problem)
     for rows in (None, *task.batch_sizes):
         batch = with_rows(task.model, task.example, rows)
-        shapes = dict(tensor_shapes(task.model, batch)).values()
-        _measure([e for e in entries if not e.problem], batch, next(iter(shapes), (1,))[0])
+        count = next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1)
+        _measure([e for e in entries if not e.problem], batch, count)
     running = [entry for entry in entries if not entry.problem]
     if not running:
         text = "; ".join(f"{entry.engine.label}: {entry.problem}" for entry in entries)

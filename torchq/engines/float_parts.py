@@ -81,7 +81,7 @@ def slower_parts(task: Task) -> list[FloatPart]:
     calls = _calls(task.float_model, task.example)
     names = list(_parts(task, calls))
     found = []
-    bar = progress_bar(names, description="parts", unit="part", enabled=task.progress, delay=1.0)
+    bar = progress_bar(names, description="parts", unit="part", enabled=task.progress)
     for name in bar:
         part = _measured(task, name, calls[name])
         if part is not None and part.integers > _SLOWER * part.floats:

@@ -103,6 +103,13 @@ class GraphEngine(Engine):
 
     def _compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
         """Raise an error if results differ for other lengths than those of the example."""
+        structure = module.interface.structure
+        if any(other != structure for other in task.structures_of_other_lengths(lengths)):
+            raise ExportError(
+                f"deploy: engine {self.label!r}: for an example of another shape the model returns "
+                "other numbers or another number of tensors beside its tensors; expected the same, "
+                "as a graph holds those of the example"
+            )
         for check in task.checks_of_other_lengths(lengths):
             problem = check.difference(module)
             if problem:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchq.engines.export import OpenLengths, export_graph, lengths_to_try, probes
+from torchq.engines.interface.structure import Structure, flatten
 from torchq.engines.module import GraphInterface
 from torchq.errors import ExportError
+from torchq.graph import call_model
 from torchq.lowering import ReferenceCheck, float_copy
 
 __all__ = ["Task"]
@@ -67,6 +70,12 @@ class Task:
             examples = probes(self.model, self.example, lengths)
             self._probes[key] = [ReferenceCheck(self.model, example) for example in examples]
         return self._probes[key]
+
+    def structures_of_other_lengths(self, lengths: OpenLengths) -> list[Structure]:
+        """Return the structure of the model's results for inputs of other lengths."""
+        with torch.no_grad():
+            examples = probes(self.model, self.example, lengths)
+            return [flatten(call_model(self.model, example))[1] for example in examples]
 
     def graph(
         self, target: str | None, dynamo: bool, lengths: OpenLengths
