@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
+from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.fold_weights import fold_weights
 from torchq.onnx.passes.idle_nodes import drop_idle_slices
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, split_gemms, store_transposed
@@ -231,3 +232,21 @@ def test_passes_of_onnx_ir_keep_every_code(name: str) -> None:
     loaded = onnx_ir.from_proto(onnx_ir.to_proto(model))
     (stored,) = loaded.graph.initializers.values()
     assert is_constant(stored) and torch.equal(value_of(stored), codes)
+
+
+def test_parts_without_their_dimension_have_no_known_shape() -> None:
+    """Shape inference of onnx says (2, 1), and a Reshape to the length of that is wrong."""
+    model = graph(
+        [
+            ("SplitToSequence", ["x"], ["parts"], {"axis": 1, "keepdims": 0}),
+            ("SequenceAt", ["parts", "first"], ["part"], {}),
+            ("Relu", ["part"], ["y"], {}),
+        ],
+        {"first": torch.tensor(0)},
+        {"x": [2, 3]},
+        "y",
+    )
+    shapes = known_shapes(model)
+    assert shapes["x"] == (2, 3)
+    assert "part" not in shapes
+    assert shapes.get("y") in (None, ())

@@ -32,6 +32,8 @@ __all__ = ["Shape", "fold_shapes", "known_shapes"]
 _onnx: Any = OptionalModule("onnx", "torchq.onnx")
 #: The length of each dimension; a name, or None, where it is only known when the file runs.
 Shape: TypeAlias = tuple[int | str | None, ...]
+#: A domain whose operators shape inference leaves alone.
+_UNKNOWN = "torchq.unknown"
 _SMALL = 64  # Elements. Shapes, indexes and factors are smaller; weights are not.
 _ARITHMETIC = names(
     "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal"
@@ -50,10 +52,10 @@ def known_shapes(model: Model) -> dict[str, Shape]:
     slim.graph.name = "shapes"
     slim.opset_import.extend(
         _onnx.helper.make_opsetid(domain, version)
-        for domain, version in graph.opset_imports.items()
+        for domain, version in {**graph.opset_imports, _UNKNOWN: 1}.items()
     )
     slim.functions.extend(onnx_ir.to_proto(function) for function in model.functions.values())
-    slim.graph.node.extend(onnx_ir.to_proto(node) for node in graph)
+    slim.graph.node.extend(_to_infer(node) for node in graph)
     slim.graph.input.extend(onnx_ir.to_proto(value) for value in graph.inputs)
     slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
     _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
@@ -66,6 +68,14 @@ def known_shapes(model: Model) -> dict[str, Shape]:
         if kind.HasField("shape"):
             shapes[value.name] = tuple(_length(dim, names) for dim in kind.shape.dim)
     return shapes
+
+
+def _to_infer(node: Node) -> Any:
+    """Return a node for shape inference; one that it gets wrong as an operator it does not know."""
+    proto = onnx_ir.to_proto(node)
+    if node.op_type == "SplitToSequence" and not attribute(node, "keepdims", 1):
+        proto.domain = _UNKNOWN  # onnx 1.23 says that the parts keep the dimension.
+    return proto
 
 
 def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
