@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.analysis.ranks import all_batches, analysed, network
+from tests.rank_processes import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
-)
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds what each rank found."""
     pytest.importorskip("scipy")
     found = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(script), str(found)], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(Path(__file__).with_name("ranks.py"), found)
     return found
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import torchq
+from tests.rank_processes import needs_gloo, run_ranks
 from torchq.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
-)
+pytestmark = needs_gloo
 
 Results = list[dict[str, Any]]
 
@@ -40,13 +35,7 @@ CASES = [
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(Path(__file__).with_name("ranks.py"), folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -53,7 +53,7 @@ def absorb_bias_(first: Any, second: Any, out: Tensor) -> int:
         How many channels have a lower bias; 0 where a layer has no bias, or where ``second`` pads
         its input with zeros, which a higher input would not match.
     """
-    if _pads(second) or first.bias is None or second.bias is None:
+    if _pads(second) or first.bias is None or second.bias is None or not out.numel():
         return 0
     axis = -1 if isinstance(first, nn.Linear) else out.dim() - first.weight.dim() + 1
     values = out.movedim(axis, 0).flatten(1).double()

@@ -10,7 +10,7 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -18,12 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
+from torchq.ptq.channels import restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import Group, all_sums
-from torchq.utils import NotebookText, device_of, evaluating, progress_bar, table
+from torchq.ptq.reports import report_text
+from torchq.utils import NotebookText, device_of, evaluating, progress_bar
 
 __all__ = ["BiasReport", "correct_bias_"]
 
@@ -48,10 +51,10 @@ class BiasReport(NotebookText):
     batches: int
 
     def __str__(self) -> str:
-        rows = [("layer", "change of the bias, relative to the mean output")]
-        rows += [(name, f"{change:.2%}") for name, change in self.corrections.items()]
-        rows += [(name, f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.corrections)} biases from {self.batches} batches"
+        rows = [(name, f"{change:.2%}") for name, change in self.corrections.items()]
+        header = ("layer", "change of the bias, relative to the mean output")
+        last = f"{len(self.corrections)} biases from {self.batches} batches"
+        return report_text(header, rows, self.skipped, last)
 
 
 def correct_bias_(
@@ -105,7 +108,11 @@ def correct_bias_(
         )
     layers, skipped = _find_layers(model, method)
     stream = _Stream(model, batches, num_batches, forward, progress, group)
-    with torch.no_grad(), evaluating(model), _biases_restored_on_error(layers):
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        restored_on_error(layer.bias for layer in layers.values()),
+    ):
         with quantizers_off(model):
             float_means = stream.means(layers, of_inputs=method == "analytic")
         reached = {name: layers[name] for name in float_means}
@@ -166,6 +173,7 @@ class _Stream:
     count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        checked_batches("correct_bias_", self.batches)
         if isinstance(self.batches, Iterator):
             self.batches = list(islice(self.batches, self.num_batches))
 
@@ -218,11 +226,12 @@ class _Mean:
         assert self.total is not None
         number = torch.tensor(self.number, dtype=torch.float64, device=self.total.device)
         total, number = all_sums([self.total, number], group)
-        mean = total / number.clamp(min=1)
+        mean = total / number
         if not bool(mean.isfinite().all()):
+            what = "NaN or infinite values" if number else "batches without rows"
             raise CalibrationError(
-                f"correct_bias_: {name}: got NaN or infinite values; expected finite ones. "
-                "Check the input and the layers before"
+                f"correct_bias_: {name}: got {what}; expected finite ones. Check the input and the "
+                "layers before"
             )
         return mean
 
@@ -261,16 +270,3 @@ def _apply(layer: Any, weight: Tensor, mean_input: Tensor) -> Tensor:
 
 def _root_mean_square(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-@contextmanager
-def _biases_restored_on_error(layers: Mapping[str, Any]) -> Iterator[None]:
-    """Bring the old biases back if anything ends the block early."""
-    before = [(layer.bias, layer.bias.detach().clone()) for layer in layers.values()]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for bias, value in before:
-                bias.copy_(value)
-        raise

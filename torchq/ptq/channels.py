@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "input_ranges",
     "output_ranges",
     "scale_inputs_",
+    "restored_on_error",
     "scale_outputs_",
     "spread",
     "tensors_restored_on_error",
@@ -94,14 +95,19 @@ def spread(largest: Tensor) -> float:
     return (live.max() / live.median()).item() if live.numel() else 1.0
 
 
-@contextmanager
-def tensors_restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+def tensors_restored_on_error(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Bring the modules' own parameters and buffers back if anything ends the block early."""
-    own = {
-        id(t): t
+    return restored_on_error(
+        tensor
         for module in modules
-        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    }
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
+
+
+@contextmanager
+def restored_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Bring the values of tensors back if anything ends the block early."""
+    own = {id(tensor): tensor for tensor in tensors}
     before = [(tensor, tensor.detach().clone()) for tensor in own.values()]
     try:
         yield

@@ -36,7 +36,8 @@ from torchq.ptq.channels import (
 )
 from torchq.ptq.homogeneous import keeps_factors
 from torchq.ptq.modes import quantizers_off
-from torchq.utils import NotebookText, evaluating, table
+from torchq.ptq.reports import report_text
+from torchq.utils import NotebookText, evaluating
 from torchq.workflow import quantizers
 
 __all__ = ["EqualizedPair", "EqualizeReport", "equalize_"]
@@ -79,13 +80,13 @@ class EqualizeReport(NotebookText):
     error: float
 
     def __str__(self) -> str:
-        rows = [("layers", "spread of channels")]
+        rows = []
         for pair in self.pairs:
             change = f"{pair.spread_before:.3g} -> {pair.spread_after:.3g}"
             note = f", {pair.absorbed} biases absorbed" if pair.absorbed else ""
             rows.append((f"{pair.first}, {pair.second}", change + note))
-        rows += [(name, f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.pairs)} pairs, output changed by {self.error:.1e}"
+        last = f"{len(self.pairs)} pairs, output changed by {self.error:.1e}"
+        return report_text(("layers", "spread of channels"), rows, self.skipped, last)
 
 
 def equalize_(

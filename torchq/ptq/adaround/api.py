@@ -30,7 +30,8 @@ from torchq.ptq.blockwise import (
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import Options
 from torchq.ptq.ranks import rank_in
-from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
+from torchq.ptq.reports import report_text
+from torchq.utils import NotebookText, Pattern, evaluating, progress_bar
 
 __all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
 
@@ -75,14 +76,15 @@ class AdaRoundReport(NotebookText):
     output: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        rows = [("block", "error of the output", "undecided weights")]
+        rows = []
         for name, block in self.blocks.items():
             error = f"{block.error_before:.3g} -> {block.error_after:.3g}"
             rows.append((name, error, f"{block.undecided:.1%}"))
         if self.output is not None:
             rows.append(("the model", "{:.3g} -> {:.3g}".format(*self.output), ""))
-        rows += [(name, "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.blocks)} blocks from {self.batches} batches"
+        header = ("block", "error of the output", "undecided weights")
+        last = f"{len(self.blocks)} blocks from {self.batches} batches"
+        return report_text(header, rows, self.skipped, last)
 
 
 def adaround_(

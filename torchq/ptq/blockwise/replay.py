@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError
 from torchq.graph import Forward, call_model
 from torchq.nn import Add
@@ -94,7 +95,7 @@ class Replay:
         where: str,
     ) -> None:
         self.model, self.store = model, store
-        self.batches = list(islice(batches, options.num_batches))
+        self.batches = list(islice(checked_batches(where, batches), options.num_batches))
         if not self.batches:
             raise CalibrationError(f"{where}: got no batch; expected at least one")
         self._forward, self._weights = options.forward, options.weights

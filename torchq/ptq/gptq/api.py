@@ -25,7 +25,8 @@ from torchq.ptq.blockwise import (
 )
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import GPTQLayer, Options, Target
-from torchq.utils import NotebookText, Pattern, evaluating, progress_bar, table
+from torchq.ptq.reports import report_text
+from torchq.utils import NotebookText, Pattern, evaluating, progress_bar
 
 __all__ = ["GPTQReport", "gptq_"]
 
@@ -48,14 +49,15 @@ class GPTQReport(NotebookText):
     batches: int
 
     def __str__(self) -> str:
-        rows = [("layer", "error of the output, relative", "notes")]
+        rows = []
         for name, layer in self.layers.items():
             notes = ["repairs a shortcut"] if layer.repairs_shortcut else []
             notes += [f"damping {layer.damping:g}"]
             error = f"{layer.error_before:.3%} -> {layer.error_after:.3%}"
             rows.append((name, error, ", ".join(notes)))
-        rows += [(name, "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.layers)} layers from {self.batches} batches"
+        header = ("layer", "error of the output, relative", "notes")
+        last = f"{len(self.layers)} layers from {self.batches} batches"
+        return report_text(header, rows, self.skipped, last)
 
 
 def gptq_(

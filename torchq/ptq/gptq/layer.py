@@ -78,11 +78,7 @@ def round_layer_(
     fits_bias = layer.bias is not None and options.target != "weight"
     w0 = weight_matrix(layer, layer.weight.detach()).double()
     moments = sums.moments(centred=fits_bias)
-    if not moments.finite:
-        raise CalibrationError(
-            f"gptq_: {name}: got NaN or infinite inputs or outputs; expected finite ones. Check "
-            "the batches and the layers before"
-        )
+    _check(name, moments, sums.count)
     quantizer = weight_quantizer(layer)
     before = _output_error(layer, grid_of(layer).nearest(w0), sums)
     damped = [cholesky_with_damping(xx, options.damping) for xx in moments.xx]
@@ -109,6 +105,19 @@ def round_layer_(
         layer.bias.copy_(_best_bias(rounded, moments).to(layer.bias.dtype))
     after = _output_error(layer, weight_matrix(layer, weight).double(), sums)
     return GPTQLayer(before, after, used, repairs_shortcut), wanted
+
+
+def _check(name: str, moments: Moments, count: int) -> None:
+    """Raise an error for statistics of nothing, and of NaN or infinity."""
+    if not count:
+        raise CalibrationError(
+            f"gptq_: {name}: got batches without rows; expected at least one row"
+        )
+    if not moments.finite:
+        raise CalibrationError(
+            f"gptq_: {name}: got NaN or infinite inputs or outputs; expected finite ones. Check "
+            "the batches and the layers before"
+        )
 
 
 def _round_with_ranges(layer: Any, wanted: Tensor, h: Tensor, options: Options) -> Tensor:

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.errors import ConfigError
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.channels import input_ranges, spread
-from torchq.ptq.modes import quantizers_off
-from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
+from torchq.ptq.reports import report_text
+from torchq.ptq.smoothing.channel_inputs import Inputs
 from torchq.ptq.smoothing.factors import (
     channel_factors,
     fold_,
-    model_outputs,
-    relative_error,
-    restored_on_error,
 )
-from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
+from torchq.ptq.smoothing.folding import check_not_calibrated, fold_all
+from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.ptq.smoothing.search import best_alpha
-from torchq.utils import NotebookText, evaluating, table
-from torchq.workflow import quantizers
+from torchq.utils import NotebookText
 
 __all__ = ["SmoothReport", "SmoothedGroup", "smooth_"]
 
@@ -70,13 +66,14 @@ class SmoothReport(NotebookText):
     error: float
 
     def __str__(self) -> str:
-        rows = [("layers", "factors in", "alpha", "spread of channels")]
+        rows = []
         for group in self.groups:
             change = f"{group.spread_before:.3g} -> {group.spread_after:.3g}"
             where = group.norm or "input quantizer"
             rows.append((", ".join(group.layers), where, f"{group.alpha:g}", change))
-        rows += [(name, "", "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.groups)} inputs, output changed by {self.error:.1e}"
+        header = ("layers", "factors in", "alpha", "spread of channels")
+        last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
+        return report_text(header, rows, self.skipped, last)
 
 
 def smooth_(
@@ -122,43 +119,21 @@ def smooth_(
         >>> torchq.ptq.smooth_(model, [torch.randn(16, 8)], progress=False).groups[0].norm
         '0'
     """
-    _check(model, alpha)
-    run = run or RunOptions()
-    kept = list(islice(batches, run.num_batches))
-    if not kept:
-        raise CalibrationError("smooth_: got no batch; expected at least one")
-    with torch.no_grad(), evaluating(model), quantizers_off(model):
-        groups, skipped = find_groups(model, kept[0], weights=False)
-        if not groups:
-            reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
-            raise ConfigError(
-                f"smooth_: got no layer to treat ({reasons or 'none is quantized'}); expected "
-                "quantized Linear layers. Run torchq.quantize_ first"
-            )
-        seen = observe_inputs("smooth_", model, groups, kept, run, progress)
-        expected = model_outputs(model, kept[0], run)
-        with restored_on_error(groups):
-            done = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
-            error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
-            if not error <= tolerance:
-                raise QuantizationError(
-                    f"smooth_: the float output changed by {error:.1e}, relative; expected at most "
-                    f"{tolerance:.1e}. The model is as before. A norm may use its weight in "
-                    "another way than as a factor"
-                )
-    return SmoothReport(tuple(done), skipped, error)
-
-
-def _check(model: nn.Module, alpha: float | str) -> None:
-    """Raise an error for a calibrated model or an alpha out of range."""
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
-    known = [name for name, q in quantizers(model).items() if q.calibrated]
-    if known:
-        raise ConfigError(
-            f"smooth_: got a calibrated model ({known[0]} has a range), whose ranges would be "
-            "wrong afterwards; expected a call before torchq.calibrate"
-        )
+    check_not_calibrated("smooth_", model)
+    found = fold_all(
+        "smooth_",
+        model,
+        batches,
+        lambda group, inputs: _smooth(group, inputs, alpha),
+        lambda group, inputs, done: done,
+        weights=False,
+        tolerance=tolerance,
+        run=run or RunOptions(),
+        progress=progress,
+    )
+    return SmoothReport(*found)
 
 
 def _smooth(group: ChannelGroup, inputs: Inputs, alpha: float | str) -> SmoothedGroup:

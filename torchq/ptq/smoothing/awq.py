@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.functional import fake_quantize
 from torchq.ptq.blockwise import RunOptions
-from torchq.ptq.modes import quantizers_off
-from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
+from torchq.ptq.reports import report_text
+from torchq.ptq.smoothing.channel_inputs import Inputs
 from torchq.ptq.smoothing.factors import (
     channel_factors,
     fold_,
-    model_outputs,
-    relative_error,
-    restored_on_error,
 )
-from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
+from torchq.ptq.smoothing.folding import check_not_calibrated, fold_all
+from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.ptq.smoothing.search import best_alpha, entry_factors
-from torchq.utils import NotebookText, evaluating, progress_bar, table
-from torchq.workflow import quantizers
+from torchq.utils import NotebookText
 from torchq.workflow.output_search import WEIGHT_FRACTIONS, output_error, search_weight_amax
 
 __all__ = ["AWQGroup", "AWQReport", "awq_"]
@@ -75,13 +69,14 @@ class AWQReport(NotebookText):
     error: float
 
     def __str__(self) -> str:
-        rows = [("layers", "factors in", "alpha", "range", "error of the output, relative")]
+        rows = []
         for group in self.groups:
             error = f"{group.error_before:.3%} -> {group.error_after:.3%}"
             what = (group.source or "nothing", f"{group.alpha:g}", f"{group.clipping:.0%}")
             rows.append((", ".join(group.layers), *what, error))
-        rows += [(name, "", "", "", f"SKIPPED: {reason}") for name, reason in self.skipped.items()]
-        return f"{table(rows)}\n{len(self.groups)} inputs, output changed by {self.error:.1e}"
+        header = ("layers", "factors in", "alpha", "range", "error of the output, relative")
+        last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
+        return report_text(header, rows, self.skipped, last)
 
 
 def awq_(
@@ -126,44 +121,19 @@ def awq_(
         >>> torchq.ptq.awq_(model, [torch.randn(16, 8)], progress=False).groups[0].source
         '0'
     """
-    _check(model)
-    run = run or RunOptions()
-    kept = list(islice(batches, run.num_batches))
-    if not kept:
-        raise CalibrationError("awq_: got no batch; expected at least one")
-    with torch.no_grad(), evaluating(model), quantizers_off(model):
-        groups, skipped = find_groups(model, kept[0], weights=True)
-        if not groups:
-            reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
-            raise ConfigError(
-                f"awq_: got no layer to treat ({reasons or 'none is quantized'}); expected Linear "
-                "or Conv layers with quantized weights. Run torchq.quantize_ first"
-            )
-        seen = observe_inputs("awq_", model, groups, kept, run, progress)
-        expected = model_outputs(model, kept[0], run)
-        with restored_on_error(groups):
-            scaled = [_scale(group, seen[group.names[0]]) for group in groups]
-            error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
-            if not error <= tolerance:
-                raise QuantizationError(
-                    f"awq_: the float output changed by {error:.1e}, relative; expected at most "
-                    f"{tolerance:.1e}. The model is as before. A norm may use its weight in "
-                    "another way than as a factor"
-                )
-            steps = list(zip(groups, scaled, strict=True))
-            bar = progress_bar(steps, description="awq_ ranges", enabled=progress, unit="input")
-            done = [_set_ranges(group, seen[group.names[0]], one, clip) for group, one in bar]
-    return AWQReport(tuple(done), skipped, error)
-
-
-def _check(model: nn.Module) -> None:
-    """Raise an error for a calibrated model."""
-    known = [name for name, q in quantizers(model).items() if q.calibrated]
-    if known:
-        raise ConfigError(
-            f"awq_: got a calibrated model ({known[0]} has a range), whose ranges would be wrong "
-            "afterwards; expected a call before torchq.calibrate"
-        )
+    check_not_calibrated("awq_", model)
+    found = fold_all(
+        "awq_",
+        model,
+        batches,
+        _scale,
+        lambda group, inputs, scaled: _set_ranges(group, inputs, scaled, clip),
+        weights=True,
+        tolerance=tolerance,
+        run=run or RunOptions(),
+        progress=progress,
+    )
+    return AWQReport(*found)
 
 
 @dataclass(frozen=True)

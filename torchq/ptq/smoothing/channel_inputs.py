@@ -108,6 +108,10 @@ def observe_inputs(
             call_model(model, batch, forward=run.forward, device=device_of(model))
     found = {name: inputs.over_ranks(run.group) for name, inputs in found.items()}
     for name, inputs in found.items():
+        if not inputs.count:
+            raise CalibrationError(
+                f"{where}: {name}: got batches without rows; expected at least one row"
+            )
         if not bool(inputs.largest.isfinite().all()):
             raise CalibrationError(
                 f"{where}: {name}: got NaN or infinite inputs; expected finite ones. Check the "
@@ -125,4 +129,6 @@ def _inputs(layer: Any, x: Tensor, batches: int) -> Inputs:
         rows = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
         channels, each = rows.abs().transpose(0, 1).flatten(1).t(), max(1, _IMAGES // batches)
     samples = rows[:: max(1, len(rows) // each)][:each].clone()
-    return Inputs(channels.amax(0), channels.sum(0), len(channels), samples)
+    nothing = channels.new_zeros(1, channels.shape[1])
+    largest = torch.cat([channels, nothing]).amax(0)  # also without a row
+    return Inputs(largest, channels.sum(0), len(channels), samples)

@@ -132,6 +132,11 @@ def tune(
     shown = progress and rank_in(group) == 0
     for _ in progress_bar(rounds, description="tune", enabled=shown, unit="trial"):
         pass
+    return _result(search, float_metric)
+
+
+def _result(search: Search, float_metric: float) -> TuneResult:
+    """Return the best trial as a result, with its model."""
     if search.best is None:
         reasons = "; ".join(f"{trial.change}: {trial.error}" for trial in search.table[:3])
         raise CalibrationError(f"tune: no trial could be made ({reasons})")
@@ -141,7 +146,7 @@ def tune(
         warnings.warn(
             f"tune: the best of {len(search.table)} trials has the metric {trial.metric:.4g}; "
             f"expected at least {search.wanted:.4g}. Allow a larger max_drop or more bits",
-            stacklevel=2,
+            stacklevel=3,
         )
     found = search.model_of(settings)
     figures = float_metric, trial.metric, trial.mean_bits

@@ -1,0 +1,116 @@
+"""Batches that no algorithm can work with: a named error, and a model as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.ptq.test_interrupts import state
+from torchq.errors import CalibrationError, ConfigError, QuantizationError, TorchqError
+from torchq.ptq import adaround_, awq_, correct_bias_, equalize_, gptq_, smooth_
+from torchq.ptq.blockwise import grid_of
+
+GOOD = torch.rand(16, 6, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+def quantized(*, ready: bool = False, bits: int = 3) -> Any:
+    model = net()
+    torchq.quantize_(model, torchq.recipes.integer(bits, 8, weight_method="max"))
+    if ready:
+        torchq.calibrate(model, [GOOD], progress=False)
+    return model
+
+
+def ready() -> Any:
+    return quantized(ready=True)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
+    "smooth_": (quantized, lambda m, b: smooth_(m, b, progress=False)),
+    "awq_": (quantized, lambda m, b: awq_(m, b, progress=False)),
+    "correct_bias_": (ready, lambda m, b: correct_bias_(m, b, progress=False)),
+    "gptq_": (ready, lambda m, b: gptq_(m, b, progress=False)),
+    "adaround_": (ready, lambda m, b: adaround_(m, b, steps=2, finish=2, progress=False)),
+}
+BATCHES: dict[str, tuple[Any, type[TorchqError], str]] = {
+    "none": ([], CalibrationError, "got no batch"),
+    "one tensor": (GOOD, ConfigError, "got a Tensor as batches; expected an iterable of batches"),
+    "no rows": ([GOOD[:0]], CalibrationError, "got batches without rows"),
+    "NaN": ([GOOD * torch.nan], CalibrationError, "NaN or infinite"),
+    "infinity": ([GOOD * torch.inf], CalibrationError, "NaN or infinite"),
+    "too large to multiply": ([GOOD * 3e38], CalibrationError, "NaN or infinite|3.0e38"),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bad_batches_are_named(name: str, kind: str) -> None:
+    build, function = FUNCTIONS[name]
+    batches, error, text = BATCHES[kind]
+    model = build()
+    if kind == "too large to multiply":  # Products of finite inputs and weights overflow.
+        with torch.no_grad():
+            model[0].weight.mul_(1e3)
+    before = state(model)
+    with pytest.raises(error, match=text):
+        function(model, batches)
+    after = state(model)
+    assert before["rest"] == after["rest"]
+    assert all(torch.equal(t, after["tensors"][name]) for name, t in before["tensors"].items())
+
+
+def test_outputs_that_overflow_are_no_equalization() -> None:
+    model = net()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(QuantizationError, match="equalize_: the float output changed by nan"):
+        equalize_(model, GOOD * torch.inf)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("function", [gptq_, adaround_])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_codes_stay_within_the_format(function: Any, size: float) -> None:
+    """Weights far from 1, and the widest format, make no code that overflows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(size**0.25)
+        model[0].weight[0, 0] *= 50.0  # an outlier, beyond the range that is searched
+    torchq.quantize_(model, torchq.recipes.integer(16, 16))
+    torchq.calibrate(model, [GOOD], progress=False)
+    arguments: dict[str, Any] = {"steps": 2, "finish": 0} if function is adaround_ else {}
+    function(model, [GOOD], progress=False, **arguments)
+    for layer in model:
+        codes = layer.weight.detach() / grid_of(layer).scale[0]  # type: ignore[operator]
+        whole: Tensor = codes.round()
+        torch.testing.assert_close(codes, whole, rtol=1e-5, atol=1e-3)
+        assert int(whole.min()) >= -(2**15) and int(whole.max()) <= 2**15 - 1
+        assert bool(layer.weight.isfinite().all()) and bool(layer.bias.isfinite().all())  # type: ignore
+
+
+def test_nan_while_learning_is_named_and_the_block_is_as_before() -> None:
+    model, runs = quantized(ready=True), 0
+    before = state(model)
+
+    def breaks(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        nonlocal runs
+        runs += torch.is_grad_enabled()
+        return out * torch.nan if runs > 2 else out
+
+    handle = model[0].register_forward_hook(breaks)
+    with pytest.raises(CalibrationError, match="adaround_: 0: the error became NaN or infinite"):
+        adaround_(model, [GOOD], steps=5, progress=False)
+    handle.remove()
+    after = state(model)
+    assert all(torch.equal(t, after["tensors"][name]) for name, t in before["tensors"].items())

@@ -1,0 +1,32 @@
+"""Programs that run in two processes of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+__all__ = ["needs_gloo", "run_ranks"]
+
+needs_gloo = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo here"
+)
+
+
+def run_ranks(script: Path, folder: Path) -> None:
+    """Run ``script FOLDER`` in two gloo processes with one thread each.
+
+    Args:
+        script: a program that writes its results to the folder.
+        folder: exists.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,25 @@
+"""What the reports of the algorithms have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchq.utils import table
+
+__all__ = ["report_text"]
+
+
+def report_text(
+    header: Sequence[str], rows: Iterable[Sequence[str]], skipped: Mapping[str, str], last: str
+) -> str:
+    """Return a table of what was treated and of what was left alone, and a last line.
+
+    Args:
+        header: the titles of the columns.
+        rows: the cells of what was treated.
+        skipped: path of each layer that was left alone -> the reason, in the last column.
+        last: the line below.
+    """
+    empty = [""] * (len(header) - 2)
+    left = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
+    return f"{table([tuple(header), *map(tuple, rows), *left])}\n{last}"

@@ -1,0 +1,93 @@
+"""The course of a call that folds factors of channels: find, observe, fold, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchq.analysis.batches import checked_batches
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.ptq.blockwise import RunOptions
+from torchq.ptq.modes import quantizers_off
+from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
+from torchq.ptq.smoothing.factors import model_outputs, relative_error, restored_on_error
+from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
+from torchq.utils import evaluating, progress_bar
+from torchq.workflow import quantizers
+
+__all__ = ["check_not_calibrated", "fold_all"]
+
+Folded = TypeVar("Folded")
+Result = TypeVar("Result")
+
+
+def check_not_calibrated(where: str, model: nn.Module) -> None:
+    """Raise an error for a calibrated model."""
+    known = [name for name, q in quantizers(model).items() if q.calibrated]
+    if known:
+        raise ConfigError(
+            f"{where}: got a calibrated model ({known[0]} has a range), whose ranges would be "
+            "wrong afterwards; expected a call before torchq.calibrate"
+        )
+
+
+def fold_all(
+    where: str,
+    model: nn.Module,
+    batches: Iterable[Any],
+    fold: Callable[[ChannelGroup, Inputs], Folded],
+    finish: Callable[[ChannelGroup, Inputs, Folded], Result],
+    *,
+    weights: bool,
+    tolerance: float,
+    run: RunOptions,
+    progress: bool,
+) -> tuple[tuple[Result, ...], dict[str, str], float]:
+    """Fold factors into all groups of layers of one input, and verify the output; or do nothing.
+
+    Args:
+        where: the start of error texts.
+        model: quantized and not calibrated.
+        batches: each holds the arguments of one call.
+        fold: changes one group in place, in float.
+        finish: what follows for each group, once the output is verified.
+        weights: which groups: all with quantized weights, also of convolutions; or Linear layers.
+        tolerance: the largest relative change of the float output.
+        run: how the model is run.
+        progress: show progress bars.
+
+    Returns:
+        What ``finish`` returned, in running order; the reasons for layers that were left alone; and
+        the change of the output.
+    """
+    kept = list(islice(checked_batches(where, batches), run.num_batches))
+    if not kept:
+        raise CalibrationError(f"{where}: got no batch; expected at least one")
+    with torch.no_grad(), evaluating(model), quantizers_off(model):
+        groups, skipped = find_groups(model, kept[0], weights=weights)
+        if not groups:
+            reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
+            kinds = "Linear or Conv layers" if weights else "Linear layers"
+            raise ConfigError(
+                f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
+                f"quantized {kinds}. Run torchq.quantize_ first"
+            )
+        seen = observe_inputs(where, model, groups, kept, run, progress)
+        expected = model_outputs(model, kept[0], run)
+        with restored_on_error(groups):
+            folded = [fold(group, seen[group.names[0]]) for group in groups]
+            error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
+            if not error <= tolerance:
+                raise QuantizationError(
+                    f"{where}: the float output changed by {error:.1e}, relative; expected at most "
+                    f"{tolerance:.1e}. The model is as before. A norm may use its weight in "
+                    "another way than as a factor"
+                )
+            steps = list(zip(groups, folded, strict=True))
+            bar = progress_bar(steps, description=f"{where}: groups", enabled=progress)
+            done = [finish(group, seen[group.names[0]], one) for group, one in bar]
+    return tuple(done), skipped, error
