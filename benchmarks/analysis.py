@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--weights",
         nargs="+",
         default=("activation", "max"),
-        help="methods of the weights' ranges for the ranking (default: %(default)s)",
+        help="methods of the weights' ranges for rankings and pairs (default: %(default)s)",
     )
     parser.add_argument("--resume", type=Path, help="folder for what is known of the pairs")
     options = parse(parser, argv)
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for method in options.weights:
                     _ranking(report, model, batches, test, method)
             if "pairs" in options.parts:
-                _pairs(report, model, batches, test, options)
+                for method in options.weights:
+                    _pairs(report, model, batches, test, method, options)
             if "mixed" in options.parts:
                 _mixed(report, model, batches, test)
         if "cost" in options.parts:
@@ -157,29 +158,42 @@ def _agreement(a: dict[str, float], b: dict[str, float]) -> float:
 
 
 def _pairs(
-    report: Reporter, model: nn.Module, batches: list[Tensor], test: Images, options: Namespace
+    report: Reporter,
+    model: nn.Module,
+    batches: list[Tensor],
+    test: Images,
+    method: str,
+    options: Namespace,
 ) -> None:
     """Leave every pair of layers float, on a part of the images; the best pairs then on all."""
-    quantized = _quantized(model, torchq.recipes.integer(4, 4), batches)
+    config = torchq.recipes.integer(4, 4, weight_method=method)
+    quantized = _quantized(model, config, batches)
     ranking = torchq.sensitivity(quantized, batches, "fisher", progress=False)
     worst = frozenset(ranking.worst(2))
     part = Images(test.images[: options.pair_images], test.labels[: options.pair_images])
-    shares = _without_each_pair(quantized, part, {row.name for row in ranking.rows}, options)
+    kept = None if options.resume is None else options.resume / method
+    shares = _without_each_pair(quantized, part, {row.name for row in ranking.rows}, kept)
     ordered = sorted(shares, key=lambda pair: -shares[pair])
     for pair in ordered:
-        report.value(case="without a pair", layers=sorted(pair), accuracy=_rounded(shares[pair]))
+        figure = _rounded(shares[pair])
+        report.value(case="without a pair", weights=method, layers=sorted(pair), accuracy=figure)
     place = sum(share > shares[worst] for share in shares.values()) + 1
     report.value(
-        case="all pairs", pairs=len(shares), images=len(part.labels), place_of_the_two_worst=place
+        case="all pairs",
+        weights=method,
+        pairs=len(shares),
+        images=len(part.labels),
+        place_of_the_two_worst=place,
     )
     right = {}
     for pair in dict.fromkeys([worst, *ordered[: options.finals]]):
-        found = _quantized(model, torchq.recipes.integer(4, 4), batches, exclude=sorted(pair))
+        found = _quantized(model, config, batches, exclude=sorted(pair))
         right[pair] = (logits(found, test).argmax(1) == test.labels).double()
     for pair, hits in right.items():
         lead = right[worst] - hits
         report.value(
             case="best pairs on all images",
+            weights=method,
             layers=sorted(pair),
             choice="the two worst" if pair == worst else "another pair",
             accuracy=_rounded(float(hits.mean())),
@@ -189,7 +203,7 @@ def _pairs(
 
 
 def _without_each_pair(
-    quantized: nn.Module, test: Images, names: set[str], options: Namespace
+    quantized: nn.Module, test: Images, names: set[str], kept: Path | None
 ) -> dict[frozenset[str], float]:
     """Return the accuracy without each pair; runs start at the later layer of the pair."""
     batches = list(zip(test.images.split(250), test.labels.split(250), strict=True))
@@ -199,7 +213,6 @@ def _without_each_pair(
     while len(waiting) > 1:
         first = waiting.pop(0)
         scope = {name: f"{name}.*_quantizer" for name in waiting}
-        kept = None if options.resume is None else options.resume / f"without.{first}.json"
         with torchq.disabled(quantized, [f"{first}.*_quantizer"]):
             rows = torchq.sensitivity(
                 quantized,
@@ -207,7 +220,7 @@ def _without_each_pair(
                 _right,
                 scope=scope,
                 mode="all_but",
-                resume=kept,
+                resume=None if kept is None else kept / f"without.{first}.json",
                 progress=False,
             ).rows
         found |= {frozenset((first, row.name)): row.value for row in rows}

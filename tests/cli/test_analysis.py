@@ -75,12 +75,15 @@ def test_doctor_tells_by_its_exit_code(
 def test_report_and_compare(capsys: pytest.CaptureFixture[str], project: Path) -> None:
     pytest.importorskip("jinja2")
     out = printed(capsys, "report", *SOURCE, "--metric", "toy_nets:mean", "--out", "r.html")
-    assert out == "wrote r.html\n"
+    assert out.startswith("Quantization ")
+    assert "of the damage" in out
+    assert out.endswith("\nwrote r.html\n")
     assert "mean" in (project / "r.html").read_text()
     text = printed(capsys, "compare", *SOURCE, "--with", "w4a4")
     assert "int8: " in text
     assert "w4a4: " in text
-    printed(capsys, "compare", *SOURCE, "--with", "w4a4", "--out", "two.json")
+    text = printed(capsys, "compare", *SOURCE, "--with", "w4a4", "--out", "two.json")
+    assert [line.split(" ")[0] for line in text.splitlines()] == ["int8:", "w4a4:", "wrote"]
     both = json.loads((project / "two.json").read_text())["reports"]
     assert [data["label"] for data in both] == ["int8", "w4a4"]
 
@@ -90,6 +93,16 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.weight_quantizer" in text
     data = json.loads(printed(capsys, "inspect", *SOURCE, "--json"))
     assert len(data["rows"]) == 6
+    assert main(["inspect", "kept.pt"]) == 2
+    assert "--model package.module:name --data ... --load kept.pt" in capsys.readouterr().err
+
+
+def test_inspect_gives_the_nodes_of_a_file_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx")
+    printed(capsys, "quantize", *SOURCE, "--export", "m.onnx", "--no-report")
+    nodes = json.loads(printed(capsys, "inspect", "m.onnx", "--json"))["nodes"]
+    assert {"name", "kind", "integer", "reason"} <= nodes[0].keys()
+    assert "Conv" in {node["kind"] for node in nodes}
 
 
 def test_plan_and_the_config_that_it_writes(
@@ -125,7 +138,10 @@ def test_quantize_compares_by_itself(capsys: pytest.CaptureFixture[str], project
     assert "on data that it was not calibrated with: accuracy " in line
     assert "% of 4, signal to noise" in line
     again = printed(capsys, "quantize", *source, "--num-batches", "3", "--compare", "1")
-    assert "on its calibration data: same class for" in again
+    assert "on data that it was not calibrated with: same class for" in again
+    assert "calibrated on 2 batches" in again  # of three; the last one is kept
+    one = printed(capsys, "quantize", *source, "--batch-size", "12")
+    assert "on its calibration data: same class for" in one
     assert "beside" not in printed(capsys, "quantize", *source, "--compare", "0")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -126,8 +127,17 @@ def _doctor(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     found = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     report = torchq.report(found.model, found.held_out, args.out, read_metric(args))
-    _show(args, report if args.out is None else f"wrote {args.out}", lambda: report.data)
+    _show(args, report if args.out is None else _written(report, args.out), lambda: report.data)
     return 0
+
+
+def _written(report: torchq.analysis.Report, path: str) -> str:
+    """Return what to print instead of a report that was written to a file."""
+    lines = []
+    for data in report.reports:
+        label = f"{data['label']}: " if "label" in data else ""
+        lines.append(f"{label}{data['verdict']['sentence']} {data['verdict']['blame']}")
+    return "\n".join([*lines, f"wrote {path}"])
 
 
 def _check_out(args: argparse.Namespace) -> None:
@@ -150,7 +160,7 @@ def _compare(args: argparse.Namespace) -> int:
     report = torchq.compare(
         first.model, other.model, first.held_out, args.out, metric, labels=labels
     )
-    _show(args, report if args.out is None else f"wrote {args.out}", lambda: report.data)
+    _show(args, report if args.out is None else _written(report, args.out), lambda: report.data)
     return 0
 
 
@@ -158,8 +168,13 @@ def _inspect(args: argparse.Namespace) -> int:
     require(args, "model")
     if args.model.endswith(".onnx"):
         report = torchq.inspect_onnx(args.model)
-        _show(args, report, lambda: json.loads(json.dumps(vars(report), default=str)))
+        _show(args, report, lambda: dataclasses.asdict(report))
         return 0
+    if args.model.endswith((".pt", ".pth")):
+        raise ConfigError(
+            f"inspect {args.model}: holds ranges and weights without a model; pass --model "
+            f"package.module:name --data ... --load {args.model}"
+        )
     if args.load is not None or args.data is not None:
         summary = torchq.summary(prepare(args, say=quiet, held_out=0).model)
     else:

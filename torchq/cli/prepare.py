@@ -178,7 +178,8 @@ def prepare(
     require(args, "data")
     check()
     batches = read_batches(args, args.num_batches + held_out)
-    calibration, rest = batches[: args.num_batches], batches[args.num_batches :]
+    count = _calibration_count(len(batches), args.num_batches, held_out)
+    calibration, rest = batches[:count], batches[count:]
     example = example_of(batches[0]).to(args.device)
     _check_example(model, example, args)
     if args.fuse:
@@ -194,8 +195,18 @@ def prepare(
         torchq.onnx.preflight.check_formats(model)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
-    say(f"calibrated on {len(calibration)} batches in {time.perf_counter() - started:.1f} s")
+    say(f"calibrated on {_counted(calibration)} in {time.perf_counter() - started:.1f} s")
     return Prepared(model, example, calibration, rest or calibration)
+
+
+def _calibration_count(batches: int, wanted: int, held_out: int) -> int:
+    """Return how many batches to calibrate on: of short data a quarter stays for the comparison."""
+    kept = min(held_out, max(1, batches // 4)) if batches > 1 else 0
+    return min(wanted, batches - kept)
+
+
+def _counted(batches: list[Any]) -> str:
+    return "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
 
 
 def _check_example(model: nn.Module, example: Tensor, args: argparse.Namespace) -> None:
