@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torchq
-from torchq.errors import QuantizationError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import replace_operators_
 from torchq.nn.transaction import unchanged_on_error
 
@@ -165,6 +166,15 @@ def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     site = torchq.nn.CallSite("conv2d", weight="weight", holder="call")
     with pytest.raises(QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"):
         torchq.nn.route_calls_(model, [site])
+
+
+@pytest.mark.parametrize("options", [{}, {"example": True}, {"target": "onnxruntime"}])
+def test_programs_of_torch_export_are_named(options: dict[str, Any]) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    program = torch.export.export(Functional().eval(), (x,)).module()
+    options = {**options, **({"example": x} if "example" in options else {})}
+    with pytest.raises(ConfigError, match=r"got a program of torch.export.*Quantize it, then exp"):
+        torchq.quantize_(program, **options)
 
 
 def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from torchq.config import QuantConfig, Rule
+from torchq.errors import ConfigError
 from torchq.graph import state_kept
 from torchq.swap.decisions import (
     SwapReport,
@@ -20,7 +21,7 @@ from torchq.swap.decisions import (
 )
 from torchq.swap.placement import adapt_to_target, plan_placement
 from torchq.swap.targets import TARGETS, Target
-from torchq.utils import Pattern
+from torchq.utils import Pattern, qualified_name
 
 __all__ = ["plan", "targets"]
 
@@ -66,9 +67,11 @@ def plan(
     Raises:
         InputError: ``config`` is no QuantConfig.
         ConfigError: A pattern of ``include`` or ``exclude``, or a rule that is not ``optional``,
-            selects no module that could be quantized; or nothing at all would be quantized.
+            selects no module that could be quantized; or nothing at all would be quantized; or
+            the model is a program of torch.export.
     """
     config = config_or_default(config)
+    _refuse_programs(model)
     wanted = patterns(include)
     config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
     with state_kept(model):
@@ -80,6 +83,16 @@ def plan(
             report = _plan_for_target(model, config, wanted, TARGETS[target], example)
     check_used(model, report.config, wanted, report.decisions)
     return report
+
+
+def _refuse_programs(model: nn.Module) -> None:
+    """Raise ConfigError for a program of torch.export, which has no layers left."""
+    # Such a module refuses to change its mode by methods of its own.
+    if isinstance(model, fx.GraphModule) and "eval" in vars(model):
+        raise ConfigError(
+            f"{qualified_name(type(model))}: got a program of torch.export, whose layers are calls "
+            "of operators; expected the model that was exported. Quantize it, then export it"
+        )
 
 
 def _plan_for_target(
