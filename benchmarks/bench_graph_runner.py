@@ -4,12 +4,17 @@ A chain of additions on eight numbers shows the overhead, as its arithmetic take
 Networks of torchvision show what is left of it. Peak live bytes are those of tensors that operators
 made, without parameters and inputs, counted once per storage. An interpreter that frees nothing
 stands beside them as the upper end.
+
+``--agreement`` times nothing: it runs every classifier of torchvision, and reports if the runner
+gives the values of the model bit for bit. A second run goes on where the first one ended.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +22,7 @@ import torchvision
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.conformance_onnx import classifier_names, network
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from torchq.graph import GraphRunner, tensors_in, trace
 
@@ -74,8 +80,27 @@ def candidates(traced: fx.GraphModule, model: nn.Module, x: Tensor) -> dict[str,
     return found
 
 
+def agreement(known: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield for each classifier that is not in a file yet if its runner gives equal values."""
+    lines = known.read_text(encoding="utf-8").splitlines() if known and known.exists() else []
+    done = {row["model"] for row in map(json.loads, lines) if "equal" in row}
+    for name in classifier_names():
+        if name not in done:
+            model, x = network(name)
+            found = trace(model, x)
+            equal = torch.equal(GraphRunner(found.graph_module).run(x), model(x))
+            yield {"model": name, "level": found.level, "equal": equal}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(parser(__doc__), argv)
+    found = parser(__doc__)
+    found.add_argument("--agreement", action="store_true", help="compare values, time nothing")
+    options = parse(found, argv)
+    if options.agreement:
+        with Reporter("graph_runner", options.out) as report, torch.no_grad():
+            for row in agreement(options.out):
+                report.value(**row)
+        return
     models: dict[str, tuple[nn.Module, Tensor]] = {"chain": (Chain(), torch.zeros(8))}
     for name in NETWORKS:
         given = {"init_weights": False} if name == "googlenet" else {}
