@@ -218,6 +218,26 @@ def test_images_are_quantized_channels_last_for_convolutions_alone() -> None:
 @pytest.mark.parametrize(
     ("forward", "expected"),
     [
+        (lambda m, x, y: m.a(m.c(x)), True),
+        (lambda m, x, y: m.a(m.d(x)), True),
+        (lambda m, x, y: m.a(m.c(x) * torch.nn.functional.adaptive_avg_pool2d(m.d(y), 1)), True),
+        (lambda m, x, y: m.a(m.c(x) + y), False),  # the caller's may be NaN
+        (lambda m, x, y: m.a(m.c(x, y)), False),
+        (lambda m, x, y: m.a(m.c(x) / m.d(y)), False),  # 0 / 0 is NaN
+        (lambda m, x, y: m.a(x), False),
+    ],
+)
+def test_nobody_looks_for_nan_in_values_made_from_codes(
+    forward: Callable[..., Any], expected: bool
+) -> None:
+    editor = edit({"a": quantize(), "c": conv(), "d": dequantize()}, forward)
+    assert apply(editor, "trust_finite_values") is expected
+    assert only(editor, Quantize).finite is expected
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
         (lambda m, x, y: m.c(x, m.a(y)), True),
         (lambda m, x, y: m.c(x, m.a(y).flatten(0)), False),  # a view of another tensor
         (lambda m, x, y: m.c(x, y), False),  # the caller's

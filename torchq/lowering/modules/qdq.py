@@ -43,9 +43,11 @@ class Quantize(QParamsModule, IntegerModule):
 
     Attributes:
         channels_last: return 4-d codes in the memory layout that convolutions read.
+        finite: no value can be NaN, as all of them are made from codes; nobody looks for it.
     """
 
     channels_last = False
+    finite = False
 
     def __init__(self, qparams: QParams, dtype: torch.dtype | None = None) -> None:
         super().__init__(qparams)
@@ -67,7 +69,8 @@ class Quantize(QParamsModule, IntegerModule):
             TypeError: ``x`` has another dtype.
             QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
         """
-        smallest_value(x, self.dtype, "Quantize")
+        if not self.finite or x.dtype is not torch.float32:
+            smallest_value(x, self.dtype, "Quantize")
         if self.channels_last and x.dim() == 4:
             return self.qparams.quantize_images(x)
         return self.qparams.quantize(x)

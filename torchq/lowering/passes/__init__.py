@@ -45,6 +45,7 @@ from torchq.lowering.passes.propagate_qparams import (
     propagate_qparams,
     quantize_channels_last,
     read_shape_of_codes,
+    trust_finite_values,
 )
 from torchq.lowering.passes.reuse_buffers import reuse_residual_buffer
 from torchq.lowering.passes.sink_dequantize import sink_dequantize
@@ -92,6 +93,7 @@ FINISH: tuple[NodePass, ...] = (
     read_shape_of_codes,
     propagate_qparams,
     quantize_channels_last,
+    trust_finite_values,
     reuse_residual_buffer,
 )
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import fx
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
 
 from torchq.graph import reads_shape
 from torchq.lowering.graph import match
@@ -11,7 +15,18 @@ from torchq.lowering.modules.base import Int8Layer, IntegerModule
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.qdq import Dequantize, Quantize
 
-__all__ = ["propagate_qparams", "quantize_channels_last", "read_shape_of_codes"]
+__all__ = [
+    "propagate_qparams",
+    "quantize_channels_last",
+    "read_shape_of_codes",
+    "trust_finite_values",
+]
+
+#: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
+#: for, and how many of them may follow each other.
+_FINITE_FUNCTIONS = (operator.mul, operator.add, torch.mul, torch.add, F.adaptive_avg_pool2d)
+_FINITE_MODULES = (nn.Sigmoid, nn.Hardsigmoid, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Hardtanh)
+_LONGEST = 4
 
 
 def read_shape_of_codes(editor: GraphEditor, node: fx.Node) -> bool:
@@ -84,3 +99,38 @@ def quantize_channels_last(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     quantize.channels_last = True
     return True
+
+
+def trust_finite_values(editor: GraphEditor, node: fx.Node) -> bool:
+    """Quantize values that are made from codes without looking for NaN.
+
+    Before::
+
+        codes -> Int8Conv -> x * sigmoid(y) -> Quantize
+
+    After::
+
+        codes -> Int8Conv -> x * sigmoid(y) -> Quantize(finite)
+    """
+    quantize, source = editor.module(node), match.input_node(node)
+    if not isinstance(quantize, Quantize) or quantize.finite or source is None:
+        return False
+    quantize.finite = _is_finite(editor, source, _LONGEST)
+    return quantize.finite
+
+
+def _is_finite(editor: GraphEditor, node: fx.Node, longest: int) -> bool:
+    """Return True if a value is made from codes by few functions that keep it finite."""
+    module = editor.module(node)
+    if isinstance(module, (Quantize, Dequantize)):
+        return True
+    if isinstance(module, Int8Layer):  # the second operand is a residual
+        return all(_is_finite(editor, x, longest - 1) for x in node.all_input_nodes[1:])
+    known = isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
+    operands = node.all_input_nodes
+    return (
+        known
+        and longest > 0
+        and bool(operands)
+        and all(_is_finite(editor, operand, longest - 1) for operand in operands)
+    )
