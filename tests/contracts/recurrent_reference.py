@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchq import QuantDescriptor
 from torchq.functional import fake_quantize, reduce_amax
 
-__all__ = ["recurrent_by_hand"]
+__all__ = ["after_products", "recurrent_by_hand"]
 
 State = tuple[Tensor, ...]
 
@@ -57,13 +57,21 @@ def _step(plain: nn.Module, x: Tensor, state: State, end: str) -> State:
     biases = [getattr(plain, f"bias_{kind}{end}") if plain.bias else None for kind in ("ih", "hh")]
     i = F.linear(x, weights[0], biases[0])
     h = F.linear(_quantized(state[0]), weights[1], biases[1])
+    y, *memory = after_products(plain, i, h, state)
+    if getattr(plain, "proj_size", 0):
+        y = F.linear(_quantized(y), _quantized_rows(getattr(plain, f"weight_hr{end}")))
+    return y, *memory
+
+
+def after_products(plain: nn.Module, i: Tensor, h: Tensor, state: State) -> State:
+    """Return the state after the products of the input and of the hidden state, by kind of layer.
+
+    It is that before a projection; a plain recurrent layer has tanh.
+    """
     if isinstance(plain, nn.LSTM | nn.LSTMCell):
         first, forget, value, out = (i + h).chunk(4, 1)
         cell = forget.sigmoid() * state[1] + first.sigmoid() * value.tanh()
-        y = out.sigmoid() * cell.tanh()
-        if getattr(plain, "proj_size", 0):
-            y = F.linear(_quantized(y), _quantized_rows(getattr(plain, f"weight_hr{end}")))
-        return y, cell
+        return out.sigmoid() * cell.tanh(), cell
     if isinstance(plain, nn.GRU | nn.GRUCell):
         (ir, iz, iv), (hr, hz, hv) = i.chunk(3, 1), h.chunk(3, 1)
         update = (iz + hz).sigmoid()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import torchq
+from tests.contracts.recurrent_reference import after_products
 from torchq import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.formats import PerAxis
@@ -97,19 +98,11 @@ def direction(
 
 def call_cell(cell: Any, parameters: Any, x: Tensor, hidden: Tensor, own: Any) -> Any:
     """Run torch's cell with the hidden state quantized inside the product alone."""
-    if isinstance(cell, nn.LSTMCell):
-        i = F.linear(x, parameters["weight_ih"], parameters.get("bias_ih"))
-        h = F.linear(hidden, parameters["weight_hh"], parameters.get("bias_hh"))
-        first, forget, value, last = (i + h).chunk(4, 1)
-        new = forget.sigmoid() * own[1] + first.sigmoid() * value.tanh()
-        return last.sigmoid() * new.tanh(), new
-    if isinstance(cell, nn.GRUCell):
-        i = F.linear(x, parameters["weight_ih"], parameters.get("bias_ih"))
-        h = F.linear(hidden, parameters["weight_hh"], parameters.get("bias_hh"))
-        (ir, iz, iv), (hr, hz, hv) = i.chunk(3, 1), h.chunk(3, 1)
-        update = (iz + hz).sigmoid()
-        return ((1 - update) * (iv + (ir + hr).sigmoid() * hv).tanh() + update * own[0],)
-    return (torch.func.functional_call(cell, parameters, (x, hidden)),)
+    if isinstance(cell, nn.RNNCell):
+        return (torch.func.functional_call(cell, parameters, (x, hidden)),)
+    i = F.linear(x, parameters["weight_ih"], parameters.get("bias_ih"))
+    h = F.linear(hidden, parameters["weight_hh"], parameters.get("bias_hh"))
+    return after_products(cell, i, h, own)
 
 
 def zeros(layer: Any, rows: int) -> tuple[Tensor, ...]:
