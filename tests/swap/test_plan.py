@@ -173,7 +173,11 @@ class OwnAttention(nn.MultiheadAttention):
         (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
         (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),
         (lambda: nn.LSTM(3, 4), "1", "no rule matches"),
-        (Unused, "1", r"no quantized twin of .*Unused, which .*; register one with torchq.*Unused"),
+        (
+            Unused,
+            "1",
+            r"no quantized twin of .*Unused, which .*pass example= .*torchq.register.*Unus",
+        ),
         (
             lambda: OwnAttention(4, 2),
             "1.out_proj",

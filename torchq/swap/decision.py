@@ -15,18 +15,17 @@ __all__ = ["Decision", "no_twin"]
 _NO_TWIN = "no quantized twin of "
 
 
-def no_twin(cls: type[nn.Module], has_children: bool) -> str:
+def no_twin(cls: type[nn.Module]) -> str:
     """Return the reason for a class with parameters that nobody registered.
 
     Args:
-        cls: The class.
-        has_children: Whether its function calls can be found with an example only.
+        cls: The class. Without an example no function call was found in its forward.
     """
     name = qualified_name(cls)
-    remedy = f"register one with torchq.register({name})"
-    if has_children:
-        remedy = f"pass example= to find function calls with them, or {remedy}"
-    return f"{_NO_TWIN}{name}, which has parameters of its own; {remedy}"
+    return (
+        f"{_NO_TWIN}{name}, which has parameters of its own; pass example= to find function calls "
+        f"with them, or register one with torchq.register({name})"
+    )
 
 
 @dataclass(frozen=True)

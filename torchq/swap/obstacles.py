@@ -49,7 +49,7 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
             f"register a twin with torchq.register({name})"
         )
     if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
-        return no_twin(cls, next(module.children(), None) is not None)
+        return no_twin(cls)
     return None
 
 
