@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--pair-images", type=int, default=4000, help="for all pairs (default: %(default)s)"
     )
     parser.add_argument(
-        "--finals", type=int, default=10, help="pairs that run on all images (default: %(default)s)"
+        "--finals", type=int, default=5, help="pairs that run on all images (default: %(default)s)"
     )
     parser.add_argument(
         "--weights",
@@ -185,18 +185,17 @@ def _pairs(
         images=len(part.labels),
         place_of_the_two_worst=place,
     )
-    right = {}
+    right: dict[frozenset[str], Tensor] = {}
     for pair in dict.fromkeys([worst, *ordered[: options.finals]]):
         found = _quantized(model, config, batches, exclude=sorted(pair))
         right[pair] = (logits(found, test).argmax(1) == test.labels).double()
-    for pair, hits in right.items():
-        lead = right[worst] - hits
+        lead = right[worst] - right[pair]
         report.value(
             case="best pairs on all images",
             weights=method,
             layers=sorted(pair),
             choice="the two worst" if pair == worst else "another pair",
-            accuracy=_rounded(float(hits.mean())),
+            accuracy=_rounded(float(right[pair].mean())),
             lead_of_the_two_worst=_rounded(float(lead.mean())),
             standard_error=_rounded(float(lead.std()) / len(lead) ** 0.5),
         )
@@ -209,7 +208,7 @@ def _without_each_pair(
     batches = list(zip(test.images.split(250), test.labels.split(250), strict=True))
     called = [row.name for row in torchq.layer_errors(quantized, [test.images[:1]]).rows]
     waiting = [name for name in called if name in names]
-    found = {}
+    found: dict[frozenset[str], float] = {}
     while len(waiting) > 1:
         first = waiting.pop(0)
         scope = {name: f"{name}.*_quantizer" for name in waiting}

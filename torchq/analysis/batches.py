@@ -39,8 +39,11 @@ def checked_batches(where: str, batches: Any, num_batches: int | None = None) ->
         num_batches: the number of batches to stop after.
 
     Raises:
-        ConfigError: One batch was given in the place of an iterable of them, or something else.
+        ConfigError: One batch was given in the place of an iterable of them, or something else; or
+            ``num_batches`` is less than 1.
     """
+    if num_batches is not None and num_batches < 1:
+        raise ConfigError(f"{where}: got num_batches={num_batches}; expected at least 1, or None")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         kind = type(batches).__name__
         raise ConfigError(

@@ -18,7 +18,7 @@ from torchq.analysis.diagnosis import (
 from torchq.analysis.diagnosis.finding import SEVERITIES, DoctorReport
 from torchq.analysis.diagnosis.observation import observe
 from torchq.analysis.diagnosis.registry import CHECKS, Patient
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
 from torchq.swap import targets as known_targets
 from torchq.utils import device_of, progress_bar
@@ -59,6 +59,7 @@ def doctor(
 
     Raises:
         ConfigError: The model has no quantizer, or a target is unknown.
+        CalibrationError: ``batches`` holds none.
         QuantizationError: With ``strict``, there is a finding of severity error.
 
     Example:
@@ -84,6 +85,10 @@ def doctor(
         seen = observe(
             model, known, shown, lambda b: call_model(model, b, forward=forward, device=device)
         )
+        if seen is None:
+            raise CalibrationError(
+                f"{_WHERE}: got no batch; expected at least one, or batches=None"
+            )
     patient = Patient(model, known, weight_quantizers(model), seen, tuple(targets))
     report = _examine(patient)
     if strict and not report.ok:

@@ -97,6 +97,8 @@ def mixed_precision(
         True
     """
     check_budget(budget)
+    if not formats:
+        raise ConfigError(f"{_WHERE}: got no formats; expected one at least, such as [4, 8]")
     kept = list(checked_batches(_WHERE, batches))
     if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")

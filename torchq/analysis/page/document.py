@@ -117,12 +117,15 @@ def check_path(path: str | os.PathLike[str]) -> None:
     """Raise an error where a report could not be written, before any work is done.
 
     Raises:
-        ConfigError: The suffix is unknown.
+        ConfigError: The suffix is unknown, or the folder does not exist.
         MissingExtraError: jinja2 is not installed, which HTML needs.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise ConfigError(f"report {path}: got suffix {suffix!r}; expected {', '.join(_SUFFIXES)}")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"report {path}: the folder {folder} does not exist. Create it first")
     if suffix.startswith(".htm"):
         import_optional("jinja2", "report", "report")
 

@@ -115,7 +115,7 @@ def compare_outputs(
 
 
 def _user_metric(metric: Any) -> Score | Evaluation:
-    chosen = find_metric("report", metric)
+    chosen = None if isinstance(metric, str) else find_metric("report", metric)
     if not isinstance(chosen, (Score, Evaluation)):
         raise ConfigError(
             f"report: got metric {metric!r}; expected a function metric(output, batch) or "

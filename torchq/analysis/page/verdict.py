@@ -109,7 +109,7 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
         text = f"Most of the damage at the output comes from {_and(parts)}"
     else:
         name, share = next(iter(shares.items()))
-        text = f"No few layers are to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
+        text = f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
         text += "of the damage at the output"
     noisiest = [row for row in errors.worst[:1] if row.name not in list(shares)[:_BLAMED]]
     for row in noisiest:

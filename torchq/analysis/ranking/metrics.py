@@ -156,9 +156,9 @@ def find_metric(where: str, metric: str | Evaluate) -> Metric:
         if count == 2:
             return Score(metric)
     raise ConfigError(
-        f"{where}: got metric {metric!r}; expected {', '.join(map(repr, _KNOWN))}, a function "
-        "metric(output, batch) or a function metric(model), which return a number that is larger "
-        "for a better model"
+        f"{where}: got metric {metric!r}; expected {', '.join(map(repr, _KNOWN))}, 'fisher', a "
+        "function metric(output, batch) or a function metric(model), which return a number that is "
+        "larger for a better model"
     )
 
 
