@@ -24,7 +24,7 @@ from benchmarks.harness import Reporter, parse, parser
 from benchmarks.qat_networks import depthwise, kept, train_depthwise
 from benchmarks.repvgg import repvgg_cifar
 
-__all__ = ["main"]
+__all__ = ["NETWORKS", "main"]
 
 
 def _depthwise(folder: Path) -> nn.Module:
@@ -39,7 +39,8 @@ def _depthwise(folder: Path) -> nn.Module:
     return kept(folder / "depthwise.pt", depthwise(), train)
 
 
-_NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
+#: Name -> what builds the trained network from a folder.
+NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
     "resnet20": resnet20,
     "repvgg": repvgg_cifar,
     "depthwise": _depthwise,
@@ -102,7 +103,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
     options.add_argument("--images", type=int, default=10_000, help="test images")
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options.add_argument("--networks", nargs="+", default=list(_NETWORKS), choices=_NETWORKS)
+    options.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
     options.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), choices=_ALGORITHMS)
     options.add_argument("--widths", nargs="+", default=[f"W{w}A{a}" for w, a in _WIDTHS])
     return options
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = read_split(options.data, "train", 128 if options.quick else 4096)
     with Reporter("accuracy_ptq", options.out) as report:
         for network in options.networks:
-            model = _NETWORKS[network](options.data)
+            model = NETWORKS[network](options.data)
             torchq.fuse_(model, test.images[:4])
             row = {"network": network, "widths": "FP32", "algorithm": None, "seed": None}
             if _key(row := {**row, "images": options.images}) not in done:
