@@ -246,3 +246,11 @@ def test_quantizers_that_share_a_range_choose_together(generator: torch.Generato
         q for q in model.modules() if isinstance(q, TensorQuantizer) and "unsigned" in q._buffers
     ]
     assert decided and all(isinstance(q.descriptor.unsigned, bool) for q in decided)
+
+
+def test_the_report_of_calibration_says_which_sign_was_chosen() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    torchq.quantize_(model, torchq.recipes.integer(4, 4))
+    report = torchq.calibrate(model, [torch.linspace(-1, 1, 32).view(8, 4)], progress=False)
+    assert report.signs == {"0.input_quantizer": "signed", "2.input_quantizer": "unsigned"}
+    assert "(unsigned)" in str(report)

@@ -126,7 +126,16 @@ def calibrate(
         # Weights come last: weight_norm and its like compute the weight in a forward pass.
         calibrate_weights(model, only=pending, method=weights, samples=search, group=group)
     ranges = {name: _bounds(q) for name, q in todo.items() if q.calibrated}
-    return CalibrationReport(count, ranges, kept, tuple(unseen), chosen)
+    return CalibrationReport(count, ranges, kept, tuple(unseen), chosen, _signs(todo))
+
+
+def _signs(chosen: Mapping[str, TensorQuantizer]) -> dict[str, str]:
+    """Return which sign of the codes those quantizers have that chose it."""
+    return {
+        name: "unsigned" if q.descriptor.unsigned else "signed"
+        for name, q in chosen.items()
+        if q.calibrated and q.given_descriptor.unsigned == "auto"
+    }
 
 
 def calibrate_weights(

@@ -56,80 +56,79 @@ def round_with_best_ranges(
         grid = grid_of(layer, amax)
         q = round_groups(weight, eliminations(h, act_order), grid)
         return _improve(q, weight, h, grid), amax
-    search = _RowSearch(layer, h, eliminations(h, act_order), fractions)
-    rows = weight.shape[1]
+    q, amax = _best_of_candidates(layer, weight, h, eliminations(h, act_order), largest, fractions)
+    q = _improve(q, weight, h, grid_of(layer, amax))
+    for _ in range(_REFITS):
+        amax, q = _refit(layer, weight, h, amax, q)
+    return q, amax
+
+
+def _best_of_candidates(
+    layer: Any,
+    weight: Tensor,
+    h: Tensor,
+    solved: list[Elimination],
+    largest: Tensor,
+    fractions: list[float],
+) -> tuple[Tensor, Tensor]:
+    """Return the rounded rows with the best of some ranges, and these ranges.
+
+    All candidates of some rows are rounded at the same time. These rows are so few that they need
+    no more memory than the weight itself.
+    """
     if len(weight) > 1:
-        return search.run(weight, largest, None)
-    # Otherwise they need no more than the weight itself.
+        return _best_rows(layer, weight, h, solved, largest, fractions, None)
     memory = max(_MEMORY, weight.nbytes)
     count = max(1, memory // (weight.shape[2] * weight.element_size() * len(fractions)))
-    parts = [slice(start, min(start + count, rows)) for start in range(0, rows, count)]
-    found = [search.run(weight[:, part], largest[part], part) for part in parts]
+    parts = [slice(start, start + count) for start in range(0, weight.shape[1], count)]
+    found = [
+        _best_rows(layer, weight[:, part], h, solved, largest[part], fractions, part)
+        for part in parts
+    ]
     return torch.cat([q for q, _ in found], 1), torch.cat([amax for _, amax in found])
 
 
-class _RowSearch:
-    """The search for a layer each of whose rows has one range.
+def _best_rows(
+    layer: Any,
+    weight: Tensor,
+    h: Tensor,
+    solved: list[Elimination],
+    largest: Tensor,
+    fractions: list[float],
+    part: slice | None,
+) -> tuple[Tensor, Tensor]:
+    """Do the same for the rows ``part`` of a layer, which ``weight`` and ``largest`` hold."""
+    grids = [grid_of(layer, largest * fraction, part) for fraction in fractions]
+    count, rows = len(grids), weight.shape[1]
+    stacked = Grid(
+        torch.cat([grid.scale for grid in grids], 1),
+        torch.cat([grid.divisor for grid in grids], 1),
+        grids[0].format,
+    )
+    repeated = weight.repeat(1, count, 1)
+    q = round_groups(repeated, solved, stacked)
+    errors = quadratic_error(q - repeated, h).unflatten(1, (count, rows))
+    best = errors.argmin(1)  # (groups, rows)
+    fraction = largest.new_tensor(fractions)[best].view(largest.shape)
+    index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
+    return q.unflatten(1, (count, rows)).gather(1, index).squeeze(1), largest * fraction
 
-    Args:
-        layer: quantized.
-        h: of all groups.
-        eliminations: of all groups.
-        fractions: of the largest magnitudes, which are tried.
-    """
 
-    def __init__(
-        self, layer: Any, h: Tensor, eliminations: list[Elimination], fractions: list[float]
-    ) -> None:
-        self._layer, self._h, self._fractions = layer, h, fractions
-        self._eliminations = eliminations
-
-    def run(self, weight: Tensor, largest: Tensor, part: slice | None) -> tuple[Tensor, Tensor]:
-        """Return rounded rows, and their ranges.
-
-        Args:
-            weight: (groups, rows, columns), all rows of a layer or some.
-            largest: their largest magnitudes.
-            part: which rows; None for all.
-        """
-        grids = [grid_of(self._layer, largest * f, part) for f in self._fractions]
-        count, rows = len(grids), weight.shape[1]
-        stacked = Grid(
-            torch.cat([grid.scale for grid in grids], 1),
-            torch.cat([grid.divisor for grid in grids], 1),
-            grids[0].format,
-        )
-        repeated = weight.repeat(1, count, 1)
-        q = round_groups(repeated, self._eliminations, stacked)
-        errors = quadratic_error(q - repeated, self._h).unflatten(1, (count, rows))
-        best = errors.argmin(1)  # (groups, rows)
-        fraction = largest.new_tensor(self._fractions)[best].view(largest.shape)
-        amax = largest * fraction
-        index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
-        q = q.unflatten(1, (count, rows)).gather(1, index).squeeze(1)
-        q = _improve(q, weight, self._h, grid_of(self._layer, amax, part))
-        for _ in range(_REFITS):
-            amax, q = self._refit(weight, amax, q, part)
-        return q, amax
-
-    def _refit(
-        self, weight: Tensor, amax: Tensor, q: Tensor, part: slice | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return better ranges for the codes of ``q``, and better codes for these ranges."""
-        h = self._h
-        grid = grid_of(self._layer, amax, part)
-        codes = q / grid.scale
-        along = codes @ h
-        scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
-        fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
-        fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
-        new = grid_of(self._layer, fitted, part)
-        found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
-        is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
-        return (
-            torch.where(is_better.view(amax.shape), fitted, amax),
-            torch.where(is_better.unsqueeze(2), found, q),
-        )
+def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return better ranges for the codes of ``q``, and better codes for these ranges."""
+    grid = grid_of(layer, amax)
+    codes = q / grid.scale
+    along = codes @ h
+    scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
+    fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
+    fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
+    new = grid_of(layer, fitted)
+    found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
+    is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
+    return (
+        torch.where(is_better.view(amax.shape), fitted, amax),
+        torch.where(is_better.unsqueeze(2), found, q),
+    )
 
 
 def eliminations(h: Tensor, act_order: bool) -> list[Elimination]:
