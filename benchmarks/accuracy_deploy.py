@@ -53,6 +53,9 @@ def _arguments() -> argparse.ArgumentParser:
     options.add_argument(
         "--unsigned", action="store_true", help="unsigned codes where nothing is negative"
     )
+    options.add_argument(
+        "--rounded-biases", action="store_true", help="torchq.onnx.round_biases_ after calibration"
+    )
     return options
 
 
@@ -73,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             quantized = _quantized(model, placement, batches, options.unsigned)
             shown = (placement or "inputs") + ", unsigned" * options.unsigned
+            if options.rounded_biases:
+                torchq.onnx.round_biases_(quantized)
+                shown += ", rounded biases"
             for name, fields in _rows(quantized, test, engines):
                 report.value(case=name, placement=shown, **fields)
 

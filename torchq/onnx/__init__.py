@@ -4,6 +4,7 @@ The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) a
 they are used first.
 """
 
+from torchq.onnx.biases import round_biases_
 from torchq.onnx.export import export_onnx
 from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
@@ -23,5 +24,6 @@ __all__ = [
     "export_onnx",
     "inspect_onnx",
     "retarget_onnx",
+    "round_biases_",
     "verify_onnx",
 ]
