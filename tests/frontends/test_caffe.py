@@ -51,13 +51,14 @@ def test_networks_compute_what_opencv_computes(name: str) -> None:
 
 def test_slices_and_splits() -> None:
     model = torchq.from_caffe(*files_of("operators"))
-    inputs, _ = recorded("operators")
+    inputs, expected = recorded("operators")
     got, x = outputs_of(model, inputs), inputs["data"]
     parts = [got[f"part{i}"] for i in range(3)]
     assert [part.shape[1] for part in parts] == [1, 2, 1]
     assert torch.equal(torch.cat(parts, 1), x)
     assert torch.equal(torch.cat([got["half0"], got["half1"]], 3), x)
     assert torch.equal(got["copy0"], got["copy1"])
+    torch.testing.assert_close(got["copy0"], expected["copies"], rtol=1e-5, atol=1e-5)
 
 
 def test_detections_are_those_of_opencv() -> None:
