@@ -82,6 +82,10 @@ def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
 
 
+def _adaround_blocks(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    torchq.ptq.adaround_(model, batches, finish=0, seed=seed, progress=False)
+
+
 # The algorithm that only calibrates, with the recipe's own settings in place of a width.
 _RECIPE = "recipes.w4a4()"
 
@@ -94,6 +98,7 @@ _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None
     "GPTQ as published": (_published_gptq, 512),
     "gptq_": (_gptq, 512),
     "gptq_, 1,024 images": (_gptq, 1024),
+    "adaround_, finish=0": (_adaround_blocks, 1024),
     "adaround_": (_adaround, 1024),
 }
 
