@@ -18,6 +18,7 @@ from torchq.functional.onnx_ops import MARK
 from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import ExampleCall, argument_names
 from torchq.onnx.ir import Model, onnx_ir
+from torchq.onnx.torch_optimizer import optimize_
 
 __all__ = [
     "TORCHSCRIPT_MAX",
@@ -67,7 +68,10 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
                 dynamic_shapes=_dynamic_shapes(call),
                 dynamo=True,
                 verbose=False,
+                optimize=False,
             )
+            if program is not None:
+                optimize_(program)
     except Exception as error:
         fix = "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
         raise _explained(error, fix) from error
