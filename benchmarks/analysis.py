@@ -55,6 +55,17 @@ _NETWORKS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line a figure."""
+    options = _options(argv)
+    with Reporter("analysis", options.out, packages=["scipy"]) as report:
+        if set(options.parts) & {"ranking", "pairs", "mixed"}:
+            _accuracies(report, options)
+        if "cost" in options.parts:
+            _cost(report, options)
+        if "healthy" in options.parts:
+            _healthy(report, quick=options.quick)
+
+
+def _options(argv: Sequence[str] | None) -> Namespace:
     parser = arguments(__doc__, "resnet20.pt", train=512)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument(
@@ -64,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--finals", type=int, default=5, help="pairs that run on all images (default: %(default)s)"
     )
     parser.add_argument(
-        "--cost-images",
-        type=int,
-        default=64,
-        help="for the cost; the work in passes is the same for any (default: %(default)s)",
+        "--cost-images", type=int, default=64, help="for the cost (default: %(default)s)"
     )
     parser.add_argument(
         "--weights",
@@ -80,26 +88,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.quick:
         options.images, options.calibration, options.finals = 50, 64, 2
         options.pair_images = 20
-    with Reporter("analysis", options.out, packages=["scipy"]) as report:
-        if set(options.parts) & {"ranking", "pairs", "mixed"}:
-            test = read_split(options.data, "test", options.images)
-            data = read_split(options.data, "train", options.calibration)
-            model = resnet20(options.data)
-            torchq.fuse_(model, data.images[:4])
-            batches = data.batches(64)
-            report.value(case="fp32", accuracy=_rounded(accuracy(logits(model, test), test)))
-            if "ranking" in options.parts:
-                for method in options.weights:
-                    _ranking(report, model, batches, test, method)
-            if "pairs" in options.parts:
-                for method in options.weights:
-                    _pairs(report, model, batches, test, method, options)
-            if "mixed" in options.parts:
-                _mixed(report, model, batches, test)
-        if "cost" in options.parts:
-            _cost(report, options)
-        if "healthy" in options.parts:
-            _healthy(report, quick=options.quick)
+    return options
+
+
+def _accuracies(report: Reporter, options: Namespace) -> None:
+    """Report what is measured with the accuracy of ResNet-20."""
+    test = read_split(options.data, "test", options.images)
+    data = read_split(options.data, "train", options.calibration)
+    model = resnet20(options.data)
+    torchq.fuse_(model, data.images[:4])
+    batches = data.batches(64)
+    report.value(case="fp32", accuracy=_rounded(accuracy(logits(model, test), test)))
+    for method in options.weights if "ranking" in options.parts else ():
+        _ranking(report, model, batches, test, method)
+    for method in options.weights if "pairs" in options.parts else ():
+        _pairs(report, model, batches, test, method, options)
+    if "mixed" in options.parts:
+        _mixed(report, model, batches, test)
 
 
 def _rounded(value: float) -> float:
@@ -184,14 +189,9 @@ def _pairs(
     for pair in ordered:
         figure = _rounded(shares[pair])
         report.value(case="without a pair", weights=method, layers=sorted(pair), accuracy=figure)
+    counts = {"pairs": len(shares), "images": len(part.labels)}
     place = sum(share > shares[worst] for share in shares.values()) + 1
-    report.value(
-        case="all pairs",
-        weights=method,
-        pairs=len(shares),
-        images=len(part.labels),
-        place_of_the_two_worst=place,
-    )
+    report.value(case="all pairs", weights=method, **counts, place_of_the_two_worst=place)
     right: dict[frozenset[str], Tensor] = {}
     for pair in dict.fromkeys([worst, *ordered[: options.finals]]):
         found = _quantized(model, config, batches, exclude=sorted(pair))

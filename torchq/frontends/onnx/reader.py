@@ -99,7 +99,6 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         FrontendError: the element type is not known to torch, sizes do not agree, or external data
             lies outside ``folder``.
     """
-    helper = import_optional("onnx.numpy_helper", "from_onnx")
     dtype = dtype_of(proto.data_type) or _FOUR_BITS.get(proto.data_type)
     if dtype is None:
         name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
@@ -118,6 +117,11 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         return _external(proto, dtype, shape, folder, where)
     if is_four_bits(proto):
         return _four_bits(proto, dtype, shape, where)
+    return _stored_tensor(proto, dtype, shape, where)
+
+
+def _stored_tensor(proto: Any, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
+    """Return a tensor whose elements lie in the message itself."""
     raw, rest = proto.HasField("raw_data"), len(proto.raw_data) % dtype.itemsize
     stored = len(proto.raw_data) // dtype.itemsize if raw else _stored(proto)
     if stored != math.prod(shape) or rest:
@@ -128,7 +132,7 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
         )
     if raw:
         return _from_bytes(proto.raw_data, dtype, shape)
-    array = helper.to_array(proto)
+    array = import_optional("onnx.numpy_helper", "from_onnx").to_array(proto)
     if dtype.itemsize < 4 and array.dtype.name not in (
         "uint8",
         "int8",
