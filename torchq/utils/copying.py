@@ -52,7 +52,7 @@ def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
     tree = {id(part): part for part in module.modules()}
     shared: dict[int, Any] = {}
     for part in tree.values():
-        for name, value in vars(part).items():
+        for name, value in list(vars(part).items()):  # traced modules change while they are copied
             if name != "_modules":
                 _collect(value, tree, shared, set())
     return shared
