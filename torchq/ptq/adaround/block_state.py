@@ -57,7 +57,6 @@ class BlockState:
         biases: Sequence[nn.Parameter] = (),
     ) -> None:
         self.block, self.ranges, self.biases = block, ranges, list(biases)
-
         self._saved = [t.detach().clone() for t in self.tensors()]
 
     def quantizers(self) -> list[TensorQuantizer]:

@@ -97,7 +97,10 @@ def _best_rows(
     fractions: list[float],
     part: slice | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same for the rows ``part`` of a layer, which ``weight`` and ``largest`` hold."""
+    """Return what :func:`_best_of_candidates` does, for the rows ``part`` of a layer.
+
+    ``weight`` and ``largest`` hold these rows alone.
+    """
     grids = [grid_of(layer, largest * fraction, part) for fraction in fractions]
     count, rows = len(grids), weight.shape[1]
     stacked = Grid(
