@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import resource
 import signal
@@ -28,6 +29,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -162,9 +164,15 @@ def read_verify(rng: Random, folder: Path) -> None:
     name = rng.choice(["int8", "onnxruntime"])
     path = folder / "mutated.onnx"
     mutate_onnx(rng, folder / f"{name}.onnx", path)
+    str(torchq.verify_onnx(copy.deepcopy(_model_of(folder, name)), path, [example()]))
+
+
+@cache
+def _model_of(folder: Path, name: str) -> nn.Module:
+    """Return the model of an ONNX file; loading it takes longer than most mutated files do."""
     model = Net().eval()
     torchq.fuse_(model)
-    str(torchq.verify_onnx(torchq.load(model, folder / f"{name}.pt").eval(), path, [example()]))
+    return torchq.load(model, folder / f"{name}.pt").eval()
 
 
 def read_config(rng: Random, folder: Path) -> None:
