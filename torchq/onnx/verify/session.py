@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Session:
         source: A file.
         optimize: ``False`` runs the graph node by node as written, ``True`` with all optimisations.
         save_optimized: Write the optimised graph to this file.
+        profile: Note the time of each node; the first part of the path of the file for it.
 
     Attributes:
         inputs: Names of the inputs.
@@ -32,7 +34,12 @@ class Session:
     """
 
     def __init__(
-        self, source: str | Path, *, optimize: bool, save_optimized: Path | None = None
+        self,
+        source: str | os.PathLike[str],
+        *,
+        optimize: bool,
+        save_optimized: Path | None = None,
+        profile: Path | None = None,
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
         options, levels = runtime.SessionOptions(), runtime.GraphOptimizationLevel
@@ -44,12 +51,14 @@ class Session:
                 "session.optimized_model_external_initializers_file_name",
                 f"{save_optimized.name}.data",
             )
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
         options.graph_optimization_level = level
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
         try:
             self._session = runtime.InferenceSession(
-                str(source), options, providers=["CPUExecutionProvider"]
+                os.fspath(source), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             fix = ""
@@ -89,3 +98,7 @@ class Session:
                 f"expected inputs like {shapes}"
             ) from error
         return [torch.from_numpy(array.copy()) for array in results]
+
+    def end_profile(self) -> str:
+        """Return the path of the file with the times of all nodes; no more are noted."""
+        return str(self._session.end_profiling())
