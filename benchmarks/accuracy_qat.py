@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, parse, parser
+from benchmarks.qat_methods import METHODS, SHORT, Method, learn_, train_
 from benchmarks.qat_networks import (
     LanguageModel,
     Text,
@@ -43,10 +43,9 @@ from benchmarks.qat_training import Training, fit
 from benchmarks.repvgg import repvgg_cifar
 from torchq.qat import (
     Distillation,
-    Oscillations,
-    dampening_loss,
     freeze_bn_,
     prepare,
+    quantize_folded_,
     reestimate_bn_,
     start_from_,
 )
@@ -61,12 +60,12 @@ _WIDTHS = {
     "w3a3": (3, 3, 1500, 0.02),
     "w2a2": (2, 2, 3000, 0.03),
 }
-#: The factor of the dampening loss at the end, and the thresholds of freezing.
-_DAMPING, _FREEZE_FROM, _FREEZE_TO = 0.1, 0.04, 0.01
 #: What the learning rate is multiplied by where training starts from PTQ, with frozen BatchNorms.
 _LR_AFTER_PTQ = 0.1
 #: Test images where a row does not say.
 _IMAGES = 10000
+#: What the names of methods begin with that are compared with one another.
+_SHORT = "short: "
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "lp")
 
 
@@ -78,6 +77,11 @@ class Case:
     widths: str
     method: str
     seed: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Return True for one of the methods that are compared with one another."""
+        return self.method.startswith(_SHORT)
 
     def key(self) -> dict[str, object]:
         """Return what tells this row from others in the file of results."""
@@ -105,6 +109,7 @@ _CASES = [
     *(Case("depthwise", "w4a4", f"lsq, distilled, {more}") for more in ("damped", "frozen")),
     *(Case("language model", widths, "ptq max") for widths in ("w8a8", "w4a8")),
     *(Case("language model", widths, "qat, distilled") for widths in ("w8a8", "w4a8")),
+    *(Case("resnet20", "w4a4", _SHORT + method) for method in METHODS),
 ]
 
 
@@ -209,20 +214,34 @@ class Bench:
 
     def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> dict[str, object]:
         """Train as the case says; return how, and what was seen."""
+        method, options = _method(case), self.options
         _, _, steps, lr = _WIDTHS[case.widths]
-        steps = 1 if self.options.quick else round(steps * self.options.scale)
-        teacher, recipe = copy.deepcopy(model).eval(), _recipe(case, learn=True)
-        prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
+        steps, lr = SHORT if case.is_short else (steps, lr)
+        steps = 1 if options.quick else round(steps * options.scale)
+        teacher = copy.deepcopy(model).eval()
+        _prepare(model, case, method, batches)
         from_gptq = "from gptq_" in case.method
         if from_gptq:
             lr *= _LR_AFTER_PTQ
             start_from_(model, self.after_gptq(case))
             freeze_bn_(model)
-        plan = Training(steps, lr, seed=case.seed)
-        share = self._fit(model, case, teacher, plan)
-        if not from_gptq:
+        plan = Training(
+            steps, lr, seed=case.seed, range_lr=lr * method.range_lr, log2_ranges=method.log2
+        )
+        share = train_(
+            model,
+            teacher,
+            self.train,
+            method,
+            plan,
+            bf16=options.bf16,
+            watched=case.network == "depthwise" or case.is_short,
+            label=str(case),
+            checkpoint=self._checkpoint(case, plan),
+        )
+        if not from_gptq and not method.folded:
             reestimate_bn_(model, batches, progress=False)
-        found = {"steps": steps, "lr": lr, "bf16": self.options.bf16}
+        found = {"steps": steps, "lr": lr, "bf16": options.bf16}
         return found | ({} if share is None else {"oscillating": share})
 
     def _checkpoint(self, case: Case, plan: Training) -> Path:
@@ -230,57 +249,6 @@ class Bench:
         self.options.work.mkdir(parents=True, exist_ok=True)
         text = "_".join(map(str, (*vars(case).values(), plan.steps))).replace(" ", "")
         return self.options.work / f"{text}.run"
-
-    def _fit(
-        self, model: nn.Module, case: Case, teacher: nn.Module, plan: Training
-    ) -> float | None:
-        """Train; return the share of oscillating weights where oscillation is a matter."""
-        data = self.train
-        # The share of the steps that are done: both remedies begin gently.
-        progress = [0.0]
-        frozen = _FREEZE_FROM if "frozen" in case.method else None
-        watched = case.network == "depthwise"
-        oscillations = Oscillations(model, freeze_above=frozen) if watched else None
-        fast = self.options.bf16
-        student = _Autocast(model) if fast else model
-        teacher = _Autocast(teacher) if fast else teacher
-        with Distillation(student, teacher, temperature=4.0) as distillation:
-
-            def loss(generator: torch.Generator) -> Tensor:
-                index = torch.randint(len(data.labels), (64,), generator=generator)
-                images, labels = data.augmented(index, generator)
-                y = student(images)
-                if "distilled" not in case.method:
-                    return nn.functional.cross_entropy(y, labels)
-                if "damped" not in case.method:
-                    return distillation.loss()
-                return distillation.loss() + _DAMPING * progress[0] * dampening_loss(model)
-
-            def after(step: int) -> None:
-                progress[0] = step / plan.steps
-                if oscillations is None:
-                    return
-                if frozen is not None:
-                    share = 0.5 + 0.5 * math.cos(math.pi * progress[0])
-                    oscillations.freeze_above = _FREEZE_TO + (_FREEZE_FROM - _FREEZE_TO) * share
-                oscillations.update_()
-
-            extras = {} if oscillations is None else {"oscillations": oscillations}
-            path = self._checkpoint(case, plan)
-            fit(model, loss, plan, after=after, label=str(case), checkpoint=path, extras=extras)
-        return None if oscillations is None else round(oscillations.share(), 5)
-
-
-class _Autocast(nn.Module):
-    """A compiled module whose products have bfloat16 operands."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.compiled = torch.compile(module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.compiled(x).float()
 
 
 @torch.no_grad()
@@ -293,12 +261,40 @@ def _perplexity(model: nn.Module, pieces: Tensor) -> float:
     return torch.cat(losses).mean().exp().item()
 
 
-def _recipe(case: Case, learn: bool) -> torchq.QuantConfig:
+def _recipe(case: Case, learn: bool, per_channel: bool = True) -> torchq.QuantConfig:
     weight, activation, *_ = _WIDTHS[case.widths]
     method = "max" if weight > 4 else "mse"
     return torchq.recipes.integer(
-        weight, activation, first_last=8, weight_method=method, learn_ranges=learn
+        weight,
+        activation,
+        first_last=8,
+        per_channel=per_channel,
+        weight_method=method,
+        learn_ranges=learn,
     )
+
+
+def _method(case: Case) -> Method:
+    """Return how a case trains."""
+    if case.is_short:
+        return METHODS[case.method.removeprefix(_SHORT)]
+    return Method(
+        loss="logits" if "distilled" in case.method else "labels",
+        damping=METHODS["damped"].damping if "damped" in case.method else 0.0,
+        freezing=METHODS["frozen"].freezing if "frozen" in case.method else None,
+    )
+
+
+def _prepare(model: nn.Module, case: Case, method: Method, batches: list[Tensor]) -> None:
+    """Quantize, calibrate, and let the ranges learn."""
+    recipe = _recipe(case, not case.is_short, method.per_channel)
+    if method.folded:
+        quantize_folded_(model, recipe)
+        torchq.calibrate(model, batches, progress=False)
+    else:
+        prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
+    if case.is_short:
+        learn_(model, method)
 
 
 def _quantize_after(model: nn.Module, case: Case, batches: list[Tensor]) -> None:

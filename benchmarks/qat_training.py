@@ -34,6 +34,8 @@ class Training:
         weight_decay: of weights; biases, norms and ranges have none.
         clip: the largest norm of all gradients together, or None.
         seed: of the batches.
+        range_lr: the learning rate of learned ranges, or None for ``lr``.
+        log2_ranges: step in the logarithm of learned ranges.
     """
 
     steps: int
@@ -42,6 +44,8 @@ class Training:
     weight_decay: float = 1e-4
     clip: float | None = None
     seed: int = 0
+    range_lr: float | None = None
+    log2_ranges: bool = False
 
 
 def fit(
@@ -49,6 +53,7 @@ def fit(
     loss: Callable[[torch.Generator], Tensor],
     training: Training,
     *,
+    before: Callable[[int], object] | None = None,
     after: Callable[[int], object] | None = None,
     label: str = "train",
     checkpoint: Path | None = None,
@@ -60,6 +65,7 @@ def fit(
         model: what is trained; ``loss`` holds it too.
         loss: draws a batch with the generator and returns its loss.
         training: how long and how fast.
+        before: called with the number of each step before it.
         after: called with the number of each step after it.
         label: the text of the progress bar.
         checkpoint: a file for the state of the run, which is removed at the end.
@@ -67,17 +73,14 @@ def fit(
     """
     generator = torch.Generator().manual_seed(training.seed)
     torch.manual_seed(training.seed)
-    groups = torchq.qat.param_groups(model, lr=training.lr, weight_decay=training.weight_decay)
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(groups, momentum=0.9)
-        if training.optimizer == "sgd"
-        else torch.optim.AdamW(groups)
-    )
+    optimizer = _optimizer(model, training)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, **(extras or {})}
     first = _resume(checkpoint, parts, generator)
     model.train()
     for step in progress_bar(range(first, training.steps), description=label, unit="step"):
+        if before is not None:
+            before(step)
         optimizer.zero_grad()
         loss(generator).backward()
         if training.clip is not None:
@@ -91,6 +94,23 @@ def fit(
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     return model.eval()
+
+
+def _optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    groups = torchq.qat.param_groups(
+        model,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+        range_lr=training.range_lr,
+    )
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, momentum=0.9)
+        if training.optimizer == "sgd"
+        else torch.optim.AdamW(groups)
+    )
+    if training.log2_ranges:
+        torchq.qat.step_in_log2_(optimizer)
+    return optimizer
 
 
 def _keep(path: Path, parts: Mapping[str, Any], generator: torch.Generator, steps: int) -> None:
