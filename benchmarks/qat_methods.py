@@ -175,32 +175,44 @@ def train_(
     before, after = _schedule(model, method, plan.steps, oscillations)
     student, teacher = (_Autocast(m) if bf16 else m for m in (model, teacher))
     progress = [0.0]
+
+    def begin(step: int) -> None:
+        progress[0] = step / plan.steps
+        before(step)
+
+    def extra() -> Tensor | float:
+        factor = method.damping * progress[0]
+        return factor * dampening_loss(model) if factor else 0.0
+
     layers = "*layer?.?" if method.loss == "layers" else ()
     with Distillation(student, teacher, temperature=_TEMPERATURE, layers=layers) as distillation:
-
-        def loss(generator: torch.Generator) -> Tensor:
-            index = torch.randint(len(data.labels), (64,), generator=generator)
-            images, labels = data.augmented(index, generator)
-            y = student(images)
-            if method.loss == "labels":
-                return nn.functional.cross_entropy(y, labels)
-            if not method.damping:
-                return distillation.loss()
-            return distillation.loss() + method.damping * progress[0] * dampening_loss(model)
-
-        def first(step: int) -> None:
-            progress[0] = step / plan.steps
-            before(step)
-
-        extras = {} if oscillations is None else {"oscillations": oscillations}
         fit(
             model,
-            loss,
+            _loss(student, data, None if method.loss == "labels" else distillation, extra),
             plan,
-            before=first,
+            before=begin,
             after=after,
             label=label,
             checkpoint=checkpoint,
-            extras=extras,
+            extras={} if oscillations is None else {"oscillations": oscillations},
         )
     return None if oscillations is None else round(oscillations.share(), 5)
+
+
+def _loss(
+    student: nn.Module,
+    data: Images,
+    distillation: Distillation | None,
+    extra: Callable[[], Tensor | float],
+) -> Callable[[torch.Generator], Tensor]:
+    """Return the loss of a batch that a generator draws, against the labels or the teacher."""
+
+    def loss(generator: torch.Generator) -> Tensor:
+        index = torch.randint(len(data.labels), (64,), generator=generator)
+        images, labels = data.augmented(index, generator)
+        y = student(images)
+        if distillation is None:
+            return nn.functional.cross_entropy(y, labels) + extra()
+        return distillation.loss() + extra()
+
+    return loss
