@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,8 +48,54 @@ class Chains(nn.Module):
 def test_products_that_no_quantizer_reaches_are_reported() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Chains())
     (skipped,) = torchq.plan(model, example=torch.randn(2, 4)).skipped
-    text = "its forward multiplies by a weight in bilinear, einsum, which stays float"
+    text = (
+        "its forward multiplies by a weight in bilinear and multiplies by a weight in einsum, "
+        "which stays float"
+    )
     assert (skipped.name, skipped.reason) == ("1", text)
+
+
+class DynamicFilter(nn.Module):
+    """Computes the kernel of a convolution from its input, as dynamic filter networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(3, 27)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.generator(x.mean((0, 2, 3))).view(3, 3, 3, 1))
+
+
+class Table(nn.Module):
+    """Looks up rows of a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.embedding(x, self.rows))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "text"),
+    [
+        (
+            DynamicFilter(),
+            torch.randn(2, 3, 8, 8),
+            "its forward computes the weight of conv2d from its input, which stays float",
+        ),
+        (
+            Table(),
+            torch.randint(0, 5, (2, 3)),
+            "its forward looks up rows of a parameter with F.embedding, which stays float",
+        ),
+    ],
+)
+def test_weights_in_other_places_are_reported(model: nn.Module, example: Tensor, text: str) -> None:
+    (skipped,) = torchq.plan(model, example=example).skipped
+    assert (skipped.name, skipped.reason) == ("", text)
 
 
 class ReadsTransposed(nn.Module):

@@ -76,7 +76,7 @@ def decide_calls(
             # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
             result = [d for d in result if d.module is not module or not d.is_without_twin]
         new = _decide_module(names, module, calls, quantized, by_rules, id(module) in rewritten)
-        new = _with_unknown(names, module, calls, new)
+        new = _with_unreached(names, module, calls, new)
         place = next((i for i, d in enumerate(result) if d.module is module), None)
         if place is None:
             result += new
@@ -89,14 +89,13 @@ def decide_calls(
     return _without_unused(result, found)
 
 
-def _with_unknown(
+def _with_unreached(
     names: tuple[str, ...], module: nn.Module, calls: FoundCalls, decisions: list[Decision]
 ) -> list[Decision]:
-    """Return the decisions with the products that no quantizer reaches named."""
-    if not calls.unknown:
+    """Return the decisions with the uses of weights that no quantizer reaches named."""
+    if not calls.unreached:
         return decisions
-    functions = ", ".join(sorted(calls.unknown))
-    text = f"its forward multiplies by a weight in {functions}, which stays float"
+    text = f"its forward {' and '.join(sorted(calls.unreached))}, which stays float"
     if not any(d.module is module for d in decisions):
         return [Decision(names, module, type(module), reason=text), *decisions]
     return [

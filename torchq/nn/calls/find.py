@@ -44,7 +44,8 @@ class FoundCalls:
             parameter as weight. A module that several layers share has a forward for each.
         sources: Ids of the parameters that computed weights of calls depend on.
         below: The kinds that descendants of the module called.
-        unknown: Names of other functions that multiplied by a weight.
+        unreached: What else the forward does with weights, which no quantizer reaches: clauses that
+            follow "its forward".
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
 
@@ -53,7 +54,7 @@ class FoundCalls:
     forwards: list[Counter[str]] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
-    unknown: set[str] = field(default_factory=set)
+    unreached: set[str] = field(default_factory=set)
     obstacle: str = ""
 
     def finished(self) -> FoundCalls:
@@ -145,8 +146,8 @@ class _Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             found.obstacle = WHOLE_ATTENTION
         site, ndim = (None, 0) if function is None else self._site(owner, function, args, kwargs)
-        if site is None and func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
-            found.unknown.add(OTHER_PRODUCTS[func])
+        if site is None:
+            found.unreached |= self._unreached(func, function, args, kwargs)
         if function is None:
             return
         for module in self._stack[:-1]:
@@ -158,6 +159,20 @@ class _Recorder(TorchFunctionMode):
         if site is not None and site not in found.sites:
             found.sites.append(site)
             found.ndims.append(ndim)
+
+    def _unreached(
+        self, func: Any, function: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> set[str]:
+        """Return what a call without a site does with a weight, as clauses."""
+        if func is F.embedding and self._origins(id(operand(args, kwargs, (1, "weight")))):
+            return {"looks up rows of a parameter with F.embedding"}
+        if func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
+            return {f"multiplies by a weight in {OTHER_PRODUCTS[func]}"}
+        if function is None or function.symmetric:  # A matmul of two inputs has no weight.
+            return set()
+        if id(operand(args, kwargs, function.right)) in self._data:
+            return {f"computes the weight of {function.kind} from its input"}
+        return set()
 
     def _is_with_weight(self, arguments: Any) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""
