@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from benchmarks.zoo_models import call
@@ -38,6 +41,8 @@ MOST_BATCHES = 50
 def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """Return the tensors of the model's result, in a fixed order, with random functions seeded."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # Transformers draws its masks from NumPy.
     with torch.no_grad():
         result = call(model, batch)
     if not isinstance(result, Tensor | tuple | list | dict):
@@ -118,13 +123,19 @@ def verdict(good: bool, problem: str) -> str:
     return "ok" if good else problem
 
 
-def class_of_each_path(model: nn.Module) -> dict[str, type]:
+def class_of_each_path(model: nn.Module) -> dict[str, tuple[type, bool]]:
     """Return the class at each path of the module tree, shared modules under all their paths.
 
-    A graph of torch.fx has a class of its own, which is made anew with its code: its base counts.
+    A graph of torch.fx, and a module with parametrizations, has a class of its own, which is made
+    anew: its base counts, and whether there are parametrizations.
     """
+
+    def kind(module: nn.Module) -> type:
+        is_graph = isinstance(module, fx.GraphModule)
+        return fx.GraphModule if is_graph else type_before_parametrizations(module)
+
     return {
-        name: fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
+        name: (kind(module), is_parametrized(module))
         for name, module in model.named_modules(remove_duplicate=False)
     }
 
