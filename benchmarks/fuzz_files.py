@@ -50,7 +50,7 @@ SECONDS = (
     20  # for one mutation; the readers need less than 0.2 s for the files as they were written
 )
 GIGABYTES = 12  # of address space: torch and ONNX Runtime map about 6 before they read anything
-CHUNK = 250  # mutations for each child process
+CHUNK = 1000  # mutations for each child process
 
 
 class Net(nn.Module):

@@ -95,7 +95,7 @@ def _with_unreached(
     """Return the decisions with the uses of weights that no quantizer reaches named."""
     if not calls.unreached:
         return decisions
-    text = f"its forward {' and '.join(sorted(calls.unreached))}, which stays float"
+    text = f"its forward {' and '.join(sorted(calls.unreached.values()))}, which stays float"
     if not any(d.module is module for d in decisions):
         return [Decision(names, module, type(module), reason=text), *decisions]
     return [

@@ -78,7 +78,8 @@ def functional_call(patient: Patient) -> Iterator[Finding]:
             continue
         # Attention has products of data alone; other calls have a weight, or compute one.
         sites = [site for site in found.sites if site.kind != "attention"]
-        kinds = list(dict.fromkeys([site.kind for site in sites] + sorted(found.unknown)))
+        products = sorted(found.unreached.keys() - {"embedding"})
+        kinds = list(dict.fromkeys([site.kind for site in sites] + products))
         if not kinds:
             continue
         text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
@@ -87,7 +88,7 @@ def functional_call(patient: Patient) -> Iterator[Finding]:
         if weights:
             text += f" ({', '.join(dict.fromkeys(weights))})"
         remedy = "torchq.quantize_(model, config, example=example)"
-        if found.unknown or found.obstacle:
+        if products or found.obstacle:
             remedy = "let a layer of its own make the call, such as torch.nn.Linear"
         yield Finding("functional_call", "warning", names[key], text, remedy)
 

@@ -44,8 +44,8 @@ class FoundCalls:
             parameter as weight. A module that several layers share has a forward for each.
         sources: Ids of the parameters that computed weights of calls depend on.
         below: The kinds that descendants of the module called.
-        unreached: What else the forward does with weights, which no quantizer reaches: clauses that
-            follow "its forward".
+        unreached: Names of other functions that got a weight -> what the forward does with it, as
+            a clause. ``"embedding"`` looks it up, the others multiply by it.
         obstacle: Why the calls cannot be quantized; "" if they can.
     """
 
@@ -54,7 +54,7 @@ class FoundCalls:
     forwards: list[Counter[str]] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
-    unreached: set[str] = field(default_factory=set)
+    unreached: dict[str, str] = field(default_factory=dict)
     obstacle: str = ""
 
     def finished(self) -> FoundCalls:
@@ -162,17 +162,18 @@ class _Recorder(TorchFunctionMode):
 
     def _unreached(
         self, func: Any, function: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> set[str]:
-        """Return what a call without a site does with a weight, as clauses."""
+    ) -> dict[str, str]:
+        """Return the name of a function that gets a weight in a call without a site -> a clause."""
         if func is F.embedding and self._origins(id(operand(args, kwargs, (1, "weight")))):
-            return {"looks up rows of a parameter with F.embedding"}
+            return {"embedding": "looks up rows of a parameter with F.embedding"}
         if func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
-            return {f"multiplies by a weight in {OTHER_PRODUCTS[func]}"}
+            name = OTHER_PRODUCTS[func]
+            return {name: f"multiplies by a weight in {name}"}
         if function is None or function.symmetric:  # A matmul of two inputs has no weight.
-            return set()
+            return {}
         if id(operand(args, kwargs, function.right)) in self._data:
-            return {f"computes the weight of {function.kind} from its input"}
-        return set()
+            return {function.kind: f"computes the weight of {function.kind} from its input"}
+        return {}
 
     def _is_with_weight(self, arguments: Any) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""
