@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.lowering.modules.product_call import ProductCall, bound_arguments
+from torchq.nn import CallSite
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -87,6 +88,70 @@ def test_a_scaled_result_keeps_simulating_and_says_why() -> None:
     assert_agree(deployed, model, X)
 
 
+class Transposed(nn.Module):
+    """Transposed convolutions: with every argument by position, and with few by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 3, 3, 3))
+        self.second = nn.Parameter(torch.randn(6, 2, 2))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv_transpose2d(x, self.first, self.bias, 2, 1, 1, 2, 1)
+        return F.conv_transpose1d(x.flatten(2), self.second, stride=2, groups=2)
+
+
+def test_transposed_convolutions_have_kernels() -> None:
+    image = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    model = quantized(Transposed(), image)
+    deployed = torchq.deploy(model, image)
+    assert kernels(deployed) == ["Int8ConvTranspose"] * 2
+    assert_agree(deployed, model, image)
+
+
+class Left(nn.Module):
+    """Multiplies by weights on the left, as mixers of tokens do, and by a weight for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.batch = (
+            nn.Parameter(torch.randn(5, 6)),
+            nn.Parameter(torch.randn(2, 8, 4)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.matmul(self.tokens, other=x), self.batch)
+
+
+def test_weights_on_the_left_have_kernels_and_each_call_its_own_note() -> None:
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    model = quantized(Left(), x)
+    deployed = torchq.deploy(model, x)
+    rows = {row.name: row for row in torchq.summary(deployed).layers}
+    assert rows["matmul_kernel_0.kernel"].layer == "Int8Linear"
+    assert rows["batch_call"].note.endswith("has no integer kernel: its weight is no matrix")
+    assert len(rows) == 2
+    assert_agree(deployed, model, x)
+
+
+def test_a_vector_for_a_weight_on_the_left_is_simulated() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight @ x
+
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    model = quantized(Product(), x)
+    deployed = torchq.deploy(model, x)
+    assert kernels(deployed) == ["Int8Linear"]
+    assert_agree(deployed, model, x)
+    assert_agree(deployed, model, x[:, 0])
+
+
 def test_deploying_leaves_the_model_alone() -> None:
     model = quantized(Products(), X)
     before = {name: type(m) for name, m in model.named_modules()}
@@ -122,12 +187,16 @@ def test_dynamic_ranges_have_kernels_too() -> None:
 
 def test_arguments_are_found_by_position_and_name() -> None:
     x, w, b = torch.randn(3, 2, 2)
-    given = bound_arguments("addmm", (b,), {"mat1": x, "mat2": w, "alpha": 2})
+    given = bound_arguments(CallSite("addmm"), (b,), {"mat1": x, "mat2": w, "alpha": 2})
     assert given is not None
     assert given["input"] is x and given["weight"] is w and given["bias"] is b
     assert (given["alpha"], given["beta"]) == (2, 1)
-    assert bound_arguments("linear", (x, w), {"out": b}) is None
-    assert bound_arguments("einsum", ("ij,jk", x, w), {}) is None
+    assert bound_arguments(CallSite("linear"), (x, w), {"out": b}) is None
+    assert bound_arguments(CallSite("einsum"), ("ij,jk", x, w), {}) is None
+    left = CallSite("matmul", weight_is_left=True)
+    for args, kwargs in (((w, x), {}), ((w,), {"other": x})):
+        given = bound_arguments(left, args, kwargs)
+        assert given is not None and given["input"] is x and given["weight"] is w
 
 
 def test_a_kernel_is_called_for_the_call() -> None:

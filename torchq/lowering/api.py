@@ -20,7 +20,7 @@ from torchq.lowering.ops.onednn import saturates
 from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
-from torchq.nn import QuantModule, RoutedModule
+from torchq.nn import QuantModule
 from torchq.swap import restore_
 from torchq.utils import copy_module, modules_with_names, progress_stages, set_submodule
 from torchq.workflow import freeze_, quantizers
@@ -147,8 +147,6 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
     Returns:
         The model, or the new layer if the model itself is one.
     """
-    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
-    held = {id(holder): id(module) for module in routed for _, holder in module.holders()}
     named = list(modules_with_names(model))
     calls = lower_calls_(model, example, reduce_range)
     float_inputs: list[str] = []
@@ -159,8 +157,8 @@ def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Mo
         hook = forward_hook_kind(module)
         if hook:
             new: nn.Module | str = f"it has {hook}"
-        elif id(module) in calls or id(module) in held:
-            new = calls[held.get(id(module), id(module))]
+        elif id(module) in calls:
+            new = calls[id(module)]
         else:
             new = lower(module, reduce_range)
         if new == "":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.descriptor import QuantDescriptor
 from torchq.graph import call_model
 from torchq.lowering.modules.product_call import ProductCall, bound_arguments
 from torchq.lowering.registry import as_linear, lower
@@ -32,6 +33,7 @@ from torchq.nn import (
 __all__ = ["lower_calls_"]
 
 _TENSORS = ("input", "weight", "bias")
+_ATTENTION = "attention is a kernel in a graph alone, and its forward keeps running"
 
 
 def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int, str]:
@@ -43,15 +45,24 @@ def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int
         reduce_range: See :func:`torchq.deploy`.
 
     Returns:
-        Id of each module with such calls -> why one of them keeps simulating; "" if none does.
+        Id of each module that holds the quantizers of such calls -> why one of these keeps
+        simulating; "" if none does.
     """
     routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
-    if example is None or not routed:
-        return {id(module): "only an example shows what its function calls do" for module in routed}
+    if example is None:
+        holders = [holder for module in routed for _, holder in module.holders()]
+        return {
+            id(holder): "only an example shows what its function calls do" for holder in holders
+        }
+    reasons: dict[int, str] = {}
     with torch.no_grad():
-        with _recording(routed) as recorders:
-            call_model(model, example)
-        return {id(m): _lower_module(m, recorders[id(m)], reduce_range) for m in routed}
+        if routed:
+            with _recording(routed) as recorders:
+                call_model(model, example)
+        for module in routed:
+            for key, reason in _lower_module(module, recorders[id(module)], reduce_range):
+                reasons[key] = reasons.get(key, "") or reason
+    return reasons
 
 
 @dataclass
@@ -65,15 +76,15 @@ class _Seen:
 class _Recorder(ComputedCall):
     """Notes the arguments of a call, which is simulated."""
 
-    def __init__(self, seen: _Seen, kind: str) -> None:
+    def __init__(self, seen: _Seen, site: CallSite) -> None:
         super().__init__(seen.simulated)
-        self.seen, self.kind = seen, kind
+        self.seen, self.site = seen, site
 
     def arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Note the arguments, and leave the call to the quantizers."""
-        self.seen.arguments.append(bound_arguments(self.kind, args, kwargs) or {})
+        self.seen.arguments.append(bound_arguments(self.site, args, kwargs) or {})
         return None
 
 
@@ -93,7 +104,7 @@ def _recording(routed: list[RoutedModule]) -> Iterator[Mapping[int, list[_Seen |
                 seen, name = None, f"recorded_{number}"
                 if isinstance(holder, QuantModule) and site.kind != "attention":
                     seen = _Seen(_quantizers_of(holder))
-                    module.add_module(name, _Recorder(seen, site.kind))
+                    module.add_module(name, _Recorder(seen, site))
                     added.append((module, name))
                     sites = (*sites[:number], replace(site, holder=name), *sites[number + 1 :])
                 found[id(module)].append(seen)
@@ -114,26 +125,33 @@ def _quantizers_of(holder: QuantModule) -> QuantModule:
     return call.eval()
 
 
-def _lower_module(module: RoutedModule, calls: list[_Seen | None], reduce_range: bool) -> str:
-    """Give the calls of one module kernels; return why one has none, or an empty string."""
-    problem, sites = "", list(module.calls)
+def _lower_module(
+    module: RoutedModule, calls: list[_Seen | None], reduce_range: bool
+) -> list[tuple[int, str]]:
+    """Give the calls of one module kernels; return the id of each holder and why it has none."""
+    reasons, sites = [], list(module.calls)
     for number, (site, seen) in enumerate(zip(module.calls, calls, strict=True)):
-        new = "attention" if seen is None else _product_call(site, seen, reduce_range)
+        holder = module.get_submodule(site.holder) if site.holder else module
+        new = _ATTENTION if seen is None else _product_call(site, seen, reduce_range)
         if isinstance(new, str):
-            problem = problem or f"its call of {site.kind} has no integer kernel: {new}"
+            new = f"its call of {site.kind} has no integer kernel: {new}"
+            reasons.append((id(holder), new))
             continue
+        reasons.append((id(holder), ""))
         name = f"{site.kind}_kernel_{number}"
-        if isinstance(module.get_submodule(site.holder), Call):
+        if isinstance(holder, Call):
             delattr(module, site.holder)
         module.add_module(name, new.eval())
         sites[number] = replace(site, holder=name)
     module.calls = tuple(sites)
-    return problem
+    return reasons
 
 
 def _product_call(site: CallSite, seen: _Seen, reduce_range: bool) -> ProductCall | str:
     """Return what computes a call that was recorded, or why there is no kernel."""
-    if site.weight_is_left or not seen.arguments or not all(seen.arguments):
+    if site.kind in ("einsum", "tensordot"):
+        return "it may sum over any axes"
+    if not seen.arguments or not all(seen.arguments):
         return "it was not called in the way that a layer computes"
     first = seen.arguments[0]
     options = {name: value for name, value in first.items() if name not in _TENSORS}
@@ -142,35 +160,43 @@ def _product_call(site: CallSite, seen: _Seen, reduce_range: bool) -> ProductCal
     weight = first["weight"].detach()
     if not all(torch.equal(weight, given["weight"]) for given in seen.arguments[1:]):
         return "its weight changes between calls"
-    layer = _layer(site.kind, weight, options, seen.simulated)
+    layer = _layer(site, weight, options, seen.simulated)
     kernel = layer if isinstance(layer, str) else lower(layer, reduce_range)
     if isinstance(kernel, str):
         return kernel
     ndim = weight.dim() if site.kind.startswith("conv") else 0
-    return ProductCall(kernel.eval(), seen.simulated, site.kind, options, ndim)
+    return ProductCall(kernel.eval(), seen.simulated, site, options, ndim)
 
 
 def _layer(
-    kind: str, weight: Tensor, options: Mapping[str, Any], simulated: QuantModule
+    site: CallSite, weight: Tensor, options: Mapping[str, Any], simulated: QuantModule
 ) -> QuantModule | str:
     """Return a quantized layer without bias that computes a product, or why there is none."""
     x, w = simulated.input_quantizer, simulated.weight_quantizer
-    if kind.startswith("conv"):
-        return _conv(equivalent_class(kind), weight, options, x, w)
+    if site.kind.startswith("conv"):
+        return _conv(equivalent_class(site.kind), weight, options, x, w)
     if weight.dim() != 2:
         return "its weight is no matrix"
-    if kind == "linear":
+    if site.weight_is_left and isinstance(x, TensorQuantizer) and _has_parts(x.descriptor):
+        return "its input has a scale for each part"
+    if site.kind == "linear" or site.weight_is_left:
         return as_linear(weight, None, x, w)
     turned = _turned(w)
     return turned if isinstance(turned, str) else as_linear(weight.t(), None, x, turned)
 
 
+def _has_parts(descriptor: QuantDescriptor) -> bool:
+    return descriptor.axis is not None or descriptor.block_size is not None
+
+
 def _conv(
     cls: Any, weight: Tensor, options: Mapping[str, Any], x: nn.Module, w: nn.Module
 ) -> QuantModule:
-    out, per_group, *size = weight.shape
-    channels = per_group * options["groups"]
-    layer = cls(channels, out, tuple(size), bias=False, device="meta", **options)
+    first, per_group, *size = weight.shape
+    channels = (per_group * options["groups"], first)
+    if "output_padding" in options:  # Only transposed convolutions have it.
+        channels = (first, per_group * options["groups"])
+    layer = cls(*channels, tuple(size), bias=False, device="meta", **options)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     conv = convert_(layer)
     assert isinstance(conv, QuantModule)
