@@ -105,18 +105,23 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
         assert "forward" not in vars(module)
 
 
-def test_ranges_of_activations_are_learned() -> None:
-    model, before = calibrated(bits=(4, 2)), calibrated(bits=(4, 2))
-    adaround_(model, batches(), steps=20, finish=0, progress=False)
-    changed = [
-        not torch.equal(a.amax, b.amax)
-        for a, b in zip(
-            (m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")),
-            (m.input_quantizer for m in before.modules() if hasattr(m, "input_quantizer")),
-            strict=True,
-        )
-    ]
-    assert any(changed)
+@pytest.mark.parametrize(("steps", "finish"), [(20, 0), (1, 20)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ranges_of_activations_are_learned(symmetric: bool, steps: int, finish: int) -> None:
+    """Both ends of asymmetric ranges move, in the blocks and in the last part."""
+    model: Any = nn.Sequential(*(m for m in net() if not isinstance(m, nn.ReLU)))
+    data = batches()
+    torchq.quantize_(model, torchq.recipes.integer(4, 2, symmetric=symmetric, weight_method="max"))
+    torchq.calibrate(model, data, progress=False)
+    quantizers = [m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")]
+    before = [quantizer.ends() for quantizer in quantizers]
+    adaround_(model, data, start="nearest", steps=steps, finish=finish, progress=False)
+    for end in range(1 if symmetric else 2):
+        moved = [
+            not torch.equal(quantizer.ends()[end], old[end])
+            for quantizer, old in zip(quantizers, before, strict=True)
+        ]
+        assert any(moved)
 
 
 def small() -> tuple[Any, list[Tensor]]:

@@ -141,6 +141,25 @@ def test_clips_that_cannot_take_factors_are_named() -> None:
     assert all(torch.equal(before[name], t) for name, t in broken.state_dict().items())
 
 
+class Functional(nn.Module):
+    """Clips by functions, which have no limits of each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.relu6(self.first(x))
+        return self.third(nn.functional.hardtanh(self.second(x), 0.0, 6.0))
+
+
+def test_functions_that_clip_are_named_with_the_module_that_helps() -> None:
+    report = equalize_(Functional().eval(), torch.rand(3, 4))
+    start = "does not keep factors of channels; as a module,"
+    assert report.skipped["first"] == f"relu6 {start} nn.ReLU6, it would get limits of each channel"
+    assert report.skipped["second"].startswith(f"hardtanh {start} nn.Hardtanh, it would")
+
+
 PAIRS = [("0", "2"), ("2", "4"), ("4", "6"), ("6", "8"), ("8", "11")]
 
 

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torchq.graph import Call, Flow
 from torchq.ptq.channels import TRANSPOSED
 
-__all__ = ["ChannelClip", "may_clip", "replace_clips"]
+__all__ = ["CLIP_MODULES", "ChannelClip", "may_clip", "replace_clips"]
 
 # Modules that clip with the same limits everywhere.
 _CLIPS = (nn.Hardtanh, nn.ReLU6)
+#: Function that clips with the same limits everywhere -> the module that does the same.
+CLIP_MODULES = {"relu6": "nn.ReLU6", "hardtanh": "nn.Hardtanh"}
 
 
 class ChannelClip(nn.Module):

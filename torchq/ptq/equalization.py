@@ -24,7 +24,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
 from torchq.ptq.bias_absorption import absorb_bias_, has_only_relu_between
-from torchq.ptq.channel_clip import may_clip, replace_clips
+from torchq.ptq.channel_clip import CLIP_MODULES, may_clip, replace_clips
 from torchq.ptq.channels import (
     LAYERS,
     input_ranges,
@@ -271,7 +271,15 @@ def _second_layer(flow: Flow, call: Call, clips: list[str]) -> tuple[Call | None
         if may_clip(flow, current) and not flattened:
             clips.append(current.name)
         elif not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
-            return None, f"{current.name} does not keep factors of channels"
+            return None, f"{current.name} does not keep factors of channels{_remedy(current)}"
+
+
+def _remedy(call: Call) -> str:
+    """Return what to add to the reason for a function that a module could replace."""
+    name = call.name.removesuffix("_")
+    if call.module is not None or name not in CLIP_MODULES:
+        return ""
+    return f"; as a module, {CLIP_MODULES[name]}, it would get limits of each channel"
 
 
 def _channels_agree(first: nn.Module, second: nn.Module) -> bool:

@@ -38,7 +38,7 @@ def learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
-    return is_on and d.symmetric and d.format.is_integer and d.block_scale_format is None
+    return is_on and d.format.is_integer and d.block_scale_format is None
 
 
 class BlockState:
@@ -65,9 +65,13 @@ class BlockState:
 
     def tensors(self) -> list[Any]:
         """Return the weights, the biases and the ranges as they are now."""
+        ends = [end for quantizer in self.quantizers() for end in quantizer.ends()]
+        return [*self._parameters(), *ends]
+
+    def _parameters(self) -> list[nn.Parameter]:
         layers = self.block.layers.values()
         found = [t for m in layers for t in (m.weight, m.bias) if t is not None]
-        return [*found, *self.biases, *(q.amax for q in self.quantizers())]
+        return [*found, *self.biases]
 
     def restore(self) -> None:
         """Bring all tensors back."""
@@ -75,13 +79,13 @@ class BlockState:
 
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors in the order of :meth:`tensors`."""
-        quantizers = self.quantizers()
-        count = len(tensors) - len(quantizers)
+        left = list(tensors)
         with torch.no_grad():
-            for parameter, value in zip(self.tensors()[:count], tensors[:count], strict=True):
-                parameter.copy_(value)
-        for quantizer, amax in zip(quantizers, tensors[count:], strict=True):
-            if amax.numel():
-                quantizer.set_amax(amax)
+            for parameter in self._parameters():
+                parameter.copy_(left.pop(0))
+        for quantizer in self.quantizers():
+            ends = tuple(left.pop(0).clone() for _ in quantizer.ends())
+            if ends[0].numel():
+                quantizer.set_ends(ends)
             else:
                 quantizer.forget_amax()

@@ -25,22 +25,30 @@ __all__ = ["LearnedBlock", "LearnedRange", "biases_learned", "mixed"]
 
 
 class LearnedRange:
-    """The range of an activation quantizer, learned as a logarithm.
+    """The range of an activation quantizer; each end is learned as a logarithm.
 
     Args:
-        quantizer: calibrated, symmetric.
+        quantizer: calibrated.
         drop: the probability that an element is not quantized (QDrop).
         generator: of the random choices.
     """
 
     def __init__(self, quantizer: TensorQuantizer, drop: float, generator: torch.Generator) -> None:
         self.quantizer, self._drop, self._generator = quantizer, drop, generator
-        self._start = quantizer.amax.detach().clone()
-        self.log = torch.zeros_like(self._start, requires_grad=True)
+        self._start = quantizer.ends()
+        self.logs = [torch.zeros_like(end, requires_grad=True) for end in self._start]
 
-    def amax(self) -> Tensor:
-        """Return the range now."""
-        return self._start * self.log.exp()
+    def ends(self) -> list[Tensor]:
+        """Return the ends of the range now: amax, after amin if the range is asymmetric."""
+        return [end * log.exp() for end, log in zip(self._start, self.logs, strict=True)]
+
+    def apply_(self) -> None:
+        """Write the learned range into the quantizer."""
+        ends = [end.detach() for end in self.ends()]
+        if self.quantizer.descriptor.symmetric:
+            self.quantizer.set_amax(*ends)
+        else:
+            self.quantizer.set_range(*ends)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` fake quantized in the learned range, but for dropped elements."""
@@ -48,8 +56,9 @@ class LearnedRange:
         if q.pre_quant_scale is not None:
             x = x * q.pre_quant_scale.to(x.dtype)
         d = q.descriptor
-        amax = self.amax() if d.scale_amax is None else self.amax() * d.scale_amax
-        y = learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format)
+        *low, amax = [end * (d.scale_amax or 1.0) for end in self.ends()]
+        amin = low[0] if low else None
+        y = learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
         return mixed(x, y, self._drop, self._generator)
 
 
@@ -113,7 +122,7 @@ class LearnedBlock:
             check_on_grid(where, name, layer, weight)
             layer.weight.copy_(weight)
         for learned in self.ranges:
-            learned.quantizer.set_amax(learned.amax().detach())
+            learned.apply_()
 
 
 def _soft_weight(layer: Any, wanted: Tensor | None) -> SoftWeight:

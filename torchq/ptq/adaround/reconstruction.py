@@ -110,7 +110,7 @@ def learn(
         CalibrationError: the loss is NaN or infinite.
     """
     weights = [soft.v for soft in learned.weights.values()]
-    ranges = [range.log for range in learned.ranges]
+    ranges = [log for range in learned.ranges for log in range.logs]
     groups: list[dict[str, Any]] = [
         {"params": weights, "lr": _RATE_WEIGHTS},
         {"params": [*ranges, *learned.biases], "lr": settings.rate},
