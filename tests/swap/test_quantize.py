@@ -164,3 +164,21 @@ def test_runs_on_an_example_leave_buffers_and_attributes_alone(target: str | Non
     model = Counts()
     torchq.quantize_(model, target=target, example=torch.randn(3, 4))
     assert model.calls.item() == 0 and not hasattr(model, "last")
+
+
+def test_an_interrupted_restore_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torchq.quantize_(model)
+    done: list[nn.Module] = []
+
+    def interrupted(module: nn.Module) -> nn.Module:
+        if done:
+            raise KeyboardInterrupt
+        done.append(module)
+        return torchq.nn.revert_(module)
+
+    monkeypatch.setattr("torchq.swap.apply.revert_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torchq.restore_(model)
+    assert [type(layer) for layer in model] == [torchq.nn.QuantLinear] * 2
+    assert done == [model[0]] and "0.weight_quantizer.amax" in model.state_dict()

@@ -229,10 +229,10 @@ def carry_out_(decision: Decision, module: nn.Module | None = None) -> nn.Module
 
 
 def restore_(model: nn.Module) -> tuple[str, ...]:
-    """Make every quantized module of ``model`` float again, in place: undo :func:`quantize_`.
+    """Make every quantized module of ``model`` float again, in place: all of them, or none.
 
-    Ranges are dropped; weights stay as they are now. Quantizers that the author of the model
-    placed stay.
+    This undoes :func:`quantize_`. Ranges are dropped; weights stay as they are now. Quantizers that
+    the author of the model placed stay.
 
     Args:
         model: any module; changed in place.
@@ -241,10 +241,11 @@ def restore_(model: nn.Module) -> tuple[str, ...]:
         The paths of the modules that were quantized.
     """
     restored = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantModule):
-            revert_(module)
-            restored.append(name)
+    with unchanged_on_error(model):
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantModule):
+                revert_(module)
+                restored.append(name)
     return tuple(restored)
 
 
