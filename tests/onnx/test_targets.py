@@ -256,6 +256,22 @@ def test_tensorrt_rules_name_the_layer_and_the_fix(
     assert len(report.warnings) >= 1
 
 
+def test_the_report_groups_warnings_and_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    model = nn.Sequential(nn.Conv2d(16, 10, 1), nn.ReLU(), nn.Conv2d(10, 16, 1))
+    for conv in (model[0], model[2]):
+        torchq.quantize_(conv, QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(axis=1)),)))
+    torchq.calibrate(model.eval(), [torch.randn(4, 16, 8, 8)], progress=False)
+    arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
+    with pytest.warns(UserWarning, match="TensorRT takes one scale"):
+        report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
+    text = str(report).partition("warnings:\n")[2]
+    assert "- 0.input_quantizer, 2.input_quantizer: TensorRT takes" in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
 def test_an_unfused_norm_is_reported(tmp_path: Path) -> None:
     model = calibrated(
         nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU()), torch.randn(4, 16, 8, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchq.onnx.ir import Model, float_size, is_constant, nodes_of, opset_of
 from torchq.onnx.qdq import pair_name, quantizer_nodes, read_record
-from torchq.utils import NotebookText
+from torchq.utils import NotebookText, bullets
 
 __all__ = ["ExportReport", "report_on"]
 
@@ -52,7 +52,9 @@ class ExportReport(NotebookText):
             f"{len(self.weights)} weights stored quantized, "
             f"{len(self.activations)} activations quantized, {len(self.merged)} merged",
         ]
-        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+        if self.warnings:
+            lines += ["warnings:", bullets(self.warnings)]
+        return "\n".join(lines)
 
 
 def report_on(
