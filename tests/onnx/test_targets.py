@@ -265,7 +265,7 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
         torchq.quantize_(conv, QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(axis=1)),)))
     torchq.calibrate(model.eval(), [torch.randn(4, 16, 8, 8)], progress=False)
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
-    with pytest.warns(UserWarning, match="TensorRT takes one scale"):
+    with pytest.warns(UserWarning, match="TensorRT takes one"):
         report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
     text = str(report).partition("warnings:\n")[2]
     assert "- 0.input_quantizer, 2.input_quantizer: TensorRT takes" in text
