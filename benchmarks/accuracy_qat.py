@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, parse, parser
-from benchmarks.qat_methods import METHODS, SHORT, Method, learn_, train_
+from benchmarks.qat_methods import FAST, METHODS, SHORT, Method, learn_, train_
 from benchmarks.qat_networks import (
     LanguageModel,
     Text,
@@ -94,6 +94,8 @@ _CASES = [
     Case("repvgg", "w4a8", "branches, lsq, distilled, from gptq_"),
     *(Case("resnet20", widths, "ptq gptq_") for widths in ("w4a4", "w2a2", "w3a3", "w4a8")),
     *(Case("resnet20", w, "lsq, distilled, from gptq_") for w in ("w4a4", "w2a2", "w3a3")),
+    Case("resnet20", "w2a2", "lsq, distilled, fast input ranges, from gptq_"),
+    Case("resnet20", "w3a3", "lsq, distilled, fast input ranges, from gptq_"),
     Case("resnet20", "w4a4", "lsq, distilled"),
     *(Case("resnet20", "w8a8", f"ptq {calibrator}") for calibrator in _CALIBRATORS),
     *(Case("resnet20", widths, "ptq mse") for widths in _WIDTHS if widths != "w8a8"),
@@ -225,9 +227,8 @@ class Bench:
             lr *= _LR_AFTER_PTQ
             start_from_(model, self.after_gptq(case))
             freeze_bn_(model)
-        plan = Training(
-            steps, lr, seed=case.seed, range_lr=lr * method.range_lr, log2_ranges=method.log2
-        )
+        input_lr = None if method.input_range_lr is None else lr * method.input_range_lr
+        plan = Training(steps, lr, seed=case.seed, input_range_lr=input_lr, log2_ranges=method.log2)
         share = train_(
             model,
             teacher,
@@ -282,6 +283,7 @@ def _method(case: Case) -> Method:
         loss="logits" if "distilled" in case.method else "labels",
         damping=METHODS["damped"].damping if "damped" in case.method else 0.0,
         freezing=METHODS["frozen"].freezing if "frozen" in case.method else None,
+        input_range_lr=FAST if "fast" in case.method else None,
     )
 
 

@@ -15,10 +15,12 @@ from benchmarks.cifar import Images
 from benchmarks.qat_training import Training, fit
 from torchq.qat import Distillation, Oscillations, bits_at_, dampening_loss, use_estimator_
 
-__all__ = ["METHODS", "SHORT", "Method", "learn_", "train_"]
+__all__ = ["FAST", "METHODS", "SHORT", "Method", "learn_", "train_"]
 
 #: The steps of methods that are compared with one another, and their learning rate.
 SHORT = 150, 0.01
+#: How much faster ranges of activations learn than weights, where they learn fast.
+FAST = 64.0
 #: The quantizers with few bits. Those of the first and the last layer have 8.
 _WEIGHTS, _INPUTS = ("layer*.weight_quantizer", "layer*.input_quantizer")
 #: What distillation divides logits by.
@@ -33,7 +35,7 @@ class Method:
         weight_ranges: how ranges of weights learn, as for ``learn_ranges_``; None fixes them.
         input_ranges: the same for activations.
         log2: the optimizer steps in the logarithm of ranges.
-        range_lr: the learning rate of ranges over that of the weights.
+        input_range_lr: the learning rate of ranges of activations over that of the weights.
         estimator: of the gradient; None is the straight-through estimator.
         patterns: the quantizers with this estimator.
         options: the options of the estimator in equal parts of the training, one after the other.
@@ -48,7 +50,7 @@ class Method:
     weight_ranges: str | None = "lsq"
     input_ranges: str | None = "lsq"
     log2: bool = False
-    range_lr: float = 1.0
+    input_range_lr: float | None = None
     estimator: str | None = None
     patterns: tuple[str, ...] = (_WEIGHTS, _INPUTS)
     options: tuple[Mapping[str, float], ...] = field(default=({},))
@@ -63,6 +65,7 @@ class Method:
 #: Name -> method. Names without a mention of the labels learn from the float twin.
 METHODS = {
     "lsq": Method(),
+    "lsq, fast input ranges": Method(input_range_lr=FAST),
     "fixed ranges": Method(weight_ranges=None, input_ranges=None),
     "lsq+": Method(input_ranges="lsq+"),
     "pact": Method(input_ranges="pact"),

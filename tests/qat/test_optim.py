@@ -29,6 +29,16 @@ def test_groups_hold_every_trainable_parameter_once() -> None:
     assert len(groups[2]["params"]) == 4
 
 
+def test_ranges_of_inputs_have_a_rate_of_their_own_where_it_is_given() -> None:
+    model = _model()
+    groups = {g["name"]: g for g in param_groups(model, lr=0.1, range_lr=0.2, input_range_lr=6.4)}
+    assert list(groups) == ["weights", "biases_and_norms", "ranges", "input_ranges"]
+    for name, rate, slot in (("ranges", 0.2, "weight"), ("input_ranges", 6.4, "input")):
+        ends = [getattr(model[i], f"{slot}_quantizer").amax for i in (0, 3)]
+        assert {id(p) for p in groups[name]["params"]} == {id(end) for end in ends}
+        assert (groups[name]["lr"], groups[name]["weight_decay"]) == (rate, 0.0)
+
+
 def test_float_model_has_no_range_group() -> None:
     assert [g["name"] for g in param_groups(nn.Linear(2, 2), lr=0.1)] == [
         "weights",

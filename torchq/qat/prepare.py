@@ -88,6 +88,7 @@ def prepare(
     target: str | None = None,
     lr: float | None = None,
     range_lr: float | None = None,
+    input_range_lr: float | None = None,
     weight_decay: float = 1e-4,
     **calibration: Any,
 ) -> Preparation:
@@ -110,6 +111,7 @@ def prepare(
         target: as for :func:`torchq.quantize_`; the first batch is the example.
         lr: of weights, biases and norms; default 1e-2, or 1e-4 with ``batchnorm="fuse"``.
         range_lr: of learned ranges; default ``lr``.
+        input_range_lr: of those that are not of weights; default ``range_lr``.
         weight_decay: of weights; biases, norms and ranges have none.
         **calibration: for :func:`torchq.calibrate`, such as ``method``, ``forward``, ``group`` and
             ``progress``. ``num_batches`` is 32 unless given.
@@ -152,7 +154,9 @@ def prepare(
             used = None if target is None else example
             quantized = quantize_(model, recipe, exclude=exclude, target=target, example=used)
         calibrated = calibrate(model, batches, **{"num_batches": _BATCHES, **calibration})
-    groups = param_groups(model, lr=rate, weight_decay=weight_decay, range_lr=range_lr)
+    groups = param_groups(
+        model, lr=rate, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
+    )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
     return Preparation(model, quantized, calibrated, groups, fused, norms)
 
