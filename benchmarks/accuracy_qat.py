@@ -227,8 +227,14 @@ class Bench:
             lr *= _LR_AFTER_PTQ
             start_from_(model, self.after_gptq(case))
             freeze_bn_(model)
-        input_lr = None if method.input_range_lr is None else lr * method.input_range_lr
-        plan = Training(steps, lr, seed=case.seed, input_range_lr=input_lr, log2_ranges=method.log2)
+        plan = Training(
+            steps,
+            lr,
+            seed=case.seed,
+            range_lr=lr * method.range_lr,
+            input_range_lr=None if method.input_range_lr is None else lr * method.input_range_lr,
+            log2_ranges=method.log2,
+        )
         share = train_(
             model,
             teacher,

@@ -35,7 +35,8 @@ class Method:
         weight_ranges: how ranges of weights learn, as for ``learn_ranges_``; None fixes them.
         input_ranges: the same for activations.
         log2: the optimizer steps in the logarithm of ranges.
-        input_range_lr: the learning rate of ranges of activations over that of the weights.
+        range_lr: the learning rate of ranges over that of weights.
+        input_range_lr: the same for ranges of activations; None takes ``range_lr``.
         estimator: of the gradient; None is the straight-through estimator.
         patterns: the quantizers with this estimator.
         options: the options of the estimator in equal parts of the training, one after the other.
@@ -50,6 +51,7 @@ class Method:
     weight_ranges: str | None = "lsq"
     input_ranges: str | None = "lsq"
     log2: bool = False
+    range_lr: float = 1.0
     input_range_lr: float | None = None
     estimator: str | None = None
     patterns: tuple[str, ...] = (_WEIGHTS, _INPUTS)
@@ -67,9 +69,8 @@ METHODS = {
     "lsq": Method(),
     "lsq, fast input ranges": Method(input_range_lr=FAST),
     "fixed ranges": Method(weight_ranges=None, input_ranges=None),
-    "lsq+": Method(input_ranges="lsq+"),
     "pact": Method(input_ranges="pact"),
-    "tqt": Method("tqt", "tqt", log2=True),
+    "tqt": Method("tqt", "tqt", log2=True, range_lr=30.0),
     "ewgs": Method(estimator="ewgs", options=({"delta": 0.2},)),
     "dsq": Method(estimator="dsq", options=({"sharpness": 3.0},)),
     "soft, annealed": Method(
@@ -88,6 +89,7 @@ METHODS = {
     "folded": Method(folded=True),
     "per tensor": Method(per_channel=False),
     "per tensor, folded": Method(per_channel=False, folded=True),
+    "lsq+": Method(input_ranges="lsq+"),
 }
 
 

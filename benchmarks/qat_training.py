@@ -34,7 +34,8 @@ class Training:
         weight_decay: of weights; biases, norms and ranges have none.
         clip: the largest norm of all gradients together, or None.
         seed: of the batches.
-        input_range_lr: the learning rate of learned ranges of activations, or None for ``lr``.
+        range_lr: the learning rate of learned ranges, or None for ``lr``.
+        input_range_lr: that of ranges of activations, or None for ``range_lr``.
         log2_ranges: step in the logarithm of learned ranges.
     """
 
@@ -44,6 +45,7 @@ class Training:
     weight_decay: float = 1e-4
     clip: float | None = None
     seed: int = 0
+    range_lr: float | None = None
     input_range_lr: float | None = None
     log2_ranges: bool = False
 
@@ -101,6 +103,7 @@ def _optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
         model,
         lr=training.lr,
         weight_decay=training.weight_decay,
+        range_lr=training.range_lr,
         input_range_lr=training.input_range_lr,
     )
     optimizer: torch.optim.Optimizer = (
