@@ -25,6 +25,7 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
+from torchq.onnx.passes.average_pools import convolve_averages
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.integer_offsets import quantize_offsets
@@ -293,6 +294,7 @@ ONNXRUNTIME = OnnxTarget(
         fold_affine,
         pool_means,
         quantize_pooled,
+        convolve_averages,
         quantize_concatenated,
         split_gemms,
         widen_four_bit_weights,
