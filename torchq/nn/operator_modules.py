@@ -41,6 +41,7 @@ from torchq.utils import qualified_name
 
 __all__ = [
     "RewrittenForward",
+    "add_recorded_children_",
     "recording_operators",
     "replace_operators_",
     "replace_recorded_operators_",
@@ -353,10 +354,24 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
 
     Args:
         module: A float module.
-        record: What :meth:`RewrittenForward.replacement_record` returned.
+        record: What :meth:`OperatorOwner.replacement_record` returned.
 
     Raises:
         QuantizationError: The module has another class, or another forward.
+    """
+    add_recorded_children_(module, record)
+    return replace_operators_(module, record["nodes"])
+
+
+def add_recorded_children_(module: nn.Module, record: Mapping[str, Any]) -> None:
+    """Add the float children of a record, which stand for operators, in place.
+
+    Args:
+        module: A float module.
+        record: What :meth:`OperatorOwner.replacement_record` returned.
+
+    Raises:
+        QuantizationError: The module has another class.
     """
     if qualified_name(type(module)) != record["class"]:
         raise QuantizationError(
@@ -367,4 +382,3 @@ def replace_recorded_operators_(module: nn.Module, record: Mapping[str, Any]) ->
         if operator is None:
             raise QuantizationError(f"{child}: got {kind!r}; expected the name of an operator")
         module.add_module(child, operator.train(module.training))
-    return replace_operators_(module, record["nodes"])

@@ -196,9 +196,16 @@ def apply_(report: SwapReport) -> None:
         report: a plan. A call that fails leaves some of its modules converted; see
             :func:`torchq.nn.transaction.unchanged_on_error`.
     """
-    insert_([operator for operator, _ in report.operators])
+    routed = frozenset(id(d.module) for d in report.replaced if d.calls)
+    insert_([operator for operator, _ in report.operators], routed)
     children = {id(d): op.owner.get_submodule(op.child) for op, d in report.operators}
-    done = [carry_out_(d, children.get(id(d), d.module)) for d in report.replaced]
+    inside: dict[int, dict[str, str]] = {}
+    for op, _ in report.operators:
+        inside.setdefault(id(op.owner), {})[op.site] = op.child
+    done = [
+        carry_out_(d, children.get(id(d), d.module), inside.get(id(d.module)))
+        for d in report.replaced
+    ]
     for d in report.replaced:
         if d.parent is not None:
             setattr(d.parent, d.name.rpartition(".")[2], d.module)
@@ -214,17 +221,22 @@ def apply_(report: SwapReport) -> None:
             module.quantize_gate()
 
 
-def carry_out_(decision: Decision, module: nn.Module | None = None) -> nn.Module:
+def carry_out_(
+    decision: Decision,
+    module: nn.Module | None = None,
+    operators: Mapping[str, str] | None = None,
+) -> nn.Module:
     """Convert the module of one decision, in place, and return it.
 
     Args:
         decision: Its ``reason`` is empty.
         module: The module to convert; default that of the decision.
+        operators: Operators beside its quantized calls, and the children that stand for them.
     """
     module = decision.module if module is None else module
     descriptors = {"input": decision.input, "weight": decision.weight}
     if decision.calls:
-        return route_calls_(module, decision.calls, **descriptors)
+        return route_calls_(module, decision.calls, operators=operators, **descriptors)
     return convert_(module, **descriptors)
 
 

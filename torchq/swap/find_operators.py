@@ -127,8 +127,7 @@ def find_operators(
     Args:
         model: left unchanged.
         kinds: the kinds to find; see :func:`torchq.graph.operator_kind`.
-        example: arguments for one call of the model, or None; see
-            :func:`torchq.graph.call_arguments`.
+        example: arguments for one call, or None; see :func:`torchq.graph.call_arguments`.
 
     Returns:
         The operators, in the order of modules and code, and the modules where they stay unknown.
@@ -378,8 +377,13 @@ def _noting_linear_results(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 # --- operators become modules -------------------------------------------------------------------
 
 
-def insert_(operators: Sequence[Operator]) -> None:
-    """Put a float module in the place of each operator, in place."""
+def insert_(operators: Sequence[Operator], routed: frozenset[int] = frozenset()) -> None:
+    """Put a float module in the place of each operator, in place.
+
+    Args:
+        operators: The operators.
+        routed: Ids of modules that get the children alone, for :func:`torchq.nn.route_calls_`.
+    """
     by_owner: dict[int, list[Operator]] = {}
     for found in operators:
         by_owner.setdefault(id(found.owner), []).append(found)
@@ -388,7 +392,8 @@ def insert_(operators: Sequence[Operator]) -> None:
         for found in group:
             owner.add_module(found.child, found.module().train(owner.training))
         try:
-            replace_operators_(owner, {found.site: found.child for found in group})
+            if id(owner) not in routed:
+                replace_operators_(owner, {found.site: found.child for found in group})
         except Exception:
             for found in group:
                 delattr(owner, found.child)

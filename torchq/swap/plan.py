@@ -11,6 +11,8 @@ from torch import fx, nn
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.graph import state_kept
+from torchq.nn import CallSite
+from torchq.nn.operator_routes import MARK
 from torchq.swap.decisions import (
     SwapReport,
     check_used,
@@ -19,6 +21,7 @@ from torchq.swap.decisions import (
     patterns,
     resolve_positions,
 )
+from torchq.swap.find_operators import Operator
 from torchq.swap.placement import adapt_to_target, plan_placement
 from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern, qualified_name
@@ -107,14 +110,25 @@ def _plan_for_target(
     layers = adapt_to_target(
         decide(model, placement.config, include, example=example, rewritten=rewritten), target
     )
-    # The forward of a module is either rewritten or left running with quantized calls.
-    routed = {id(d.module) for d in layers if d.calls}
-    operators = tuple((o, d) for o, d in placement.operators if id(o.owner) not in routed)
-    float_operators = tuple(
-        replace(d, reason="its module keeps its own forward, in which function calls are quantized")
-        for o, d in placement.operators
-        if id(o.owner) in routed
-    )
+    calls = {id(d.module): d.calls for d in layers if d.calls}
+    reasons = [_beside_calls(o, calls.get(id(o.owner), ())) for o, _ in placement.operators]
+    found = list(zip(placement.operators, reasons, strict=True))
+    operators = tuple(pair for pair, reason in found if not reason)
+    float_operators = (replace(d, reason=reason) for (_, d), reason in found if reason)
     skipped = (*float_operators, *placement.skipped)
     decisions = (*layers, *(d for _, d in operators), *skipped)
     return SwapReport(placement.config, decisions, operators, target, placement.rules)
+
+
+def _beside_calls(operator: Operator, calls: Sequence[CallSite]) -> str:
+    """Return why an operator stays float beside quantized function calls; "" if it need not."""
+    if calls and not operator.site.startswith(MARK):
+        return (
+            "its module keeps its own forward, in which function calls are quantized, and the "
+            "source of that cannot be rewritten"
+        )
+    # Their calls are counted, and a quantized operator makes such calls too.
+    is_product = operator.kind in ("matmul", "attention")
+    if is_product and any(site.kind == "matmul" and not site.weight for site in calls):
+        return "its forward computes the weight of a matmul, which is quantized"
+    return ""

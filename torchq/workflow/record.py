@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torchq.nn import (
     shared_groups,
 )
 from torchq.nn.modules.operators import OPERATORS, operator_named
+from torchq.nn.operator_modules import add_recorded_children_
 from torchq.nn.subclasses import unparametrized
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
@@ -76,10 +77,10 @@ def swap_record(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, RoutedModule):
             sites = [site.to_dict() for site in module.calls]
             calls[names[0]] = {"class": qualified_name(type(module).float_class), "sites": sites}
-        if isinstance(module, OperatorOwner):
+        if isinstance(module, OperatorOwner) and module.replacements:
             operators[names[0]] = module.replacement_record()
-        elif isinstance(module, QuantModule) and not (
-            isinstance(module, RoutedModule) and module.is_container
+        if isinstance(module, QuantModule) and not (
+            isinstance(module, OperatorOwner) and module.is_container
         ):
             descriptors = {
                 slot: descriptor.to_dict() for slot, descriptor in module.rule_descriptors().items()
@@ -188,7 +189,8 @@ def _replace_operators(model: nn.Module, record: _Record) -> None:
                     f"{path or '(root)'}: has an attribute {child} already; expected a module "
                     "without it. Load into the architecture that was saved"
                 )
-        replace_recorded_operators_(module, entry)
+        replace = add_recorded_children_ if path in record.calls else replace_recorded_operators_
+        replace(module, entry)
 
 
 def _route_calls(model: nn.Module, record: _Record) -> None:
@@ -196,7 +198,8 @@ def _route_calls(model: nn.Module, record: _Record) -> None:
     found = dict(model.named_modules())
     for path, (cls, sites) in record.calls.items():
         if path not in record.modules:
-            route_calls_(_find(found, path, cls), sites)
+            operators = record.operators.get(path, {}).get("nodes")
+            route_calls_(_find(found, path, cls), sites, operators=operators)
 
 
 def _convert_modules(model: nn.Module, record: _Record) -> None:
@@ -210,14 +213,15 @@ def _convert_modules(model: nn.Module, record: _Record) -> None:
         descriptors = record.modules[path].descriptors
         has_state = bool((*module.parameters(), *module.buffers(), *module.children()))
         if len(places[id(module)]) > 1 and not has_state:
-            # One object without parameters stands in several places; each place got a copy.
+            # One object without parameters in several places: each place got a copy.
             set_submodule(model, path, convert_(twin_of(module), **descriptors))
         else:
             _, sites = record.calls.get(path, ("", ()))
             if sites and "output" in descriptors:
                 raise _damaged(f"modules[{path!r}]", "output", "none for function calls")
             if sites:
-                route_calls_(module, sites, **descriptors)
+                operators = record.operators.get(path, {}).get("nodes")
+                route_calls_(module, sites, operators=operators, **descriptors)
             else:
                 convert_(module, **descriptors)
 
@@ -234,12 +238,8 @@ def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module
 
 
 def _check_placed_quantizers(model: nn.Module, record: _Record) -> None:
-    owned = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for child in module.children()
-    }
+    quantized = [module for module in model.modules() if isinstance(module, QuantModule)]
+    owned = {id(child) for module in quantized for child in module.children()}
     for path, quantizer in quantizers(model).items():
         expected = record.quantizers.get(path)
         if id(quantizer) not in owned and quantizer.given_descriptor != expected:
@@ -288,12 +288,12 @@ class _Record:
         Raises:
             ConfigError: ``data`` is no record, or one of another version.
         """
-        layers = ("fusions", "modules", "calls", "operators")
-        fields = ("version", *layers, "quantizers", "shared", "modes")
         version = data.get("version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != _VERSION:
             raise ConfigError(f"load: got a record of version {version}; expected {_VERSION}")
-        record = _mapping(data, "record", required=fields)
+        record = _mapping(
+            data, "record", required=("version", *(field.name for field in fields(cls)))
+        )
         if type(version) is not int:
             raise _damaged("version", version, str(_VERSION))
         if not isinstance(record["fusions"], list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -14,9 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
+from torchq.graph import rewrite_forward
 from torchq.nn.calls.functions import CallSite, Function, function_of, operand, with_operands
 from torchq.nn.convert import QuantModule, change_class, register
 from torchq.nn.modules.operators import ScaledDotProductAttention
+from torchq.nn.operator_graphs import OperatorOwner
+from torchq.nn.operator_routes import MARK, Route, base_name
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
@@ -68,20 +71,28 @@ class ComputedCall(nn.Module):
         raise NotImplementedError
 
 
-class RoutedModule(QuantModule):
-    """Base of the classes that :func:`route_calls_` makes, one for each float class.
+class RoutedModule(OperatorOwner):
+    """Base of the classes that :func:`route_calls_` makes, a few for each float class.
 
     The forward of the float class runs under a torch function mode. The mode passes the operands
-    of the calls in :attr:`calls` through quantizers, and everything else on unchanged.
+    of the calls in :attr:`calls` through quantizers, and everything else on unchanged. Where
+    children stand for operators (``+``, ``@`` of two inputs), its source is rewritten.
 
     Attributes:
         calls: The calls whose operands are quantized.
+        replacements: Name of an operator (of a site in the source) -> name of the child.
+        replaced_sites: The names in ``replacements`` without numbers of visits.
+        recorder: Always None: nothing notes operators here.
     """
 
     #: The forward of the float class.
     float_forward: ClassVar[Callable[..., Any]]
+    #: The source of the forward is rewritten.
+    is_rewritten: ClassVar[bool]
 
     calls: tuple[CallSite, ...]
+    replaced_sites: frozenset[str] = frozenset()
+    recorder: None = None
 
     def holders(self) -> Iterator[tuple[CallSite, nn.Module]]:
         """Yield each call with the module that holds its quantizers."""
@@ -101,17 +112,21 @@ class RoutedModule(QuantModule):
                     yield quantizer, _attribute(self, site.weight)
 
     def on_revert(self) -> None:
-        """Remove the children that only hold quantizers."""
+        """Remove the children that only hold quantizers, and those that stand for operators."""
         for site, holder in list(self.holders()):
             if isinstance(holder, (Call, ScaledDotProductAttention)):
                 parent, _, name = site.holder.rpartition(".")
                 delattr(self.get_submodule(parent), name)
-        del self.calls
+        for child in set(self.replacements.values()):
+            delattr(self, child)
+        for name in ("calls", "replacements", "replaced_sites"):
+            vars(self).pop(name, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time: copies and pickles look it up by its float class.
         reduced: Any = super().__reduce_ex__(2)
-        return _blank, (type(self).float_class, type(self).is_container), *reduced[2:]
+        cls = type(self)
+        return _blank, (cls.float_class, cls.is_container, cls.is_rewritten), *reduced[2:]
 
 
 class _Router(TorchFunctionMode):
@@ -201,14 +216,24 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 
 @cache
-def _twin(cls: type[Any], is_container: bool) -> type[RoutedModule]:
-    """Return the class for modules of a float class: one for each, so types of copies are equal."""
+def _twin(cls: type[Any], is_container: bool, is_rewritten: bool) -> type[RoutedModule]:
+    """Return the class for modules of a float class: one for each, so types of copies are equal.
+
+    Raises:
+        QuantizationError: The source is to be rewritten, and cannot be read.
+    """
+    float_forward = rewrite_forward(cls, Route) if is_rewritten else cls.forward
+    if float_forward is None:
+        raise QuantizationError(
+            f"{qualified_name(cls)}: the source of its forward cannot be read; expected the code "
+            "that was quantized"
+        )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         router = _Router(self)
         # Not "with _Router(self) as router": Dynamo would not give the mode there.
         with router:
-            result = cls.forward(self, *args, **kwargs)
+            result = float_forward(self, *args, **kwargs)
         router.check(any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())))
         return result
 
@@ -222,6 +247,7 @@ def _twin(cls: type[Any], is_container: bool) -> type[RoutedModule]:
         "input_slots": slots[0],
         "weight_slots": slots[1],
         "is_container": is_container,
+        "is_rewritten": is_rewritten,
         "__doc__": f":class:`{qualified_name(cls)}` with quantized calls.",
         "__module__": cls.__module__,
     }
@@ -229,8 +255,8 @@ def _twin(cls: type[Any], is_container: bool) -> type[RoutedModule]:
     return types.new_class(name, (RoutedModule, cls), {}, lambda space: space.update(body))
 
 
-def _blank(cls: type[nn.Module], is_container: bool) -> RoutedModule:
-    twin: type[RoutedModule] = _twin(cls, is_container)  # type: ignore[arg-type]
+def _blank(cls: type[nn.Module], is_container: bool, is_rewritten: bool) -> RoutedModule:
+    twin: type[RoutedModule] = _twin(cls, is_container, is_rewritten)  # type: ignore[arg-type]
     return twin.__new__(twin)
 
 
@@ -240,6 +266,7 @@ def route_calls_(
     *,
     input: QuantDescriptor | None = None,
     weight: QuantDescriptor | None = None,
+    operators: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Quantize calls in the forward of ``module``, in place, and return it.
 
@@ -251,10 +278,13 @@ def route_calls_(
         calls: Its calls. One call without a holder uses quantizers of the module itself.
         input: How to quantize the input of the call without a holder.
         weight: How to quantize the weight of the call without a holder.
+        operators: Operators of its source and the children that stand for them, which exist
+            already; see :func:`torchq.nn.replace_operators_`.
 
     Raises:
         QuantizationError: A path leads nowhere, a call has no holder beside others, ``forward`` was
-            replaced on the instance, or the module is a graph. The module is unchanged then.
+            replaced on the instance, the module is a graph, or its source cannot be rewritten. The
+            module is unchanged then.
 
     Example:
         >>> class Product(torch.nn.Module):
@@ -269,8 +299,36 @@ def route_calls_(
         >>> product(torch.tensor([[0.4, 0.6]]))
         tensor([[0., 1.]], grad_fn=<MmBackward0>)
     """
-    name = qualified_name(type(module))
     own = [site for site in calls if not site.holder]
+    _check_routable(module, calls, own, operators or ())
+    twin = _twin(type(module), not own, bool(operators))  # type: ignore[arg-type]
+    added = _add_holders(module, calls)
+    change_class(module, twin)
+    routed: Any = module
+    routed.calls = tuple(calls)
+    if operators:
+        routed.replacements = dict(operators)
+        routed.replaced_sites = frozenset(map(base_name, operators))
+    try:
+        routed.attach_quantizers(**({"input": input, "weight": weight} if own else {}))
+    except Exception:
+        for path in added:
+            delattr(module, path)
+        for name in ("calls", "replacements", "replaced_sites"):
+            vars(module).pop(name, None)
+        change_class(module, type(module).float_class)  # type: ignore[attr-defined]
+        raise
+    return module
+
+
+def _check_routable(
+    module: nn.Module,
+    calls: Sequence[CallSite],
+    own: Sequence[CallSite],
+    operators: Iterable[str],
+) -> None:
+    """Raise QuantizationError if :func:`route_calls_` cannot convert the module."""
+    name = qualified_name(type(module))
     if "forward" in vars(module):
         raise QuantizationError(
             f"{name}: forward was replaced on the instance; expected the class's own"
@@ -289,19 +347,10 @@ def route_calls_(
         raise QuantizationError(f"{name}: has quantizers already; expected a float module")
     for site in calls:
         _check_paths(module, site)
-    added = _add_holders(module, calls)
-    change_class(module, _twin(type(module), not own))  # type: ignore[arg-type]
-    routed: Any = module
-    routed.calls = tuple(calls)
-    try:
-        routed.attach_quantizers(**({"input": input, "weight": weight} if own else {}))
-    except Exception:
-        for path in added:
-            delattr(module, path)
-        del routed.calls
-        change_class(module, type(module).float_class)  # type: ignore[attr-defined]
-        raise
-    return module
+    if not all(site.startswith(MARK) for site in operators):
+        raise QuantizationError(
+            f"{name}: got the operators {', '.join(operators)}; expected places in its source"
+        )
 
 
 def _check_paths(module: nn.Module, site: CallSite) -> None:

@@ -1,0 +1,157 @@
+"""A target's operators in forwards whose function calls are quantized too."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchq
+from torchq.errors import QuantizationError
+from torchq.nn import CallSite, MatMul, QuantMatMul, RoutedModule, route_calls_
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+TARGET = "onnxruntime"
+
+
+class Attention(nn.Module):
+    """As torchvision's Swin: weights in function calls, and products of two inputs with ``@``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Parameter(torch.randn(24, 8)), nn.Linear(8, 8)
+        self.scale = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.qkv).chunk(3, -1)
+        weights = (q * self.scale) @ k.transpose(-1, -2)
+        return F.linear(weights.softmax(-1) @ v, self.out.weight, self.out.bias)
+
+
+class Net(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(8, 8), block
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(self.stem(x))
+        return out
+
+
+def quantized(block: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net(block or Attention()).eval()
+    torchq.quantize_(model, target=TARGET, example=X)
+    torchq.calibrate(model, [X], progress=False)
+    return model
+
+
+def test_calls_and_operators_of_one_forward_are_quantized() -> None:
+    torch.manual_seed(0)
+    report = torchq.quantize_(Net(Attention()).eval(), target=TARGET, example=X)
+    placed = {d.name for _, d in report.operators}
+    assert placed >= {"block.quant_matmul", "block.quant_matmul_1"}
+    assert not [d for d in report.skipped if d.float_class is MatMul]
+    model = quantized()
+    block: Any = model.block
+    assert isinstance(block, RoutedModule) and len(block.calls) == 2
+    before = model(X)
+    for quantizer in (block.quant_matmul.other_quantizer, block.qkv_call.weight_quantizer):
+        assert quantizer.calibrated
+        quantizer.mode = "off"
+        assert not torch.equal(model(X), before)
+        quantizer.mode = "quantize"
+
+
+def test_off_is_float_and_restoring_gives_everything_back() -> None:
+    torch.manual_seed(0)
+    expected = Net(Attention()).eval()
+    model = quantized()
+    with torchq.disabled(model):
+        assert torch.equal(model(X), expected(X))
+    torchq.restore_(model)
+    assert [(n, type(m)) for n, m in model.named_modules()] == [
+        (n, type(m)) for n, m in expected.named_modules()
+    ]
+    assert vars(model.block).keys() == vars(expected.block).keys()
+    assert torch.equal(model(X), expected(X))
+
+
+def test_attributes_stay_alive() -> None:
+    model = quantized()
+    before = model(X)
+    model.block.scale = 3.0  # type: ignore[assignment]
+    assert not torch.allclose(model(X), before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = quantized()
+    twin = copied(model)
+    assert type(twin.block) is type(model.block)
+    assert torch.equal(twin(X), model(X))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    model = quantized()
+    torchq.save(model, tmp_path / "m.pt")
+    loaded = torchq.load(Net(Attention()), tmp_path / "m.pt").eval()
+    assert isinstance(loaded.block.quant_matmul, QuantMatMul)
+    assert torch.equal(loaded(X), model(X))
+    torchq.restore_(loaded)
+    assert type(loaded.block) is Attention
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_whole() -> None:
+    model = quantized()
+    torch.compiler.reset()
+    with torch.no_grad():
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(X)
+        torch.testing.assert_close(found, model(X))
+
+
+def test_export_and_deploy_agree(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = quantized()
+    torchq.export_onnx(model, X, tmp_path / "m.onnx", target=TARGET, dynamo=False, progress=False)
+    assert torchq.verify_onnx(model, tmp_path / "m.onnx", [X]).ok
+    engine = torchq.engines.TorchEngine(measured=False)
+    with torch.no_grad():
+        found, expected = torchq.deploy(model, X, engine=engine, progress=False)(X), model(X)
+    assert (found - expected).norm() < 0.01 * expected.norm()  # a code at a tie
+
+
+class Computed(nn.Module):
+    """Computes the weight of a product beside a product of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, 2 * self.weight) @ x.transpose(1, 2)
+
+
+def test_products_beside_a_computed_weight_stay_float_with_a_reason() -> None:
+    torch.manual_seed(0)
+    report = torchq.plan(Net(Computed()), target=TARGET, example=X)
+    reasons = {d.name: d.reason for d in report.skipped}
+    reason = "its forward computes the weight of a matmul, which is quantized"
+    assert reasons["block.quant_matmul"] == reason
+    assert quantized(Computed())(X).isfinite().all()
+
+
+def test_operators_are_places_in_the_source() -> None:
+    block = Attention()
+    sites = [CallSite("linear", "qkv", "qkv_call")]
+    with pytest.raises(QuantizationError, match="got the operators matmul; expected places"):
+        route_calls_(block, sites, operators={"matmul": "quant_matmul"})
+    assert type(block) is Attention
