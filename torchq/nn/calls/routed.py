@@ -135,7 +135,7 @@ class _Router(TorchFunctionMode):
     def __init__(self, module: RoutedModule) -> None:
         super().__init__()
         self.module = module
-        self.found: set[CallSite] = set()
+        self.found: set[int] = set()  # Positions in calls; torch 2.6 compiles no set of sites.
         self.others: dict[str, int] = {}
 
     def __torch_function__(
@@ -173,17 +173,17 @@ class _Router(TorchFunctionMode):
     ) -> CallSite | None:
         """Return the site of a call: by its parameter, else by its number among the others."""
         kind = function.kind
-        for site in self.module.calls:
+        for position, site in enumerate(self.module.calls):
             if site.kind == kind and site.weight:
                 place = function.left if site.weight_is_left else function.right
                 if operand(args, kwargs, place) is _attribute(self.module, site.weight):
-                    self.found.add(site)
+                    self.found.add(position)
                     return site
         number = self.others.get(kind, 0)
         self.others[kind] = number + 1
-        for site in self.module.calls:
+        for position, site in enumerate(self.module.calls):
             if site.kind == kind and not site.weight and site.number == number:
-                self.found.add(site)
+                self.found.add(position)
                 return site
         return None
 
