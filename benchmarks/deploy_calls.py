@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq
-from benchmarks.deploy_native import build, quantized
+from benchmarks.deploy_native import build, quantized_for_torch
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from torchq.engines import TorchEngine
 
@@ -69,7 +69,7 @@ def small_calls() -> dict[str, Call]:
 def network_calls(name: str) -> tuple[dict[str, Call], int]:
     """Return the float network, the deployed one, and its kernels alone; and how many these are."""
     model, x = build(name, 1)
-    int8 = torchq.deploy(quantized(model, x, "tensorrt"), x, engine=TorchEngine(measured=False))
+    int8 = torchq.deploy(quantized_for_torch(model, x), x, engine=TorchEngine(measured=False))
     int8(x)
     with Recorder() as recorder:
         int8(x)

@@ -1,11 +1,11 @@
 """Time the engines of ``torchq.deploy`` on whole networks, beside FP32 and BF16 of torch.
 
 All candidates run the same calibrated network with random weights, quantized for ONNX Runtime; the
-engine "torch" also runs with the placement that suits it best. BatchNorm is folded first for every
-candidate but the baseline, which is FP32 eager as a user would run it: the model as built, in eval
-mode, without gradients. Engines that are not installed are left out. "fastest" is what
-``engine="fastest"`` has taken, timed once more among the others; ``behind_best`` compares it with
-the best of them. A file that has results already is continued.
+engine "torch" also runs with the placement and the codes that suit it best. BatchNorm is folded
+first for every candidate but the baseline, which is FP32 eager as a user would run it: the model as
+built, in eval mode, without gradients. Engines that are not installed are left out. "fastest" is
+what ``engine="fastest"`` has taken, timed once more among the others; ``behind_best`` compares it
+with the best of them. A file that has results already is continued.
 """
 
 from __future__ import annotations
@@ -140,13 +140,28 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     return model.eval(), torch.randn(batch, 3, 224, 224)
 
 
-def quantized(model: nn.Module, x: Tensor, target: str | None = None) -> nn.Module:
+def quantized(
+    model: nn.Module,
+    x: Tensor,
+    target: str | None = None,
+    config: torchq.QuantConfig | None = None,
+) -> nn.Module:
     """Return a copy of ``model``, folded, quantized and calibrated on the timed input."""
     result = copy.deepcopy(model)
     torchq.fuse_(result, x[:1], verify=False)
-    torchq.quantize_(result, target=target, example=x[:1] if target else None)
+    torchq.quantize_(result, config, target=target, example=x[:1] if target else None)
     torchq.calibrate(result, [x[:4]], progress=False)
     return result
+
+
+def quantized_for_torch(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return what suits the engine "torch" best, like :func:`quantized`.
+
+    Shortcuts of images are quantized, as for TensorRT. Values that are never negative have
+    unsigned codes: all of these are used, so no kernel has to clamp.
+    """
+    config = torchq.recipes.integer(8, 8, unsigned="auto")
+    return quantized(model, x, "tensorrt" if x.dim() == 4 else None, config)
 
 
 def engine_candidates(task: Task) -> tuple[Candidates, dict[str, nn.Module]]:
@@ -183,9 +198,7 @@ def torch_candidates(
             half.to(memory_format=torch.channels_last),
             half_x.contiguous(memory_format=torch.channels_last),
         )
-    # Quantized shortcuts suit oneDNN as they suit TensorRT.
-    own = quantized(model, x, "tensorrt" if x.dim() == 4 else None)
-    int8 = torchq.deploy(own)
+    int8 = torchq.deploy(quantized_for_torch(model, x))
     found: Candidates = {
         "fp32 eager": lambda: model(x),
         "bf16 folded": lambda: half(half_x),
