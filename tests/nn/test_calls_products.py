@@ -78,9 +78,45 @@ class Table(nn.Module):
         return out
 
 
+class Blurs(nn.Module):
+    """Convolves with a fixed kernel, as anti-aliased networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kernel", torch.full((3, 1, 3, 3), 1 / 9))
+        self.head = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.conv2d(x, self.kernel, groups=3))
+        return out
+
+
+class Convolves(nn.Module):
+    """Calls the general convolution of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.head = nn.Parameter(torch.randn(3, 3, 1, 1)), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+        out: Tensor = self.head(torch.convolution(x, self.kernel, None, *options))
+        return out
+
+
 @pytest.mark.parametrize(
     ("model", "example", "text"),
     [
+        (
+            Blurs(),
+            torch.randn(2, 3, 8, 8),
+            "its forward calls conv2d with a weight that is no parameter, which stays float",
+        ),
+        (
+            Convolves(),
+            torch.randn(2, 3, 8, 8),
+            "its forward multiplies by a weight in convolution, which stays float",
+        ),
         (
             DynamicFilter(),
             torch.randn(2, 3, 8, 8),

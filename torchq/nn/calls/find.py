@@ -164,16 +164,18 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, function: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, str]:
         """Return the name of a function that gets a weight in a call without a site -> a clause."""
-        if func is F.embedding and self._origins(id(operand(args, kwargs, (1, "weight")))):
-            return {"embedding": "looks up rows of a parameter with F.embedding"}
+        if func in (F.embedding, F.embedding_bag):
+            is_parameter = self._origins(id(operand(args, kwargs, (1, "weight"))))
+            clause = f"looks up rows of a parameter with F.{func.__name__}"
+            return {"embedding": clause} if is_parameter else {}
         if func in OTHER_PRODUCTS and self._is_with_weight((args, kwargs)):
             name = OTHER_PRODUCTS[func]
             return {name: f"multiplies by a weight in {name}"}
-        if function is None or function.symmetric:  # A matmul of two inputs has no weight.
-            return {}
+        if function is None or function.symmetric or function.kind == "attention":
+            return {}  # A matmul of two tensors that are no parameters need not have a weight.
         if id(operand(args, kwargs, function.right)) in self._data:
             return {function.kind: f"computes the weight of {function.kind} from its input"}
-        return {}
+        return {function.kind: f"calls {function.kind} with a weight that is no parameter"}
 
     def _is_with_weight(self, arguments: Any) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""

@@ -94,6 +94,8 @@ OTHER_PRODUCTS: dict[Callable[..., Any], str] = {
     torch.inner: "inner",
     Tensor.inner: "inner",
     torch.linalg.multi_dot: "multi_dot",
+    torch.convolution: "convolution",
+    torch.conv_tbc: "conv_tbc",
 }
 _BY_KIND = {function.kind: function for function in FUNCTIONS.values()}
 
