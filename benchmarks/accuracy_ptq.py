@@ -78,8 +78,33 @@ def _published_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) ->
     torchq.ptq.gptq_(model, batches, target="weight", refine=False, progress=False)
 
 
+def _smooth_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    """Smooth channels, calibrate again, and round."""
+    for quantizer in torchq.workflow.quantizers(model).values():
+        quantizer.forget_amax()
+    torchq.ptq.smooth_(model, batches, progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    torchq.ptq.gptq_(model, batches, progress=False)
+
+
+def _with_changed_copies(batches: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Return the images, and after them the same ones moved by some pixels or mirrored."""
+    generator = torch.Generator().manual_seed(seed)
+    copies = []
+    for batch in batches:
+        images = Images(batch, torch.zeros(len(batch)))
+        copies.append(images.augmented(torch.arange(len(batch)), generator)[0])
+    return [*batches, *copies]
+
+
 def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    batches = _with_changed_copies(batches, seed)
     torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
+
+
+def _adaround_finish(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    batches = _with_changed_copies(batches, seed)
+    torchq.ptq.adaround_(model, batches, steps=0, seed=seed, progress=False)
 
 
 def _adaround_blocks(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
@@ -98,6 +123,8 @@ _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None
     "GPTQ as published": (_published_gptq, 512),
     "gptq_": (_gptq, 512),
     "gptq_, 1,024 images": (_gptq, 1024),
+    "smooth_, gptq_": (_smooth_gptq, 512),
+    "adaround_, steps=0": (_adaround_finish, 1024),
     "adaround_, finish=0": (_adaround_blocks, 1024),
     "adaround_": (_adaround, 1024),
 }

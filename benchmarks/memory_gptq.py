@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,10 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _run(case: str, width: int, depth: int) -> dict[str, float]:
+def _run(case: str, width: int, depth: int, published: bool) -> dict[str, float]:
     """Round the model of one case; return the peak and a sum of the result."""
+    how: dict[str, Any] = {"target": "weight", "refine": False} if published else {}
+    how["progress"] = False
     with torch.device("meta"):
         model = _Chain(width, depth).eval()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -76,7 +79,7 @@ def _run(case: str, width: int, depth: int) -> dict[str, float]:
     # A small model brings everything into memory that a call needs of torch itself.
     warm = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     torchq.quantize_(warm, torchq.recipes.integer(4, None))
-    torchq.ptq.gptq_(warm, [torch.randn(16, 8)], progress=False)
+    torchq.ptq.gptq_(warm, [torch.randn(16, 8)], **how)
     before = _peak()
     recipe = torchq.recipes.integer(4, None)
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +89,7 @@ def _run(case: str, width: int, depth: int) -> dict[str, float]:
                 for name, parameter in model.named_parameters():
                     parameter.copy_(_value(name, parameter.shape))
             torchq.quantize_(model, recipe)
-            torchq.ptq.gptq_(model, batches, progress=False)
+            torchq.ptq.gptq_(model, batches, **how)
         else:
             # A file of a real model would be read here; the values are computed in its place.
             def source(name: str) -> Tensor:
@@ -95,7 +98,7 @@ def _run(case: str, width: int, depth: int) -> dict[str, float]:
             with torchq.ptq.LazyWeights(model, folder, source=source) as weights:
                 torchq.quantize_(model, recipe)
                 run = torchq.ptq.RunOptions(weights=weights)
-                torchq.ptq.gptq_(model, batches, run=run, progress=False)
+                torchq.ptq.gptq_(model, batches, run=run, **how)
         peak = _peak() - before
         total = sum(float(p.double().abs().sum()) for p in model.parameters())
     return {"peak_bytes": peak, "sum_of_weights": total}
@@ -105,6 +108,7 @@ def _options() -> argparse.ArgumentParser:
     options = parser(__doc__)
     options.add_argument("--width", type=int, default=512)
     options.add_argument("--depths", type=int, nargs="+", default=[4, 24])
+    options.add_argument("--published", action="store_true", help="the published form, the fastest")
     options.add_argument("--case", choices=_CASES, help="run this one alone, and print its figures")
     return options
 
@@ -115,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.quick:
         options.width, options.depths = 32, options.depths[:1]
     if options.case is not None:
-        print(json.dumps(_run(options.case, options.width, options.depths[0])))
+        print(json.dumps(_run(options.case, options.width, options.depths[0], options.published)))
         return
     block = sum(p.numel() * p.element_size() for p in _Block(options.width).parameters())
     with Reporter("memory_gptq", options.out) as report:
@@ -124,13 +128,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             for case in _CASES:
                 command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory_gptq"]
                 command += ["--case", case, "--width", str(options.width), "--depths", str(depth)]
+                command += ["--published"] * options.published
                 root = Path(__file__).resolve().parents[1]
                 done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
                 found = json.loads(done.stdout.splitlines()[-1])
                 sums.add(found.pop("sum_of_weights"))
                 sizes = {"block_bytes": block, "model_bytes": depth * block}
                 ratio = round(found["peak_bytes"] / block, 2)
-                report.value(case=case, blocks=depth, **sizes, **found, peak_in_blocks=ratio)
+                form = "published" if options.published else "refined"
+                report.value(
+                    case=case, form=form, blocks=depth, **sizes, **found, peak_in_blocks=ratio
+                )
             assert len(sums) == 1, "the weights of both cases are the same"
 
 

@@ -191,8 +191,10 @@ def test_bad_input_changes_nothing() -> None:
     for start in ("gptq", "nearest"):
         with pytest.raises(CalibrationError, match=r"(got|became) NaN or infinite"):
             adaround_(model, [batches()[0] * torch.nan], start=start, progress=False)  # type: ignore
-    with pytest.raises(ConfigError, match="adaround_: got steps=0; expected at least 1"):
-        adaround_(model, batches(), steps=0)
+    with pytest.raises(ConfigError, match="adaround_: got steps=-1; expected at least 0"):
+        adaround_(model, batches(), steps=-1)
+    with pytest.raises(ConfigError, match="adaround_: got steps=0 and start='nearest'; expected"):
+        adaround_(model, batches(), steps=0, start="nearest")
     with pytest.raises(ConfigError, match="adaround_: got finish=-1; expected at least 0"):
         adaround_(model, batches(), finish=-1)
     with pytest.raises(ConfigError, match="adaround_: got start='zero'"):
@@ -215,33 +217,39 @@ def test_formats_without_integer_codes_are_named() -> None:
     assert report.blocks["1"].layers == ("1.conv2",)
 
 
-def output_error_of(model: nn.Module) -> float:
+def output_error_of(model: nn.Module, x: Tensor) -> float:
     """Return the squared error of the output over its variance, and the divergence added."""
     with torch.no_grad():
-        x, total = batches(), 0.0
-        for batch in x:
-            found, target = model(batch), net()(batch)
-            p, q = target.softmax(1), found.softmax(1)
-            divergence = (p * (p / q).log()).sum(1).mean()
-            error = (found - target).square().mean() / target.var(correction=0)
-            total += (error + divergence).item()
-    return total / len(x)
+        found, target = model(x), net()(x)
+        p, q = target.softmax(1), found.softmax(1)
+        divergence = (p * (p / q).log()).sum(1).mean()
+        return float((found - target).square().mean() / target.var(correction=0) + divergence)
 
 
-def test_the_last_part_lowers_the_error_of_the_output() -> None:
+def test_the_last_part_lowers_the_error_of_the_output_on_batches_of_its_own() -> None:
+    """The blocks learn from two of three batches, as they do without the last part."""
     model, without = calibrated(bits=(2, 2)), calibrated(bits=(2, 2))
-    adaround_(without, batches(), steps=5, finish=0, block="layer", start="nearest", progress=False)
-    report = adaround_(
-        model, batches(), steps=5, finish=60, block="layer", start="nearest", progress=False
-    )
+    arguments: dict[str, Any] = {"steps": 5, "block": "layer", "start": "nearest"}
+    adaround_(without, batches()[:2], finish=0, progress=False, **arguments)
+    report = adaround_(model, batches(), finish=60, progress=False, **arguments)
     assert report.output is not None and "the model" in str(report)
-    assert report.output[0] == pytest.approx(output_error_of(without), rel=1e-4)
-    assert report.output[1] == pytest.approx(output_error_of(model), rel=1e-4)
+    assert report.batches == 3
+    assert report.output[0] == pytest.approx(output_error_of(without, batches()[2]), rel=1e-4)
+    assert report.output[1] == pytest.approx(output_error_of(model, batches()[2]), rel=1e-4)
     assert report.output[1] < 0.9 * report.output[0]
     for (name, a), (_, b) in zip(model.named_parameters(), without.named_parameters(), strict=True):
         is_weight = name.endswith("weight")
         assert torch.equal(a, b) == is_weight, name
         assert a.requires_grad and a.grad is None
+
+
+def test_without_steps_blocks_stay_as_gptq_rounds_them() -> None:
+    model, rounded = calibrated(), calibrated()
+    gptq_(rounded, batches()[:2], progress=False)
+    report = adaround_(model, batches(), steps=0, finish=20, progress=False)
+    assert all(block.undecided == 0 for block in report.blocks.values())
+    for (name, a), b in zip(model.named_parameters(), rounded.parameters(), strict=True):
+        assert not name.endswith("weight") or torch.equal(a, b), name
 
 
 class Boxes(nn.Module):

@@ -45,7 +45,7 @@ class AdaRoundBlock:
 
     Attributes:
         layers: the paths of its layers.
-        error_before: the squared error of its output on the calibration batches at the start,
+        error_before: the squared error of its output on the batches it learns from, at the start,
             summed over channels and averaged over everything else.
         error_after: the same afterwards, with rounded weights.
         undecided: the share of weights that were still undecided when they were rounded.
@@ -109,7 +109,8 @@ def adaround_(
     the float block on float inputs. Blocks before it are quantized already. Afterwards the weights
     are values of the quantizers' grids. Last, the ranges of activations and the biases of all
     layers are learned together, for the output of the float model; outputs (N, classes) are also
-    compared as probabilities.
+    compared as probabilities. This last part has the second half of the batches to itself, because
+    on batches that the blocks have learned from there is little left to see.
 
     A block is changed as a whole or not at all, and never for the worse on the batches. A call
     that fails or is interrupted leaves finished blocks as they are, with a warning; with
@@ -121,7 +122,8 @@ def adaround_(
             512 to 1,024 images are enough. All are kept in memory.
         block: patterns of the modules that are blocks; None finds them in the structure (BRECQ);
             ``"layer"`` treats every layer alone (AdaRound).
-        steps: training steps of each block, each on 32 rows of a batch, >= 1.
+        steps: training steps of each block, each on 32 rows of a batch; 0 leaves blocks as
+            :func:`gptq_` rounds them, and learns in the last part alone.
         start: ``"gptq"`` rounds the block by :func:`gptq_` first and learns from there, and
             ``"nearest"`` starts from the float weights and the ranges of calibration.
         drop: the probability that an element of an activation is not quantized, while learning
@@ -160,14 +162,15 @@ def adaround_(
     settings = Settings(steps, _ROWS, drop, run.group)
     with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
         replay = Replay(model, batches, run, store, "adaround_")
+        count, last = len(replay.batches), None
+        if finish and run.weights is None:
+            own = replace(settings, steps=finish, rows=_FINISH_ROWS)
+            last = Finish(replay, replay.hold_out(), own, seed)
         patterns = _each_layer(layers) if block == "layer" else block
         blocks, more = find_blocks(model, layers, replay.count_calls(), patterns)
         replay.use_blocks(blocks)
         saved = Checkpoint(checkpoint, {"seed": seed, "steps": steps, "start": start, "drop": drop})
         work = _Work(model, replay, settings, start, seed, saved)
-        last = None
-        if finish and run.weights is None:
-            last = Finish(replay, replace(settings, steps=finish, rows=_FINISH_ROWS), seed)
         with said_how_far("adaround_", work.finished, blocks):
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
@@ -177,17 +180,22 @@ def adaround_(
             output = last.learn() if last is not None else None
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return AdaRoundReport(work.done, ordered, len(replay.batches), output)
+    return AdaRoundReport(work.done, ordered, count, output)
 
 
 def _check(steps: int, start: str, drop: float, finish: int) -> None:
     """Raise an error for an argument that is out of range."""
     if finish < 0:
         raise ConfigError(f"adaround_: got finish={finish}; expected at least 0")
-    if steps < 1:
-        raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
+    if steps < 0:
+        raise ConfigError(f"adaround_: got steps={steps}; expected at least 0")
     if start not in ("gptq", "nearest"):
         raise ConfigError(f"adaround_: got start={start!r}; expected 'gptq' or 'nearest'")
+    if steps == 0 and start == "nearest":
+        raise ConfigError(
+            "adaround_: got steps=0 and start='nearest'; expected steps >= 1, or start='gptq', "
+            "because nothing would round the weights"
+        )
     if not 0 <= drop < 1:
         raise ConfigError(f"adaround_: got drop={drop}; expected at least 0 and less than 1")
 
@@ -254,8 +262,10 @@ class _Work:
         if self.start == "gptq":
             self._rounding.treat(number, block)
             wanted = self._rounding.wanted
-        rounded = BlockState(block, state.ranges)
         error = mean_error(block.module, data, self.settings)
+        if not self.settings.steps:
+            return before, error, 0.0
+        rounded = BlockState(block, state.ranges)
         own_seed = self.seed * 1_000_003 + number + 1_000_000_007 * rank_in(self.settings.group)
         generator = torch.Generator().manual_seed(own_seed)
         learned = LearnedBlock(block, wanted, state.ranges, self.settings.drop, generator)

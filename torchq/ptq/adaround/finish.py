@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,25 +27,30 @@ from torchq.ptq.ranks import rank_in
 
 __all__ = ["Finish"]
 
-# Of ranges and biases: there are few of them, so they may move quickly.
-_RATE = 3e-3
+_RATE = 1e-3
 
 
 class Finish:
     """Learns ranges and biases of a whole model; make it while the weights are still float.
 
+    The blocks must not have learned from its batches: on those the error is too small to tell what
+    is left to learn.
+
     Args:
         replay: runs the model.
+        batches: what is learned from.
         settings: of the training; its rate is not used.
         seed: of the random choices.
     """
 
-    def __init__(self, replay: Replay, settings: Settings, seed: int) -> None:
-        self._replay, self._seed = replay, seed
+    def __init__(
+        self, replay: Replay, batches: Sequence[Any], settings: Settings, seed: int
+    ) -> None:
+        self._replay, self._batches, self._seed = replay, batches, seed
         self._settings = replace(settings, rate=_RATE, drop=0.0, loss=_distance)
         self._module = _Whole(replay)
         with quantizers_off(replay.model):
-            for index, batch in enumerate(replay.batches):
+            for index, batch in enumerate(batches):
                 replay.store.put(("float output", index), self._module(batch))
 
     def learn(self) -> tuple[float, float] | None:
@@ -56,9 +62,9 @@ class Finish:
         """
         replay, settings = self._replay, self._settings
         data = BlockData(
-            len(replay.batches),
-            lambda index: ((replay.batches[index],), {}),
-            lambda index: ((replay.batches[index],), {}),
+            len(self._batches),
+            lambda index: ((self._batches[index],), {}),
+            lambda index: ((self._batches[index],), {}),
             lambda index: replay.store.get(("float output", index)),
         )
         block, biases = Block("", self._module, {}), _biases(replay.model)

@@ -102,6 +102,16 @@ class Replay:
         self._blocks: Sequence[Block] = ()
         self._additions = [m for m in model.modules() if isinstance(m, Add)]
 
+    def hold_out(self) -> list[Any]:
+        """Take the second half of the batches away, and return it; a single batch stays.
+
+        The middle batch of an odd number stays too.
+        """
+        kept = len(self.batches) - len(self.batches) // 2
+        held = self.batches[kept:] or self.batches
+        self.batches = self.batches[:kept]
+        return held
+
     def count_calls(self) -> CallCount:
         """Run the float model on the first batch and count the calls of each module."""
         calls = self._calls = CallCount({}, {}, {})

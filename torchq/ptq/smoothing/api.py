@@ -38,14 +38,15 @@ class SmoothedGroup:
 
     Attributes:
         layers: their paths.
-        norm: path of the norm that took the inverse factors; None if the input quantizers did.
+        source: path of the norm or layer that took the inverse factors; None if the input
+            quantizers did.
         alpha: the share of the difficulty that moved to the weights.
         spread_before: the largest over the median magnitude of the input channels.
         spread_after: the same afterwards.
     """
 
     layers: tuple[str, ...]
-    norm: str | None
+    source: str | None
     alpha: float
     spread_before: float
     spread_after: float
@@ -57,7 +58,7 @@ class SmoothReport(NotebookText):
 
     Attributes:
         groups: what was smoothed, in running order.
-        skipped: path of each quantized Linear that was left alone -> the reason.
+        skipped: path of each quantized layer that was left alone -> the reason.
         error: the relative change of the float output on the first batch.
     """
 
@@ -69,7 +70,7 @@ class SmoothReport(NotebookText):
         rows = []
         for group in self.groups:
             change = f"{group.spread_before:.3g} -> {group.spread_after:.3g}"
-            where = group.norm or "input quantizer"
+            where = group.source or "input quantizer"
             rows.append((", ".join(group.layers), where, f"{group.alpha:g}", change))
         header = ("layers", "factors in", "alpha", "spread of channels")
         last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
@@ -85,12 +86,14 @@ def smooth_(
     run: RunOptions | None = None,
     progress: bool = True,
 ) -> SmoothReport:
-    """Divide the input channels of quantized Linear layers by factors, in place.
+    """Divide the input channels of quantized Linear and Conv layers by factors, in place.
 
     Call it after :func:`torchq.quantize_` and before :func:`torchq.calibrate`. The factor of
     channel j is ``max|x_j|^alpha / max|w_j|^(1 - alpha)`` (equation 4 of the paper); the weights
     are multiplied by it. A LayerNorm or RMSNorm whose output only such layers read takes the
-    inverse factors; elsewhere the input quantizer multiplies by them (``pre_quant_scale``). The
+    inverse factors; elsewhere the input quantizer of a Linear layer multiplies by them
+    (``pre_quant_scale``). A Conv layer is treated if a layer before it, through ReLU or pooling,
+    can take them, which costs no arithmetic and helps most where activations have few bits. The
     float output stays the same, which is verified on the first batch. A call that fails changes
     nothing.
 
@@ -108,15 +111,15 @@ def smooth_(
         The report.
 
     Raises:
-        ConfigError: the model is calibrated already, has no quantized Linear layer, or alpha is
-            out of range.
+        ConfigError: the model is calibrated already, has no layer to treat, or alpha is out of
+            range.
         CalibrationError: there is no batch, or an input is NaN or infinite.
         QuantizationError: the float output changed by more than ``tolerance``.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
         >>> _ = torchq.quantize_(model, torchq.recipes.int8())
-        >>> torchq.ptq.smooth_(model, [torch.randn(16, 8)], progress=False).groups[0].norm
+        >>> torchq.ptq.smooth_(model, [torch.randn(16, 8)], progress=False).groups[0].source
         '0'
     """
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
@@ -147,6 +150,6 @@ def _smooth(group: ChannelGroup, inputs: Inputs, alpha: float | str) -> Smoothed
         alpha, _ = best_alpha(group, inputs, factors, _ALPHAS)
     found = factors(alpha)
     fold_(group, found)
-    norm = None if group.source is None else group.source[0]
+    source = None if group.source is None else group.source[0]
     before, after = spread(inputs.largest), spread(inputs.largest / found)
-    return SmoothedGroup(group.names, norm, alpha, before, after)
+    return SmoothedGroup(group.names, source, alpha, before, after)

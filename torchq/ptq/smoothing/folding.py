@@ -55,7 +55,7 @@ def fold_all(
         batches: each holds the arguments of one call.
         fold: changes one group in place, in float.
         finish: what follows for each group, once the output is verified.
-        weights: which groups: all with quantized weights, also of convolutions; or Linear layers.
+        weights: which groups: all with quantized weights; or those with quantized inputs.
         tolerance: the largest relative change of the float output.
         run: how the model is run.
         progress: show progress bars.
@@ -71,10 +71,9 @@ def fold_all(
         groups, skipped = find_groups(model, kept[0], weights=weights)
         if not groups:
             reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
-            kinds = "Linear or Conv layers" if weights else "Linear layers"
             raise ConfigError(
                 f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
-                f"quantized {kinds}. Run torchq.quantize_ first"
+                "quantized Linear or Conv layers. Run torchq.quantize_ first"
             )
         seen = observe_inputs(where, model, groups, kept, run, progress)
         expected = model_outputs(model, kept[0], run)

@@ -56,13 +56,14 @@ def find_groups(
     Args:
         model: a quantized model whose quantizers are off.
         example: the arguments of one call.
-        weights: False finds Linear layers with quantized inputs, and norms before them. True finds
-            Linear and Conv layers with quantized weights, and norms and layers before them.
+        weights: False finds Linear layers with quantized inputs and norms before them, and Conv
+            layers with quantized inputs behind a layer. True finds Linear and Conv layers with
+            quantized weights, and norms and layers before them.
     """
     flow = record(model, example, _is_leaf)
     skipped: dict[str, str] = {}
     chosen: dict[tuple[int, ...], list[Call]] = {}
-    wanted = _wanted(model, weights)
+    wanted = _wanted(model)
     reached = set()
     for call in flow.calls:
         if call.name not in wanted or call.module is not wanted[call.name]:
@@ -82,17 +83,20 @@ def find_groups(
         source = _source(model, flow, key, calls, weights, example)
         if source is not None:
             groups.append(ChannelGroup(layers, source))
-        else:
-            groups += [ChannelGroup((layer,), None) for layer in layers]
+            continue
+        for name, layer in layers:
+            if weights or isinstance(layer, nn.Linear):
+                groups.append(ChannelGroup(((name, layer),), None))
+            else:
+                skipped[name] = "nothing before it can take the factors of its channels"
     return groups, skipped
 
 
-def _wanted(model: nn.Module, weights: bool) -> dict[str, nn.Module]:
-    types = (nn.Linear, *CONVOLUTIONS) if weights else (nn.Linear,)
+def _wanted(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, types) and isinstance(module, QuantModule)
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) and isinstance(module, QuantModule)
     }
 
 
@@ -138,4 +142,6 @@ def _source(
         runs_once = len(flow.calls_of(source.module)) == 1
         fits = source.module.weight.shape[0] == calls[0].module.weight.shape[1]  # type: ignore
         return (source.name, source.module) if runs_once and fits else None
-    return layer_before(model, flow, source, calls, example) if weights else None
+    is_convolution = isinstance(calls[0].module, CONVOLUTIONS)
+    searched = weights or is_convolution
+    return layer_before(model, flow, source, calls, example) if searched else None
