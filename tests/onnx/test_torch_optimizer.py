@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import MODERN, calibrated
+from torchq.onnx.torch_optimizer import optimize_
 
+ir = pytest.importorskip("onnx_ir")
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
@@ -60,3 +64,29 @@ def test_what_changes_nothing_goes(tmp_path: Path) -> None:
     _exported(lambda x: (x + 0) * 1 - 0, tmp_path / "m.onnx")
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node)
     assert not {"Add", "Sub", "Mul", "Div"} & set(kinds), kinds
+
+
+class Program:
+    """What torch's exporter returns, whose optimizer logs as onnxscript's does."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=9)
+        self.problem = problem
+
+    def optimize(self) -> None:
+        log = logging.getLogger("onnxscript.optimizer")
+        log.warning("Evaluation failed: cannot reshape array")
+        log.error("another")
+        if self.problem is not None:
+            raise self.problem
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("stopped")])
+def test_failed_folding_is_not_logged(
+    problem: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = logging.getLogger("onnxscript").level
+    with pytest.raises(RuntimeError, match="stopped") if problem else nullcontext():
+        optimize_(Program(problem))
+    assert [record.getMessage() for record in caplog.records] == ["another"]
+    assert logging.getLogger("onnxscript").level == before

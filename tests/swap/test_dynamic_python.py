@@ -154,9 +154,10 @@ def test_compiled_models_stay_dynamic(backend: str) -> None:
         assert torch.equal(compiled(X), model(X))
 
 
-def test_exported_programs_hold_the_quantizers() -> None:
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_exported_programs_hold_the_quantizers(target: str) -> None:
     model: Any = Tree().eval()
-    torchq.quantize_(model, target="openvino", example=X)
+    torchq.quantize_(model, target=target, example=X)
     torchq.calibrate(model, [X], progress=False)
     program = torch.export.export(model, (X,), strict=False)
     assert torch.equal(program.module()(X), model(X))

@@ -66,6 +66,10 @@ class TensorQuantizer(QuantizerCalibration):
 
     #: A call stays one node in every trace of :func:`torchq.graph.trace`.
     keeps_tensor_type = True
+    # torch.jit.trace reads every attribute of the class and of the object, but for these. There may
+    # be no scale yet; see also __dir__.
+    __jit_ignored_attributes__ = ("scale",)
+    scale = QuantizerCalibration.scale
     # A quantizer from before there were delegates has none.
     _delegate: Delegate | None = None
 
@@ -86,6 +90,10 @@ class TensorQuantizer(QuantizerCalibration):
         self._prepare_sign(device)
         if self._search is None:
             self._make_calibrator()  # An unknown calib_method is an error at once.
+
+    def __dir__(self) -> list[str]:
+        """Return the names of all attributes, without the scale where there is none yet."""
+        return [name for name in super().__dir__() if name != "scale" or self.calibrated]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` scaled, observed and quantized, as the switches say."""

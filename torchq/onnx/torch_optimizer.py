@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,23 @@ def optimize_(program: Any) -> None:
         program: a ``torch.onnx.ONNXProgram`` made with ``optimize=False``.
     """
     optimizer = import_optional("onnxscript.optimizer", "export_onnx(dynamo=True)")
-    optimizer.inline(program.model)
-    optimizer.fold_constants(program.model)
-    with _small_numbers_as_inputs(program.model):
-        program.optimize()
+    with _without_failed_folding():
+        optimizer.inline(program.model)
+        optimizer.fold_constants(program.model)
+        with _small_numbers_as_inputs(program.model):
+            program.optimize()
+
+
+@contextmanager
+def _without_failed_folding() -> Iterator[None]:
+    """Keep what onnxscript could not compute beforehand out of the log: it leaves these nodes."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -51,6 +51,9 @@ OPENVINO = OnnxTarget(
     name="openvino",
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
     modules=(MAX_POOLS, AVG_POOLS),
+    # Where a convolution's result is quantized and then added, OpenVINO makes one kernel of all,
+    # which cuts that result at the ends of its range but does not round it.
+    one_branch=True,
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
     passes=(unsigned_concatenations,),
