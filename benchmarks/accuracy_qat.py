@@ -242,7 +242,7 @@ class Bench:
             method,
             plan,
             bf16=options.bf16,
-            watched=case.network == "depthwise" or case.is_short,
+            watched=case.network == "depthwise" or (case.is_short and method.is_countable),
             label=str(case),
             checkpoint=self._checkpoint(case, plan),
         )

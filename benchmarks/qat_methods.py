@@ -63,6 +63,14 @@ class Method:
     per_channel: bool = True
     bits: tuple[int, ...] = ()
 
+    @property
+    def is_countable(self) -> bool:
+        """Return True where a code that changes means that a weight crossed a border.
+
+        It does not where widths change, or where the folded weights follow the BatchNorms.
+        """
+        return not (self.folded or self.bits)
+
 
 #: Name -> method. Names without a mention of the labels learn from the float twin.
 METHODS = {

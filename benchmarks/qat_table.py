@@ -43,9 +43,10 @@ def compared(lines: Iterable[str]) -> str:
 def _row(name: str, seeds: Sequence[dict[str, Any]]) -> tuple[float, str]:
     """Return the mean accuracy of a method, and its line."""
     found = [row["accuracy"] for row in seeds]
-    mean, moving = fmean(found), fmean(row["oscillating"] for row in seeds)
+    mean, moving = fmean(found), [row["oscillating"] for row in seeds if "oscillating" in row]
+    share = f"{fmean(moving):.1%}" if moving else ""
     spread = f"{min(found):.2f} to {max(found):.2f}" if len(found) > 1 else ""
-    return mean, f"| {name} | {mean:.2f} | {spread} | {len(found)} | {moving:.1%} |"
+    return mean, f"| {name} | {mean:.2f} | {spread} | {len(found)} | {share} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
