@@ -155,3 +155,23 @@ def test_operators_are_places_in_the_source() -> None:
     with pytest.raises(QuantizationError, match="got the operators matmul; expected places"):
         route_calls_(block, sites, operators={"matmul": "quant_matmul"})
     assert type(block) is Attention
+
+
+SOURCE = """
+class Generated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.matmul(F.linear(x, self.query), F.linear(x, self.key).transpose(1, 2))
+"""
+
+
+def test_without_source_code_operators_beside_calls_stay_float_with_a_reason() -> None:
+    names: dict[str, Any] = {"nn": nn, "torch": torch, "F": F, "__name__": "generated"}
+    exec(SOURCE, names)
+    report = torchq.plan(Net(names["Generated"]()), target=TARGET, example=X)
+    (reason,) = {d.reason for d in report.skipped if d.name.startswith("block")}
+    assert reason.endswith("the source of that cannot be rewritten")
+    assert {d.name for d in report.replaced} >= {"block.query_call", "block.key_call"}
