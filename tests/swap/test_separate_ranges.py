@@ -45,6 +45,45 @@ def test_very_different_ranges_are_separate() -> None:
     assert model.second.input_quantizer is model.quant_cat.quantizer_of(1)
 
 
+class Stem(nn.Module):
+    """DenseNet's beginning: a result of a ReLU is pooled, and concatenated with one without."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1)
+        self.last, self.activation = nn.Conv2d(32, 4, 1), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat(self.parts(x), 1))
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        near = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        return [near, self.activation(self.second(near))]
+
+
+@pytest.mark.parametrize(("activation", "ranges"), [(nn.Identity(), 2), (nn.ReLU(), 1)])
+def test_tensors_with_and_without_negative_values_are_separate(
+    activation: nn.Module, ranges: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x, model, path = torch.randn(2, 4, 8, 8), Stem(activation).eval(), tmp_path / "m.onnx"
+    with torch.no_grad():  # Both are equally large, so that the size does not decide.
+        near, other = (part.abs().max() for part in model.parts(x))
+        for parameter in model.second.parameters():
+            parameter *= near / other
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    assert model.quant_cat.ranges == ranges
+    with pytest.warns(UserWarning, match="its output is not quantized"):  # The last layer.
+        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False, progress=False)
+    report = torchq.inspect_onnx(path)
+    # The first convolution includes its ReLU, and the pooling reads its codes.
+    assert report.counts["QLinearConv"] == 2
+    assert "Relu" not in report.counts and "FusedConv" not in report.counts
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnn"])
 def test_other_targets_share_one_range(target: str) -> None:
     model, _ = chain(0.01, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from torchq.utils import evaluating
 __all__ = ["separate_ranges_"]
 
 
+@dataclass(frozen=True)
+class _Range:
+    """What a tensor of a concatenation holds: its largest magnitude, and negative values or not."""
+
+    amax: float
+    is_signed: bool
+
+
 def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> list[str]:
     """Give each tensor of a concatenation its own range where their ranges differ much, in place.
 
@@ -22,8 +31,12 @@ def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> lis
     read the tensor get its own range too, so a chain of layers whose results are concatenated, as
     in HGNetV2, gains most.
 
+    So do tensors of which only some have negative values: codes that begin at 0 include the ReLU
+    in front of them, and others leave it, with the convolution before it, in float.
+
     Before: the tensors of each quantized concatenation have one range. After: those with a ratio
-    of ranges above ``most_unequal`` on the example have one each.
+    of ranges above ``most_unequal`` on the example, or with and without negative values, have one
+    each.
 
     Args:
         model: quantized; it runs once on ``example`` with all quantizers off, in eval mode.
@@ -36,13 +49,12 @@ def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> lis
     found = {id(m): (name, m) for name, m in model.named_modules() if isinstance(m, QuantCat)}
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     modes = [(quantizer, quantizer.mode) for quantizer in quantizers]
-    ranges: dict[int, list[list[float]]] = {}
+    ranges: dict[int, list[list[_Range]]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         tensors = args[0] if args else ()
         if isinstance(tensors, Sequence) and all(isinstance(t, Tensor) for t in tensors):
-            largest = [float(t.abs().max()) if t.numel() else 0.0 for t in tensors]
-            ranges.setdefault(id(module), []).append(largest)
+            ranges.setdefault(id(module), []).append([_range_of(t) for t in tensors])
 
     handles = [module.register_forward_pre_hook(note) for _, module in found.values()]
     try:
@@ -62,7 +74,19 @@ def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> lis
     return [name for name, _ in changed]
 
 
-def _differ(calls: list[list[float]], most_unequal: float) -> bool:
+def _range_of(tensor: Tensor) -> _Range:
+    if not tensor.numel():
+        return _Range(0.0, False)
+    return _Range(float(tensor.abs().max()), bool(tensor.min() < 0))
+
+
+def _differ(calls: list[list[_Range]], most_unequal: float) -> bool:
     """Return True if the ranges differ in one call, and all calls have as many tensors."""
     same_count = len({len(call) for call in calls}) == 1
-    return same_count and any(max(call) > most_unequal * min(call) for call in calls if call)
+    return same_count and any(_differ_in(call, most_unequal) for call in calls if call)
+
+
+def _differ_in(call: list[_Range], most_unequal: float) -> bool:
+    sizes = [found.amax for found in call]
+    signs = {found.is_signed for found in call}
+    return max(sizes) > most_unequal * min(sizes) or len(signs) > 1
