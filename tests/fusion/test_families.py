@@ -173,3 +173,37 @@ def test_blocks_inside_a_network_with_its_own_forward_methods_stay_picklable(
     twin = copy.deepcopy(model)
     assert twin[0].forward.__self__ is twin[0]
     assert torch.equal(outputs(twin, x), outputs(model, x))
+
+
+class Unit(nn.Module):
+    """A convolution and its BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.bn(self.conv(x))
+
+
+class Residual(nn.Module):
+    """As TResNet's block: parts with the names of PP-YOLOE's branches, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.act = Unit(), Unit(), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(self.conv2(self.conv1(x).relu()) + x)
+
+
+def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_folded() -> None:
+    """Before training its last BatchNorm is zero, which makes the block look linear."""
+    torch.manual_seed(0)
+    model: Any = randomized(nn.Sequential(Residual()).double()).eval()
+    nn.init.zeros_(model[0].conv2.bn.weight)
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    wanted = outputs(model, x)
+    fuse_(model)
+    assert not norms(model)
+    assert error(outputs(model, x), wanted) < TOL64

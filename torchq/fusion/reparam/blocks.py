@@ -228,6 +228,9 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
     """Return the relative error of the whole block, activation included, on two input sizes.
 
     A block that needs more than one tensor gives 0: its layers were compared one by one.
+
+    Raises:
+        NotAffine: the forward needs the branches that were merged.
     """
     generator, error = torch.Generator().manual_seed(0), 0.0
     geometry = layer.geometry
@@ -242,5 +245,9 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
                 return error
             if not isinstance(want, Tensor):
                 return error
-            error = max(error, relative_error(after.forward(x), want))
+            try:
+                found = after.forward(x)
+            except Exception as reason:  # as another block with parts of these names raises it
+                raise NotAffine(f"its forward fails without its branches ({reason})") from reason
+            error = max(error, relative_error(found, want))
     return error
