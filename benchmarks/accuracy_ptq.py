@@ -51,6 +51,8 @@ _BATCH = 64
 _FLOAT_STEPS = 6000
 # Images that activation ranges are calibrated on.
 _CALIBRATION = 512
+# Training steps of the last part of learned rounding.
+_FINISH = 300
 
 
 def _nothing(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
@@ -99,16 +101,16 @@ def _with_changed_copies(batches: list[torch.Tensor], seed: int) -> list[torch.T
 
 def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     batches = _with_changed_copies(batches, seed)
-    torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
+    torchq.ptq.adaround_(model, batches, finish=_FINISH, seed=seed, progress=False)
 
 
 def _adaround_finish(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     batches = _with_changed_copies(batches, seed)
-    torchq.ptq.adaround_(model, batches, steps=0, seed=seed, progress=False)
+    torchq.ptq.adaround_(model, batches, steps=0, finish=_FINISH, seed=seed, progress=False)
 
 
 def _adaround_blocks(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
-    torchq.ptq.adaround_(model, batches, finish=0, seed=seed, progress=False)
+    torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
 
 
 # The algorithm that only calibrates, with the recipe's own settings in place of a width.

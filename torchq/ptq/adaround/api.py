@@ -95,7 +95,7 @@ def adaround_(
     steps: int = 500,
     start: Literal["gptq", "nearest"] = "gptq",
     drop: float = 0.0,
-    finish: int = 300,
+    finish: int = 0,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     run: RunOptions | None = None,
@@ -107,10 +107,11 @@ def adaround_(
     one block after the other, the roundings of all its weights, the ranges of its activations and
     its biases are learned together, so that its output on quantized inputs becomes the output of
     the float block on float inputs. Blocks before it are quantized already. Afterwards the weights
-    are values of the quantizers' grids. Last, the ranges of activations and the biases of all
-    layers are learned together, for the output of the float model; outputs (N, classes) are also
-    compared as probabilities. This last part has the second half of the batches to itself, because
-    on batches that the blocks have learned from there is little left to see.
+    are values of the quantizers' grids. With ``finish``, the ranges of activations and the biases
+    of all layers are learned together last, for the output of the float model; outputs
+    (N, classes) are also compared as probabilities. This last part has the second half of the
+    batches to itself, because on batches that the blocks have learned from there is little left to
+    see.
 
     A block is changed as a whole or not at all, and never for the worse on the batches. A call
     that fails or is interrupted leaves finished blocks as they are, with a warning; with
@@ -130,7 +131,7 @@ def adaround_(
             (QDrop, Wei et al. 2022); 0.5 in the paper. It costs time and helps most where
             activations have few bits and images are few.
         finish: training steps of the last part, each on 64 rows of a batch, through the whole
-            model; 0 leaves it out, and so do weights in files (``run.weights``).
+            model. 0 leaves it out, and so do weights in files (``run.weights``).
         seed: of the random choices. The result depends on it and on the batches alone.
         checkpoint: a file that keeps finished blocks. If it exists, its blocks are read from it.
         run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
