@@ -35,8 +35,8 @@ from torchq.utils import NotebookText, Pattern, evaluating, progress_bar
 
 __all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
 
-#: Rows of a batch in one step, of a block and of the whole model.
-_ROWS, _FINISH_ROWS = 32, 64
+#: Rows of a batch in one step of a block.
+_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,7 @@ def adaround_(
         replay = Replay(model, batches, run, store, "adaround_")
         count, last = len(replay.batches), None
         if finish and run.weights is None:
-            own = replace(settings, steps=finish, rows=_FINISH_ROWS)
-            last = Finish(replay, replay.hold_out(), own, seed)
+            last = Finish(replay, replay.hold_out(), replace(settings, steps=finish), seed)
         patterns = _each_layer(layers) if block == "layer" else block
         blocks, more = find_blocks(model, layers, replay.count_calls(), patterns)
         replay.use_blocks(blocks)

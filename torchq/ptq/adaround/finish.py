@@ -28,6 +28,8 @@ from torchq.ptq.ranks import rank_in
 __all__ = ["Finish"]
 
 _RATE = 1e-3
+# Rows of a batch in one step.
+_ROWS = 64
 
 
 class Finish:
@@ -39,7 +41,7 @@ class Finish:
     Args:
         replay: runs the model.
         batches: what is learned from.
-        settings: of the training; its rate is not used.
+        settings: of the training; its rows and its rate are not used.
         seed: of the random choices.
     """
 
@@ -47,7 +49,7 @@ class Finish:
         self, replay: Replay, batches: Sequence[Any], settings: Settings, seed: int
     ) -> None:
         self._replay, self._batches, self._seed = replay, batches, seed
-        self._settings = replace(settings, rate=_RATE, drop=0.0, loss=_distance)
+        self._settings = replace(settings, rows=_ROWS, rate=_RATE, drop=0.0, loss=_distance)
         self._module = _Whole(replay)
         with quantizers_off(replay.model):
             for index, batch in enumerate(batches):
