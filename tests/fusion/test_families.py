@@ -197,8 +197,14 @@ class Residual(nn.Module):
         return self.act(self.conv2(self.conv1(x).relu()) + x)
 
 
-def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_folded() -> None:
-    """Before training its last BatchNorm is zero, which makes the block look linear."""
+def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_folded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before training its last BatchNorm is zero, which makes the block look linear.
+
+    Solving such a block for a kernel takes minutes in a wide network.
+    """
+    monkeypatch.delattr("torchq.fusion.reparam.blocks.linear_map")
     torch.manual_seed(0)
     model: Any = randomized(nn.Sequential(Residual()).double()).eval()
     nn.init.zeros_(model[0].conv2.bn.weight)

@@ -14,7 +14,7 @@ from torchq.fusion import schema
 from torchq.fusion.channel_ranges import spread_of
 from torchq.fusion.linear_map.solve import TOLERANCE, Function, linear_map, relative_error
 from torchq.fusion.linear_map.symbolic import NotAffine
-from torchq.fusion.modules import block_obstacle, is_layer, spatial_dims_of
+from torchq.fusion.modules import block_obstacle, is_layer, is_norm, spatial_dims_of
 from torchq.fusion.reparam.merged_layer import MergedLayer, geometry_of
 from torchq.fusion.reparam.rule import BLOCKS, BlockRule, attributes_like, rule_of
 from torchq.fusion.report import Fusion, Refusal
@@ -165,6 +165,8 @@ def _plan_block(path: str, block: nn.Module) -> BlockEdit | Refusal | None:
         rule = BLOCKS[name]
         if not rule.matches(block) or (rule.writes is None and not path):
             continue
+        if rule.loose and _has_silent_norm(block):
+            continue
         if reason := block_obstacle(block, allow_quantizers=rule.allow_quantizers):
             return Refusal(path, f"is a {name} block; {reason}")
         try:
@@ -173,6 +175,15 @@ def _plan_block(path: str, block: nn.Module) -> BlockEdit | Refusal | None:
             if not rule.loose:
                 refusal = Refusal(path, f"looks like a {name} block; {reason}")
     return refusal
+
+
+def _has_silent_norm(block: nn.Module) -> bool:
+    """Return True if a norm multiplies all channels by zero, as residual blocks often begin.
+
+    Such a block computes less than it will after training: that it looks linear proves nothing.
+    """
+    weights = [m.weight for m in block.modules() if is_norm(m)]
+    return any(weight is not None and not weight.detach().any() for weight in weights)
 
 
 def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
