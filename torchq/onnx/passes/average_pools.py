@@ -28,8 +28,9 @@ _KEPT = ("strides", "pads", "dilations")
 def convolve_averages(model: Model) -> None:
     """Write average pooling between Q/DQ pairs as a depthwise convolution whose codes are all 1.
 
-    ONNX Runtime's kernel for average pooling of codes takes about five times as long as its depthwise
-    convolution, and longer than pooling in float. A mean over whole images has a fast one.
+    ONNX Runtime's kernel for average pooling of codes takes about five times as long as its
+    depthwise convolution, and longer than pooling in float. A mean over whole images has a fast
+    one.
 
     Before::
 
