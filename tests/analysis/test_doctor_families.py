@@ -258,3 +258,13 @@ def test_healthy_networks_have_no_error(family: str) -> None:
     assert report.errors == report.of("warning") == (), str(report)
     # Random networks may have channels of zeros; nothing else is to be said about them.
     assert {finding.kind for finding in report.findings} <= {"zero_range"}
+
+
+def test_obstacles_of_deploy_do_not_depend_on_the_time_that_layers_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("torchq.engines.torch_engine._least_milliseconds")
+    model, name = plant_deploy_obstacle("resnet")
+    report = examined(model, "resnet", *TARGETS["deploy_obstacle"])
+    found = [finding.name for finding in report.findings if finding.kind == "deploy_obstacle"]
+    assert found == [name]
