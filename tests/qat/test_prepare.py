@@ -114,3 +114,16 @@ def test_errors() -> None:
     for branches in (False, True):
         with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
             prepare(ConvNet(), labelled(), "w4a4", branches=branches)  # type: ignore[arg-type]
+
+
+def test_ranges_of_inputs_have_a_rate_of_their_own() -> None:
+    recipe = torchq.recipes.integer(4, 4, learn_ranges=True)
+    settings: dict[str, Any] = {
+        "range_lr": 0.2,
+        "input_range_lr": 0.3,
+        "num_batches": 1,
+        "progress": False,
+    }
+    groups = prepare(ConvNet(), labelled(), recipe, lr=0.1, **settings).param_groups
+    rates = {group["name"]: group["lr"] for group in groups}
+    assert rates["ranges"] == 0.2 and rates["input_ranges"] == 0.3
