@@ -126,11 +126,10 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     else:
         import torchvision
 
-        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        # Branches that only training uses are left out, as with torchvision's trained weights.
+        branched = name in ("googlenet", "inception_v3")
+        options = {"init_weights": False, "aux_logits": False} if branched else {}
         model = getattr(torchvision.models, name)(weights=None, **options)
-        if options:
-            model.aux_logits = False  # its branches are for training
-            model.transform_input = False
     model.train()
     with torch.no_grad():
         if name == "vit_b_16":

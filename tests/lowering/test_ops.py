@@ -234,3 +234,37 @@ def test_one_weight_serves_any_settings(generator: torch.Generator) -> None:
             if not of_params:
                 args = (x, w, p, e, residual)
                 assert same_codes(int8_conv(*args), reference.conv(*args))
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "zero", "expected"),
+    [
+        ("none", (), 0, ("none", ())),
+        ("relu", (), 0, ("none", ())),
+        ("relu", (), 100, ("clamp", (0.0, 155.0))),
+        ("clamp", (0.0, 127.0), 0, ("clamp", (0.0, 127.0))),
+        ("clamp", (0.0, 300.0), 0, ("none", ())),
+        ("clamp", (-1e9, float("inf")), 128, ("none", ())),
+        ("clamp", (-128.0, 126.6), 128, ("none", ())),
+        ("clamp", (-127.0, 12.4), 128, ("clamp", (-127.0, 12.0))),
+    ],
+)
+@pytest.mark.parametrize("scale", [0.0123, 0.0456])
+def test_bounds_in_codes(
+    name: str,
+    bounds: tuple[float, ...],
+    zero: int,
+    expected: tuple[str, tuple[float, ...]],
+    scale: float,
+    generator: torch.Generator,
+) -> None:
+    epilogue = Epilogue(scale, zero, torch.uint8, name, tuple(b * scale for b in bounds))
+    simple = epilogue.in_codes()
+    assert simple is not None and (simple.activation, simple.arguments) == expected
+    real = torch.randn(1000, generator=generator) * 3
+    assert torch.equal(reference.finish(real / scale, simple), reference.finish(real, epilogue))
+
+
+def test_epilogues_that_have_no_bounds_in_codes() -> None:
+    assert Epilogue(0.1, 0, torch.uint8, "silu").in_codes() is None
+    assert Epilogue(1.0, 0, torch.float32, "relu").in_codes() is None

@@ -193,6 +193,7 @@ def _plain(packed: _Packed, params: ConvParams, epilogue: Epilogue) -> Run:
         if len(params.stride) == 2
         else torch.ops.onednn.qconv3d_pointwise.default
     )
+    packed, epilogue = _in_codes(packed, epilogue)
     arguments = (*packed, *_lists(params), *_post_op(epilogue))
     return lambda x: operator(x, *arguments)
 
@@ -253,8 +254,24 @@ def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
     key = (_PACKED_KINDS[1], tuple(input_qparams))
     packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
     operator: Any = torch.ops.onednn.qlinear_pointwise.default
+    packed, epilogue = _in_codes(packed, epilogue)
     arguments = (*packed, *_post_op(epilogue))
     return lambda x: operator(x, *arguments)
+
+
+def _in_codes(packed: _Packed, epilogue: Epilogue) -> tuple[_Packed, Epilogue]:
+    """Return arguments that compute in units of the resulting codes, where the epilogue can.
+
+    oneDNN compiles and keeps a kernel for each set of numbers in its post-ops. Bounds in codes are
+    the same numbers in most layers, bounds of values in none. One scale in place of three is also
+    rounded once in place of three times.
+    """
+    simple = epilogue.in_codes()
+    if simple is None:
+        return packed, epilogue
+    scale = (packed.scale.double() * packed.x_scale / epilogue.scale).float()
+    bias = None if packed.bias is None else (packed.bias.double() / epilogue.scale).float()
+    return packed._replace(x_scale=1.0, scale=scale, bias=bias), simple
 
 
 def _lists(params: ConvParams) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ them: making and hashing one takes a fraction of a microsecond.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,3 +91,22 @@ class Epilogue(NamedTuple):
         if residual.dtype is not torch.uint8:
             return residual
         return (residual.float() - self.residual_zero_point) * self.residual_scale
+
+    def in_codes(self) -> Epilogue | None:
+        """Return the epilogue of sums that are divided by :attr:`scale` already.
+
+        Its bounds are codes: rounding is monotone, so bounds can be rounded first. Bounds that a
+        kernel has anyway, since results are between 0 and 255, are left out.
+
+        Returns:
+            None where results are floating point, or the activation does more than set bounds.
+        """
+        bounds = {"none": (-math.inf, math.inf), "relu": (0.0, math.inf), "clamp": self.arguments}
+        if self.dtype is not torch.uint8 or self.activation not in bounds:
+            return None
+        limits = first, last = -float(self.zero_point), 255.0 - self.zero_point
+        codes = tuple(
+            float(round(min(max(v / self.scale, first), last))) for v in bounds[self.activation]
+        )
+        activation = ("none", ()) if codes == limits else ("clamp", codes)
+        return Epilogue(1.0, self.zero_point, torch.uint8, *activation)
