@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -218,9 +219,27 @@ def _quiet() -> Iterator[None]:
 
     What they say is checked afterwards: the results, and lengths that were taken for constants.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _no_output():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _no_output() -> Iterator[None]:
+    """Send what C++ code prints nowhere: a failed export prints its graph, thousands of lines."""
+    standard_output = 1
+    try:
+        before = os.dup(standard_output)
+    except OSError:  # the process has none
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), standard_output)
+        yield
+    finally:
+        os.dup2(before, standard_output)
+        os.close(before)
 
 
 def _interface(model: nn.Module, example: Any, path: Path, structure: Any) -> GraphInterface:
