@@ -263,3 +263,16 @@ def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> Non
     assert deployed(x)[1] == 2
     with pytest.raises(torchq.errors.InputError, match=r"'x': got shape \(3, 8\)"):
         deployed(torch.randn(3, 8))
+
+
+def test_an_export_that_torch_gives_up_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    # TorchScript cannot export this pooling with an open length of the image.
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(5), nn.Flatten(), nn.Linear(200, 4)
+    )
+    x = torch.randn(2, 3, 12, 12)
+    torchq.quantize_(model.eval())
+    torchq.calibrate(model, [x], progress=False)
+    capfd.readouterr()
+    torchq.deploy(model, x, engine="onnxruntime")
+    assert capfd.readouterr().out == ""

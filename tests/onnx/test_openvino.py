@@ -102,3 +102,37 @@ def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
     expected = run_file(path, x)[0]
     assert sqnr(compiled(path, x), torch.as_tensor(expected)) > ALIKE_DB
+
+
+class Mixed(nn.Module):
+    """A convolution, a normalization and a linear layer of as many channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 16, 3), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1)))
+
+
+def kernels(path: Path, shape: tuple[int, ...]) -> list[str]:
+    """Return what computes the convolutions and products of a file for inputs of one shape."""
+    core = openvino.Core()
+    network = core.read_model(str(path))
+    network.reshape(list(shape))
+    settings = {"INFERENCE_PRECISION_HINT": "f32"}
+    nodes = core.compile_model(network, "CPU", settings).get_runtime_model().get_ops()
+    rows = [{name: v.astype(str) for name, v in node.get_rt_info().items()} for node in nodes]
+    layers = [row for row in rows if row["layerType"] in ("Convolution", "FullyConnected")]
+    return [row["primitiveType"].lower() for row in layers]
+
+
+def test_layers_of_as_many_channels_compute_in_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 10, 10)
+    model = calibrated(Mixed().eval(), x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=True)
+    found = kernels(path, tuple(x.shape))
+    assert len(found) == 2
+    assert all(kernel.endswith("i8") for kernel in found), found

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from torchq.onnx.ir import Model, Value, computed_by, names, nodes_of, readers
+from torchq.onnx.ir import (
+    Model,
+    Value,
+    add_initializer,
+    computed_by,
+    data_type,
+    is_constant,
+    names,
+    nodes_of,
+    readers,
+    value_of,
+)
 from torchq.onnx.qdq import shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -47,6 +58,33 @@ def unsigned_concatenations(model: Model) -> None:
     retype_activations(model, ActivationTypes("unsigned", "unsigned"), found)
 
 
+def own_zero_points(model: Model) -> None:
+    """Give each quantized weight a zero point of its own.
+
+    OpenVINO 2026.4 computes a convolution and a product in float whose weights share a tensor of
+    zero points, as layers of as many outputs do: once a file with open shapes gets fixed ones, it
+    no longer sees that the weights are integers.
+
+    Before::
+
+        Weights whose DequantizeLinear nodes read one stored tensor of zero points.
+
+    After::
+
+        Each of these nodes reads a copy.
+    """
+    read: set[Value] = set()
+    for node in nodes_of(model, "DequantizeLinear"):
+        zero_points = node.inputs[2] if len(node.inputs) > 2 else None
+        if not is_constant(zero_points) or not zero_points.shape:
+            continue
+        if zero_points in read:
+            name, codes = str(zero_points.name), value_of(zero_points)
+            copy = add_initializer(node.graph, name, codes, data_type(zero_points))
+            node.replace_input_with(2, copy)
+        read.add(zero_points)
+
+
 OPENVINO = OnnxTarget(
     name="openvino",
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
@@ -56,7 +94,7 @@ OPENVINO = OnnxTarget(
     one_branch=True,
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
-    passes=(unsigned_concatenations,),
+    passes=(unsigned_concatenations, own_zero_points),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(
         "OpenVINO computes the float parts in bfloat16 on CPUs that have it; "
