@@ -75,7 +75,7 @@ def own_zero_points(model: Model) -> None:
     """
     read: set[Value] = set()
     for node in nodes_of(model, "DequantizeLinear"):
-        zero_points = node.inputs[2] if len(node.inputs) > 2 else None
+        zero_points: Value = node.inputs[2] if len(node.inputs) > 2 else None
         if not is_constant(zero_points) or not zero_points.shape:
             continue
         if zero_points in read:
