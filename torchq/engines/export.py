@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.engines.interface.signature import CallSignature, GraphInput, example_arguments
-from torchq.engines.interface.structure import flatten
+from torchq.engines.interface.structure import Structure, flatten, tensors_of
 from torchq.engines.module import GraphInterface, Shapes
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
@@ -177,7 +177,7 @@ def export_graph(
     with torch.no_grad():
         results, structure = flatten(call_model(model, example))
     opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
-    with tempfile.TemporaryDirectory() as folder, _flat_results(model), _quiet():
+    with tempfile.TemporaryDirectory() as folder, _flat_results(model, structure), _quiet():
         path = Path(folder, "model.onnx")
         export_onnx(
             model,
@@ -204,9 +204,11 @@ def export_graph(
 
 
 @contextmanager
-def _flat_results(model: nn.Module) -> Iterator[None]:
+def _flat_results(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Let a model return a tuple of tensors, which every exporter can write."""
-    handle = model.register_forward_hook(lambda module, args, out: tuple(flatten(out)[0]))
+    handle = model.register_forward_hook(
+        lambda module, args, out: tuple(tensors_of(structure, out))
+    )
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchq.errors import ExportError
 
-__all__ = ["Structure", "flatten"]
+__all__ = ["Structure", "flatten", "tensors_of"]
 
 #: Values without tensors, which a graph cannot return: they are what they were for the example.
 _CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -31,6 +31,9 @@ class _Leaf:
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         return tensors[self.index]
 
+    def collect(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        tensors[self.index] = value
+
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
@@ -40,6 +43,9 @@ class _Constant:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         return self.value
+
+    def collect(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        """Leave the value out, as it was none for the example: tracing makes tensors of sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,10 @@ class _Sequence:
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         values = [part.rebuild(tensors) for part in self.parts]
         return self.kind(*values) if hasattr(self.kind, "_fields") else self.kind(values)
+
+    def collect(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        for part, own in zip(self.parts, value, strict=True):
+            part.collect(own, tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +77,10 @@ class _Mapping:
         items = dict(zip(self.keys, values, strict=True))
         return self.kind(**items) if dataclasses.is_dataclass(self.kind) else self.kind(items)
 
+    def collect(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        for part, key in zip(self.parts, self.keys, strict=True):
+            part.collect(value[key], tensors)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Dataclass:
@@ -81,6 +95,10 @@ class _Dataclass:
         for name, part in zip(self.names, self.parts, strict=True):
             object.__setattr__(result, name, part.rebuild(tensors))  # it may be frozen
         return result
+
+    def collect(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        for part, name in zip(self.parts, self.names, strict=True):
+            part.collect(getattr(value, name), tensors)
 
 
 Structure: TypeAlias = _Leaf | _Constant | _Sequence | _Mapping | _Dataclass
@@ -115,6 +133,13 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
     structure = _structure_of(value, place_of)
     return tensors, structure
+
+
+def tensors_of(structure: Structure, value: Any) -> list[Tensor]:
+    """Return the tensors of a value of the same structure, in the order of :func:`flatten`."""
+    tensors: dict[int, Tensor] = {}
+    structure.collect(value, tensors)
+    return [tensors[index] for index in sorted(tensors)]
 
 
 def _structure_of(value: Any, place_of: Callable[[Tensor], _Leaf]) -> Structure:
