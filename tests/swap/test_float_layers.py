@@ -14,9 +14,9 @@ from torchq.nn import QuantModule
 class Stem(nn.Module):
     """The first layers of a mobile network, and a block whose channels are concatenated."""
 
-    def __init__(self, act: nn.Module, channels: int = 8, kernel: int = 3) -> None:
+    def __init__(self, act: nn.Module, channels: int = 8) -> None:
         super().__init__()
-        self.stem, self.act = nn.Conv2d(3, 16, kernel, 2), act
+        self.stem, self.act = nn.Conv2d(3, 16, 3, 2), act
         self.primary = nn.Conv2d(16, channels, 1)
         self.cheap = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
         self.grow, self.deep = nn.Conv2d(2 * channels, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
@@ -36,20 +36,13 @@ def float_layers(model: nn.Module, target: str = "onnxruntime", **options: objec
     return {name for name, m in model.named_children() if not isinstance(m, QuantModule)}
 
 
-def test_a_stem_in_front_of_hardswish_and_narrow_channels_stay_float() -> None:
+def test_narrow_channels_stay_float() -> None:
     model = Stem(nn.Hardswish())
     report = torchq.quantize_(model, target="onnxruntime", example=torch.randn(2, 3, 15, 15))
     reasons = {d.name: d.reason for d in report.skipped}
-    text = "onnxruntime runs the first convolution and Hardswish in one go"
-    assert reasons["stem"] == reasons["act"] == text
     assert reasons["cheap"] == "onnxruntime runs 8 channels faster in float"
     assert "deep" not in reasons  # Stands between convolutions: its channels are padded.
     assert not model.primary.quantizes_output  # What a float layer reads is not quantized.
-
-
-@pytest.mark.parametrize(("act", "kernel"), [(nn.ReLU(), 3), (nn.SiLU(), 3), (nn.Hardswish(), 7)])
-def test_other_stems_run_on_integers(act: nn.Module, kernel: int) -> None:
-    assert "stem" not in float_layers(Stem(act, kernel=kernel))
 
 
 def test_wider_channels_run_on_integers() -> None:
@@ -57,8 +50,8 @@ def test_wider_channels_run_on_integers() -> None:
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnn"])
-def test_other_targets_quantize_them(target: str) -> None:
-    assert not {"stem", "cheap"} & float_layers(Stem(nn.Hardswish()), target)
+def test_other_targets_quantize_it(target: str) -> None:
+    assert "cheap" not in float_layers(Stem(nn.Hardswish()), target)
 
 
 def test_a_layer_that_a_rule_names_is_quantized() -> None:

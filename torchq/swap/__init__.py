@@ -7,10 +7,11 @@ from torchq.swap.apply import quantize_, restore_
 from torchq.swap.decisions import Decision, SwapReport, decide
 from torchq.swap.patch import Patch, patch
 from torchq.swap.plan import plan, targets
-from torchq.swap.targets import TARGETS, Target
+from torchq.swap.targets import TARGETS, IntegerGains, Target
 
 __all__ = [
     "Decision",
+    "IntegerGains",
     "Patch",
     "SwapReport",
     "TARGETS",

@@ -24,6 +24,7 @@ from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
 from torchq.swap.find_operators import insert_
 from torchq.swap.flow.float_layers import faster_in_float
+from torchq.swap.flow.float_start import float_start
 from torchq.swap.flow.outputs import decide_outputs
 from torchq.swap.flow.separate_ranges import separate_ranges_
 from torchq.swap.flow.shared_ranges import share_common_ranges_
@@ -143,6 +144,7 @@ def _fit_to_flow(
 ) -> SwapReport:
     """Place what depends on the values that flow between layers, and return the new report."""
     faster = faster_in_float(model, report.decisions, target, example)
+    faster |= float_start(model, report.decisions, target, example)
     if not faster.keys() <= reasons.keys():
         raise _StaysFloat(faster, measured=False)
     if target.most_unequal is not None:

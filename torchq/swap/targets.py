@@ -5,11 +5,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torchq.utils import Registry
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["TARGETS", "IntegerGains", "Target"]
+
+
+@dataclass(frozen=True)
+class IntegerGains:
+    """The time that a runtime saves on integers, in nanoseconds; below 0 where float is faster.
+
+    A convolution saves ``product`` for each product of each element of its result, and ``result``
+    for the element itself. The figures are measured on one thread of one CPU; their ratios decide.
+
+    Attributes:
+        product: For each product of a convolution.
+        result: For each element of the result of a convolution.
+        image_product: As ``product``, where the convolution reads an image.
+        image_result: As ``result``, where the convolution reads an image.
+        depthwise: For each element of the result of a depthwise convolution.
+        modules: For each element of the result of other modules, by the names of their classes.
+        boundary: The cost of each element that changes from float to integers.
+        pooled_boundary: The same where max pooling computes or reads them.
+        least: What must be saved so that layers stay float.
+    """
+
+    product: float
+    result: float
+    image_product: float
+    image_result: float
+    depthwise: float
+    modules: Mapping[str, float] = field(default_factory=dict)
+    boundary: float = 0.0
+    pooled_boundary: float = 0.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +61,8 @@ class Target:
         per_tensor_weights: Patterns of modules whose weight has one scale, not one per channel.
         quantized_results: Quantize the results of convolutions that no operator behind them
             quantizes; needs an example.
-        float_stems: Patterns of activations. The first convolution of images stays float in front
-            of one, and so does the activation; needs an example.
+        integer_gains: What integers save; the first layers stay float where that is negative;
+            needs an example. None leaves all on integers.
         narrow_depthwise: Depthwise convolutions with fewer channels stay float where these cannot
             be padded, because they do not stand between convolutions alone; needs an example.
         most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
@@ -46,7 +77,7 @@ class Target:
     float_inputs: tuple[str, ...] = ()
     per_tensor_weights: tuple[str, ...] = ()
     quantized_results: bool = False
-    float_stems: tuple[str, ...] = ()
+    integer_gains: IntegerGains | None = None
     narrow_depthwise: int = 0
     most_unequal: float | None = None
 

@@ -8,16 +8,12 @@ from typing import Any
 from torch import nn
 
 from torchq.graph import Call, Flow, record
-from torchq.nn import QuantConv2d, QuantModule, TensorQuantizer
+from torchq.nn import QuantConv2d, TensorQuantizer
 from torchq.swap.decision import Decision
 from torchq.swap.flow.calls import clips, is_depthwise, is_leaf, moves_elements
 from torchq.swap.targets import Target
-from torchq.utils import matches
 
 __all__ = ["faster_in_float"]
-
-_IMAGE_CHANNELS = 4
-_SMALL_KERNEL = 3
 
 
 def faster_in_float(
@@ -26,8 +22,7 @@ def faster_in_float(
     """Return the modules and operators that a target runs faster in float, with the reason.
 
     Before: the model is quantized as ``decisions`` say. After, once the plan is made without these:
-    the first convolution is float where the target names the activation behind it, which has no
-    integer kernel; and so are depthwise convolutions with few channels that no padding can help.
+    depthwise convolutions with few channels that no padding can help are float.
 
     Args:
         model: quantized; it runs once on ``example``.
@@ -35,7 +30,7 @@ def faster_in_float(
         target: the runtime.
         example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
     """
-    if not target.float_stems and not target.narrow_depthwise:
+    if not target.narrow_depthwise:
         return {}
     known = {id(d.module): d for d in decisions if not d.reason and d.rule not in d.names}
     names = {id(m): name for name, m in model.named_modules()}
@@ -45,38 +40,11 @@ def faster_in_float(
         module = call.module
         if not isinstance(module, QuantConv2d) or id(module) not in known:
             continue
-        if is_depthwise(module) and module.groups < target.narrow_depthwise:
-            if not _is_chain(flow, call):
-                reason = f"{target.name} runs {module.groups} channels faster in float"
-                found[names[id(module)]] = reason
-        elif _is_stem(module, call):
-            behind = list(_layers_behind(flow, call, moves_elements))
-            paths = [_float_stem(m, names, target) for m in behind]
-            if paths and all(paths):
-                reason = f"{target.name} runs the first convolution and {_kind(behind)} in one go"
-                found |= dict.fromkeys((names[id(module)], *map(str, paths)), reason)
+        is_narrow = is_depthwise(module) and module.groups < target.narrow_depthwise
+        if is_narrow and not _is_chain(flow, call):
+            reason = f"{target.name} runs {module.groups} channels faster in float"
+            found[names[id(module)]] = reason
     return found
-
-
-def _is_stem(module: QuantConv2d, call: Call) -> bool:
-    """Return True for a convolution of an image with few channels and a small kernel."""
-    is_small = max(module.kernel_size) <= _SMALL_KERNEL and module.groups == 1
-    return is_small and module.in_channels <= _IMAGE_CHANNELS and not call.inputs
-
-
-def _float_stem(module: nn.Module | None, names: dict[int, str], target: Target) -> str | None:
-    """Return the path of an activation that runs in float with the convolution before it."""
-    if module is None or not isinstance(module, QuantModule):
-        return None
-    name = names[id(module)]
-    cls = type(module).float_class
-    fits = any(matches(pattern, (name,), module, cls) for pattern in target.float_stems)
-    return name if fits else None
-
-
-def _kind(modules: Sequence[nn.Module | None]) -> str:
-    (kind, *_) = {type(m).float_class.__name__ for m in modules if isinstance(m, QuantModule)}
-    return str(kind)
 
 
 def _is_chain(flow: Flow, call: Call) -> bool:
