@@ -37,6 +37,11 @@ def _torchq(model: nn.Module, batches: list[Tensor], weight: int, input: int) ->
     return model
 
 
+def _torchq_bias(model: nn.Module, batches: list[Tensor], weight: int, input: int) -> nn.Module:
+    torchq.ptq.correct_bias_(_torchq(model, batches, weight, input), batches, progress=False)
+    return model
+
+
 def _torchq_gptq(model: nn.Module, batches: list[Tensor], weight: int, input: int) -> nn.Module:
     torchq.ptq.gptq_(_torchq(model, batches, weight, input), batches, progress=False)
     return model
@@ -140,6 +145,7 @@ Method = Callable[[nn.Module, list[Tensor], int, int], nn.Module]
 # Package (None is this one) and algorithm -> what returns the quantized model.
 _METHODS: dict[tuple[str | None, str], Method] = {
     (None, "calibrate"): _torchq,
+    (None, "correct_bias_"): _torchq_bias,
     (None, "gptq_"): _torchq_gptq,
     ("nncf", "fast bias correction"): _nncf,
     ("nvidia-modelopt", "max"): _modelopt("max"),
@@ -156,6 +162,9 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
     packages = sorted({package or "torchq" for package, _ in _METHODS})
     options.add_argument("--packages", nargs="+", default=packages, choices=packages)
+    algorithms = list(dict.fromkeys(algorithm for _, algorithm in _METHODS))
+    options.add_argument("--algorithms", nargs="+", default=algorithms, choices=algorithms)
+    options.add_argument("--widths", nargs="+", default=[f"W{w}A{a}" for w, a in _WIDTHS])
     return options
 
 
@@ -175,12 +184,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             batches = list(pool[order][:_COUNT].split(_BATCH))
             for (package, algorithm), method in _METHODS.items():
                 name = package or "torchq"
-                if name not in options.packages:
+                if name not in options.packages or algorithm not in options.algorithms:
                     continue
                 for weight, input in _WIDTHS:
                     row = {"package": name, "algorithm": algorithm, "seed": seed}
                     row |= {"widths": f"W{weight}A{input}", "images": options.images}
-                    report.value(**row, **_measure(method, model, batches, (weight, input), test))
+                    if row["widths"] in options.widths:
+                        found = _measure(method, model, batches, (weight, input), test)
+                        report.value(**row, **found)
 
 
 def _measure(

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.ptq.blockwise import Grid, grid_of
-from torchq.ptq.gptq.ranges import round_with_best_ranges
+from torchq.ptq.gptq.ranges import round_with_best_ranges_
 from torchq.ptq.gptq.solver import (
     Elimination,
-    cholesky_with_damping,
+    damp_,
     descend,
     quadratic_error,
     ridge_regression,
-    round_rows,
+    round_rows_,
 )
 
 
@@ -69,7 +69,9 @@ def test_rounding_equals_the_equations_of_the_paper(act_order: bool, columns: in
     expected = optimal_brain_quantizer(
         weight, h, grid, order if act_order else list(range(columns))
     )
-    assert torch.equal(round_rows(weight, Elimination.of(h, act_order=act_order), grid), expected)
+    found = weight.clone()
+    round_rows_(found, Elimination.of(h, act_order=act_order), grid)
+    assert torch.equal(found, expected)
     assert not torch.equal(expected, grid.nearest(weight))
 
 
@@ -88,7 +90,8 @@ def test_rounding_is_close_to_the_best_of_all_roundings() -> None:
     for seed in range(40):
         weight, h, grid = problem(seed)
         h = h + 0.01 * torch.eye(4)
-        gptq = round_rows(weight, Elimination.of(h), grid)
+        gptq = weight.clone()
+        round_rows_(gptq, Elimination.of(h), grid)
         found = descend(gptq, weight, h, grid)
         error = {n: quadratic_error(q - weight, h) for n, q in [("gptq", gptq), ("found", found)]}
         error["nearest"] = quadratic_error(grid.nearest(weight) - weight, h)
@@ -109,7 +112,7 @@ def test_searched_ranges_never_lose_to_nearest_rounding(group_size: int | None) 
             quantizer = layer.weight_quantizer
             quantizer.descriptor = quantizer.descriptor.replace(axis=None, block_size=group_size)
             quantizer.calibrate_on(layer.weight)
-        found, amax = round_with_best_ranges(layer, weight[None], h[None], act_order=True)
+        found, amax = round_with_best_ranges_(layer, weight[None].clone(), h[None], act_order=True)
         error = quadratic_error(found[0] - weight, h)
         with_found = quadratic_error(grid_of(layer, amax).nearest(weight)[0] - weight, h)
         with_largest = quadratic_error(grid_of(layer).nearest(weight)[0] - weight, h)
@@ -143,26 +146,54 @@ def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
     rows = torch.cat([x.T, root * torch.eye(5)])
     expected = torch.linalg.lstsq(rows, torch.cat([t.T, root * start.T])).solution.T
     torch.testing.assert_close(found, expected)
+    assert torch.equal(xx, x @ x.T / 50), "the moments are as before"
 
 
 def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
     x = torch.randn(6, 2, dtype=torch.float64)
     h = x @ x.T
-    _, used = cholesky_with_damping(h - 0.05 * torch.eye(6) * h.diagonal().mean(), 1e-3)
-    assert used == pytest.approx(0.1)
-    damped, used = cholesky_with_damping(torch.zeros(3, 3, dtype=torch.float64), 0.5)
-    assert torch.equal(damped, 0.5 * torch.eye(3)) and used == 0.5
+    indefinite = h - 0.05 * torch.eye(6) * h.diagonal().mean()
+    damped, mean = indefinite.clone(), indefinite.diagonal().mean()
+    assert damp_(damped, 1e-3) == pytest.approx(0.1)
+    torch.testing.assert_close(damped, indefinite + 0.1 * mean * torch.eye(6))
+    damped = torch.zeros(3, 3, dtype=torch.float64)
+    assert damp_(damped, 0.5) == 0.5 and torch.equal(damped, 0.5 * torch.eye(3))
 
 
-def test_rows_in_parts_are_rounded_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+@pytest.mark.parametrize(
+    "arguments", [{}, {"group_size": 3}, {"target": "weight", "refine": False}]
+)
+def test_rows_in_parts_are_rounded_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    found, reports = [], []
     for memory in (1 << 23, 1):
-        monkeypatch.setattr("torchq.ptq.gptq.ranges._MEMORY", memory)
+        for name in ("ranges._MEMORY", "ranges._CANDIDATES_MEMORY", "statistics._MEMORY"):
+            monkeypatch.setattr(f"torchq.ptq.gptq.{name}", memory)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 70))
+        model = nn.Sequential(nn.Linear(12, 70), nn.Unflatten(1, (7, 10)), nn.Conv1d(7, 5, 3))
         torchq.quantize_(model, torchq.recipes.integer(3, None))
-        torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False)
+        report = torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False, **arguments)
         found.append(model.state_dict())
+        reports.append([(x.error_before, x.error_after) for x in report.layers.values()])
+    assert reports[0] == [pytest.approx(pair, rel=1e-6) for pair in reports[1]]
     for name, value in found[0].items():
         # Products of fewer rows are added in another order.
         torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["weight", "layer"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_reported_errors_are_those_of_the_outputs(target: Any, bias: bool) -> None:
+    """The inputs have a mean, so constant parts of the error count."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(6, 4, bias=bias), torch.rand(50, 6) + 1
+    wanted, model = layer(x).detach().double(), nn.Sequential(layer)
+    torchq.quantize_(model, torchq.recipes.integer(2, None, weight_method="max"))
+    torchq.workflow.calibrate_weights(model)
+    variance = (wanted - wanted.mean(0)).square().sum()
+    errors = [(model(x).double() - wanted).square().sum() / variance]
+    report = torchq.ptq.gptq_(model, [x], target=target, progress=False).layers["0"]
+    errors.append((model(x).double() - wanted).square().sum() / variance)
+    found = report.error_before, report.error_after
+    assert found == pytest.approx([error.item() for error in errors], rel=1e-3)

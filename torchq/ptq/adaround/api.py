@@ -233,7 +233,7 @@ class _Work:
         self.done: dict[str, AdaRoundBlock] = {}
         self.finished: list[str] = []
         options = Options("block", None, True, 0.01, refine=True)
-        self._rounding = BlockRounding(replay, options, settings.group)
+        self._rounding = BlockRounding(replay, options, settings.group, keep_wanted=True)
 
     def treat(self, number: int, block: Block) -> None:
         """Learn one block, or read it from the checkpoint."""

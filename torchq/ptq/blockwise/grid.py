@@ -40,9 +40,9 @@ class Grid:
         pairs = zip(self.scale, self.divisor, strict=True)
         return [Grid(scale, divisor, self.format) for scale, divisor in pairs]
 
-    def permuted(self, order: Tensor) -> Grid:
-        """Return the grid with its columns in another order."""
-        return Grid(self.scale[..., order], self.divisor[..., order], self.format)
+    def rows(self, part: slice) -> Grid:
+        """Return the grid of some rows."""
+        return Grid(self.scale[..., part, :], self.divisor[..., part, :], self.format)
 
 
 def grid_of(layer: Any, amax: Tensor | None = None, rows: slice | None = None) -> Grid:

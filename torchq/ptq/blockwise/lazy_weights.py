@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.ptq.blockwise.forwards import replaced_forward
+from torchq.ptq.blockwise.free_memory import release_free_memory
 from torchq.utils import Pattern, check_pattern, matches, pattern_text, replacing
 
 __all__ = ["LazyWeights"]
@@ -176,6 +177,7 @@ class LazyWeights:
             nothing = torch.full((), value, dtype=parameter.dtype, device=device)
             _replace(self._model, name, nothing.expand(parameter.shape))
         part.is_released = True
+        release_free_memory()
 
     def _load(self, part: _Part) -> None:
         """Give a block its parameters."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError
@@ -23,7 +24,9 @@ from torchq.nn import Add
 from torchq.ptq.blockwise.additions import AdditionWatch
 from torchq.ptq.blockwise.blocks import Block, CallCount
 from torchq.ptq.blockwise.forwards import replaced_forward
+from torchq.ptq.blockwise.free_memory import release_free_memory
 from torchq.ptq.blockwise.lazy_weights import LazyWeights
+from torchq.ptq.blockwise.output_watch import OutputWatch
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 from torchq.ptq.modes import quantizers_off
 from torchq.utils import device_of
@@ -115,14 +118,14 @@ class Replay:
     def count_calls(self) -> CallCount:
         """Run the float model on the first batch and count the calls of each module."""
         calls = self._calls = CallCount({}, {}, {})
-        alive: list[Any] = []  # an id is only unique while its tensor lives
+        tensors = _Numbers()
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = args[0] if args else kwargs.get("input")
-            alive.append(x)
             calls.counts[id(module)] = calls.counts.get(id(module), 0) + 1
             calls.order.setdefault(id(module), len(calls.order))
-            calls.inputs.setdefault(id(module), id(x))
+            calls.inputs.setdefault(
+                id(module), tensors.of(args[0] if args else kwargs.get("input"))
+            )
 
         with ExitStack() as stack, quantizers_off(self.model):
             for module in self.model.modules():
@@ -157,10 +160,23 @@ class Replay:
             return nullcontext()
         return self._weights.changing(self._blocks[number].module)
 
+    def release_free_memory(self) -> None:
+        """Give freed memory back to the system, if the weights lie in files to save memory."""
+        if self._weights is not None:
+            release_free_memory()
+
     def finish(self, number: int, kind: Kind) -> None:
-        """Keep the outputs of block ``number`` for the blocks after it."""
+        """Keep the outputs of block ``number`` for the blocks after it.
+
+        With the quantized ones the block is finished, and what only it needed is forgotten.
+        """
         for index in range(len(self.batches)):
-            self.run(number, index, kind)
+            watch = OutputWatch(self._blocks, number)
+            self.run(number, index, kind, watch=watch)
+            if kind == "quantized":
+                for other in watch.unneeded:
+                    self.store.blank(("float", other, index))
+                    self.store.blank(("quantized", other, index))
 
     def run(
         self,
@@ -171,6 +187,7 @@ class Replay:
         want_inputs: Sequence[str] = (),
         want_outputs: Sequence[str] = (),
         want_shortcuts: Sequence[str] = (),
+        watch: OutputWatch | None = None,
     ) -> Captured:
         """Run batch ``index`` through block ``number`` and to the next block, or less.
 
@@ -182,6 +199,7 @@ class Replay:
                 once it is there, and the output of the block is kept only if it got that far.
             want_outputs: layers whose outputs are returned.
             want_shortcuts: layers of which is returned what is added to their outputs.
+            watch: finds out which outputs of earlier blocks are not needed any more.
         """
         found = Captured()
         some = bool(want_inputs or want_outputs or want_shortcuts)
@@ -197,15 +215,15 @@ class Replay:
 
         with ExitStack() as stack:
             stack.enter_context(quantizers_off(self.model) if kind == "float" else nullcontext())
-            stack.enter_context(self._replayed(number, index, kind))
+            stack.enter_context(self._replayed(number, index, kind, watch))
             if some:
-                watch = AdditionWatch(lambda name, other: _note(found, name, other, check))
-                stack.enter_context(watch)
+                additions = AdditionWatch(lambda name, other: _note(found, name, other, check))
+                stack.enter_context(additions)
                 for module in self._additions:
-                    stack.callback(watch.hook(module).remove)
+                    stack.callback(additions.hook(module).remove)
                 layers = self._blocks[number].layers
                 for name in {*want_inputs, *want_outputs, *want_shortcuts}:
-                    self._hook(stack, layers[name], name, found, watch, want_shortcuts, check)
+                    self._hook(stack, layers[name], name, found, additions, want_shortcuts, check)
             with suppress(_Stop):
                 self._call(index)
         return found
@@ -259,37 +277,56 @@ class Replay:
         stack.callback(layer.register_forward_hook(after).remove)
 
     @contextmanager
-    def _replayed(self, number: int, index: int, kind: Kind) -> Iterator[None]:
+    def _replayed(
+        self, number: int, index: int, kind: Kind, watch: OutputWatch | None = None
+    ) -> Iterator[None]:
         """Replace the forwards of all blocks but one, whose output is kept."""
 
         def keep(module: nn.Module, args: Any, out: Any) -> None:
             self.store.put((kind, number, index), out)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
+            if watch is not None:
+                watch.next_begins()
             raise _Stop
 
         with ExitStack() as stack:
+            if watch is not None:
+                stack.enter_context(watch.hooked(self.model))
             for i, block in enumerate(self._blocks):
                 if i == number:
                     stack.callback(block.module.register_forward_hook(keep).remove)
                     continue
-                key = (kind, i, index)
-                function = stop if i > number else _Kept(self.store, key)
+                function = stop if i > number else partial(self._kept, (kind, i, index), watch)
                 stack.enter_context(replaced_forward(block.module, function))
             yield
+
+    def _kept(self, key: Any, watch: OutputWatch | None, *args: Any, **kwargs: Any) -> Any:
+        """Return what the store holds, whatever the arguments are."""
+        value = self.store.get(key)
+        if watch is not None:
+            watch.kept(key[1], value)
+        return value
 
     def _call(self, index: int) -> None:
         self.whole_model()(self.batches[index])
 
 
-class _Kept:
-    """A forward that returns what the store holds."""
+class _Numbers:
+    """A number for each tensor, also after it is gone and another one has its id."""
 
-    def __init__(self, store: TensorStore, key: Any) -> None:
-        self._store, self._key = store, key
+    def __init__(self) -> None:
+        self._count = 0
+        self._alive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._store.get(self._key)
+    def of(self, value: Any) -> int:
+        """Return the number of a tensor; anything else gets a new one each time."""
+        number = self._alive.get(value) if isinstance(value, Tensor) else None
+        if number is None:
+            number = self._count = self._count + 1
+            if isinstance(value, Tensor):
+                self._alive[value] = number
+        return number
 
 
 def _note(found: Captured, name: str, other: Tensor, check: Callable[[], None]) -> None:

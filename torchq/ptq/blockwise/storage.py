@@ -53,11 +53,26 @@ class _OnDisk:
     """The place of a tensor that was written to a file."""
 
     path: Path
+    shape: torch.Size
+    dtype: torch.dtype
     device: torch.device
 
     def read(self) -> Tensor:
         loaded: Tensor = torch.load(self.path, map_location=self.device, weights_only=True)
         return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blank:
+    """What is left of a tensor whose values nobody needs."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self) -> Tensor:
+        value = torch.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        return torch.full((), value, dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 class TensorStore:
@@ -104,14 +119,29 @@ class TensorStore:
         """Return a copy of the value under ``key``, which the caller may change."""
         return map_tensors(
             self._values[key],
-            lambda kept: kept.read() if isinstance(kept, _OnDisk) else kept.clone(),
-            (Tensor, _OnDisk),
+            lambda kept: kept.clone() if isinstance(kept, Tensor) else kept.read(),
+            (Tensor, _OnDisk, _Blank),
         )
+
+    def blank(self, key: Any) -> None:
+        """Forget the values of the tensors under ``key``, if it is there, but not their shapes.
+
+        Then :meth:`get` returns NaN, without memory for each element.
+        """
+        if key in self._values:
+            leaves = (Tensor, _OnDisk, _Blank)
+            self._values[key] = map_tensors(self._values[key], self._blanked, leaves)
 
     def drop(self, key: Any) -> None:
         """Forget ``key``, if it is there."""
         if key in self._values:
             map_tensors(self._values.pop(key), self._forget, (Tensor, _OnDisk))
+
+    def _blanked(self, kept: Tensor | _OnDisk | _Blank) -> _Blank:
+        if isinstance(kept, _Blank):
+            return kept
+        self._forget(kept)
+        return _Blank(kept.shape, kept.dtype, kept.device)
 
     def _forget(self, kept: Tensor | _OnDisk) -> None:
         if isinstance(kept, Tensor):
@@ -128,4 +158,4 @@ class TensorStore:
         self._files += 1
         path = self._folder / f"{self._files}.pt"
         torch.save(tensor.detach().contiguous().clone(), path)
-        return _OnDisk(path, tensor.device)
+        return _OnDisk(path, tensor.shape, tensor.dtype, tensor.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchq.ptq.blockwise import Block, Replay
 from torchq.ptq.gptq.layer import GPTQLayer, Options, round_layer_
 from torchq.ptq.gptq.statistics import MomentSums
-from torchq.workflow.layer_matrices import input_matrix, output_matrix, weight_matrix
+from torchq.workflow.layer_matrices import input_matrix, output_matrix
 
 __all__ = ["BlockRounding"]
 
@@ -23,14 +24,24 @@ class BlockRounding:
         replay: runs the model.
         options: how to round.
         group: processes whose statistics are summed.
+        keep_wanted: keep the weight matrices that were rounded.
 
     Attributes:
         done: path of each layer that was rounded -> what happened.
-        wanted: path of each layer of the last block -> the weight matrix that was rounded.
+        wanted: path of each layer of the last block -> the weight matrix that was rounded, if
+            these are kept.
     """
 
-    def __init__(self, replay: Replay, options: Options, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        options: Options,
+        group: dist.ProcessGroup | None,
+        *,
+        keep_wanted: bool = False,
+    ) -> None:
         self.replay, self.options, self.group = replay, options, group
+        self._keep_wanted = keep_wanted
         self.done: dict[str, GPTQLayer] = {}
         self.wanted: dict[str, Tensor] = {}
 
@@ -70,24 +81,27 @@ class BlockRounding:
             got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
             for name in names:
                 layer = block.layers[name]
-                x = input_matrix(layer, layer.input_quantizer(got.inputs[name]))
-                key = ("target", name, index)
-                if key not in replay.store:
-                    t = _float_product(layer, x)
-                else:
-                    out = replay.store.get(key)
-                    t = output_matrix(layer, out - got.shortcuts[name] if name in wanted else out)
-                    replay.store.drop(key)
-                sums[name].add(x, t)
+                x = input_matrix(layer, layer.input_quantizer(got.inputs.pop(name)))
+                target = self._target(name, layer, index, got.shortcuts.get(name))
+                sums[name].add(x, target)
         for name in names:
-            sums[name].reduce(self.group)
-            layer = block.layers[name]
-            self.done[name], self.wanted[name] = round_layer_(
-                name, layer, sums[name], self.options, name in repairing
+            total = sums.pop(name)
+            total.reduce(self.group)
+            replay.release_free_memory()
+            self.done[name] = round_layer_(
+                name,
+                block.layers[name],
+                total,
+                self.options,
+                repairs_shortcut=name in repairing,
+                keep=partial(self.wanted.__setitem__, name) if self._keep_wanted else None,
             )
 
-
-def _float_product(layer: Any, x: Tensor) -> Tensor:
-    """Return the output of the float weight on an input matrix."""
-    product = weight_matrix(layer, layer.weight.detach()) @ x
-    return product if layer.bias is None else product + layer.bias.view(len(x), -1, 1)
+    def _target(self, name: str, layer: Any, index: int, shortcut: Tensor | None) -> Tensor | None:
+        """Return the target of a layer for one batch, None where it is that of its weight."""
+        key = ("target", name, index)
+        if key not in self.replay.store:
+            return None
+        out = self.replay.store.get(key)
+        self.replay.store.drop(key)
+        return output_matrix(layer, out if shortcut is None else out - shortcut)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +16,9 @@ from torchq.ptq.blockwise import (
     grid_of,
     weight_quantizer,
 )
-from torchq.ptq.gptq.ranges import eliminations, round_groups, round_with_best_ranges
-from torchq.ptq.gptq.solver import cholesky_with_damping, quadratic_error, ridge_regression
+from torchq.ptq.gptq.output_error import OutputError
+from torchq.ptq.gptq.ranges import eliminations, round_groups_, round_with_best_ranges_
+from torchq.ptq.gptq.solver import damp_, ridge_regression
 from torchq.ptq.gptq.statistics import Moments, MomentSums
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
@@ -57,71 +60,95 @@ class GPTQLayer:
 
 
 def round_layer_(
-    name: str, layer: Any, sums: MomentSums, options: Options, repairs_shortcut: bool
-) -> tuple[GPTQLayer, Tensor]:
+    name: str,
+    layer: Any,
+    sums: MomentSums,
+    options: Options,
+    *,
+    repairs_shortcut: bool = False,
+    keep: Callable[[Tensor], None] | None = None,
+) -> GPTQLayer:
     """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
     Args:
         name: its path, for error texts.
         layer: a quantized Linear or Conv layer.
-        sums: the statistics of its quantized inputs and its targets.
+        sums: the statistics of its quantized inputs and, unless the target is ``"weight"``, of
+            its targets; they are used up.
         options: how to round.
         repairs_shortcut: for the report.
+        keep: called with a copy of the weight matrix that is rounded.
 
     Returns:
-        What happened, and the weight matrix that was rounded.
+        What happened.
 
     Raises:
         CalibrationError: the statistics hold NaN or infinity.
         QuantizationError: the grid does not fit the dtype of the weight.
     """
     fits_bias = layer.bias is not None and options.target != "weight"
-    w0 = weight_matrix(layer, layer.weight.detach()).double()
-    moments = sums.moments(centred=fits_bias)
-    _check(name, moments, sums.count)
-    quantizer = weight_quantizer(layer)
-    before = _output_error(layer, grid_of(layer).nearest(w0), sums)
-    damped = [cholesky_with_damping(xx, options.damping) for xx in moments.xx]
-    h, used = torch.stack([matrix for matrix, _ in damped]), max(fraction for _, fraction in damped)
-    wanted = w0
-    if options.target != "weight":
-        wanted = torch.stack(
-            [
-                ridge_regression(*parts, _RIDGE)
-                for parts in zip(w0, moments.xx, moments.tx, strict=True)
-            ]
-        )
+    moments = sums.take_moments(centred=fits_bias)
+    error = OutputError(layer, moments)
+    _check(name, moments, sums.count, error)
+    w0, grid = weight_matrix(layer, layer.weight.detach()), grid_of(layer)
+    before = error.of(lambda part: grid.rows(part).nearest(w0[:, part].double()))
+    rounded = _wanted(w0, moments)
+    if keep is not None:
+        keep(rounded.clone())
+    quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
+    used = max(damp_(matrix, options.damping) for matrix in h)
     old = quantizer.descriptor, quantizer.amax.detach().clone()
     try:
-        rounded = _round_with_ranges(layer, wanted, h, options)
+        rounded = _round_with_ranges_(layer, rounded, h, options)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
+        _diagonals(h).copy_(diagonals)
+        bias = _best_bias(rounded, moments).to(layer.bias.dtype) if fits_bias else None
+        new = weight_matrix(layer, weight)
+        after = error.of(lambda part: new[:, part].double(), bias)
     except BaseException:
         quantizer.descriptor = old[0]
         quantizer.amax.data = old[1]
         raise
     layer.weight.copy_(weight)
-    if fits_bias:
-        layer.bias.copy_(_best_bias(rounded, moments).to(layer.bias.dtype))
-    after = _output_error(layer, weight_matrix(layer, weight).double(), sums)
-    return GPTQLayer(before, after, used, repairs_shortcut), wanted
+    if bias is not None:
+        layer.bias.copy_(bias)
+    return GPTQLayer(before, after, used, repairs_shortcut)
 
 
-def _check(name: str, moments: Moments, count: int) -> None:
+def _diagonals(h: Tensor) -> Tensor:
+    return h.diagonal(dim1=1, dim2=2)
+
+
+def _wanted(weight: Tensor, moments: Moments) -> Tensor:
+    """Return the weight matrix that is to be rounded, in float64."""
+    if moments.tx is None:
+        return weight.double()
+    wanted = torch.empty_like(moments.tx)
+    for group in range(len(weight)):
+        xx, tx = moments.xx[group], moments.tx[group]
+        wanted[group] = ridge_regression(weight[group], xx, tx, _RIDGE)
+    return wanted
+
+
+def _check(name: str, moments: Moments, count: int, error: OutputError) -> None:
     """Raise an error for statistics of nothing, and of NaN or infinity."""
     if not count:
         raise CalibrationError(
             f"gptq_: {name}: got batches without rows; expected at least one row"
         )
-    if not moments.finite:
+    if not (moments.finite and math.isfinite(error.variance)):
         raise CalibrationError(
             f"gptq_: {name}: got NaN or infinite inputs or outputs; expected finite ones. Check "
             "the batches and the layers before"
         )
 
 
-def _round_with_ranges(layer: Any, wanted: Tensor, h: Tensor, options: Options) -> Tensor:
-    """Return the rounded weight matrix, after setting the ranges that go with it."""
+def _round_with_ranges_(layer: Any, wanted: Tensor, h: Tensor, options: Options) -> Tensor:
+    """Return the rounded weight matrix, after setting the ranges that go with it.
+
+    ``wanted`` may be changed.
+    """
     quantizer = weight_quantizer(layer)
     if options.group_size is not None:
         axis = -1 if layer.weight.dim() == 2 else 1
@@ -129,24 +156,16 @@ def _round_with_ranges(layer: Any, wanted: Tensor, h: Tensor, options: Options) 
             axis=None, block_size=options.group_size, block_axis=axis
         )
     if options.refine:
-        rounded, amax = round_with_best_ranges(layer, wanted, h, act_order=options.act_order)
+        rounded, amax = round_with_best_ranges_(layer, wanted, h, act_order=options.act_order)
         quantizer.set_amax(amax)
         return rounded
     if options.group_size is not None or not quantizer.calibrated:
         quantizer.calibrate_on(weight_from_matrix(layer, wanted).to(layer.weight.dtype))
-    return round_groups(wanted, eliminations(h, options.act_order), grid_of(layer))
+    round_groups_(wanted, eliminations(h, options.act_order), grid_of(layer))
+    return wanted
 
 
 def _best_bias(rounded: Tensor, moments: Moments) -> Tensor:
     """Return ``mean(t) - Q mean(x)``, which minimises the error for the weights Q."""
+    assert moments.t is not None
     return (moments.t - (rounded @ moments.x.unsqueeze(2)).squeeze(2)).flatten()
-
-
-def _output_error(layer: Any, weight: Tensor, sums: MomentSums) -> float:
-    """Return the power of the error of the output, over the variance of the target."""
-    m = sums.moments(centred=True)
-    bias = torch.zeros_like(m.t) if layer.bias is None else layer.bias.double().view_as(m.t)
-    varying = m.tt - 2 * (weight * m.tx).sum(2) + quadratic_error(weight, m.xx)
-    constant = m.t - (weight @ m.x.unsqueeze(2)).squeeze(2) - bias
-    power = (varying.clamp(min=0) + constant.square()).sum()
-    return (power / m.tt.sum().clamp(min=1e-30)).item()

@@ -8,22 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.formats import PerAxis
+from torchq.formats import PerAxis, PerBlock
 from torchq.functional import amax_from_scale
 from torchq.ptq.blockwise.grid import Grid, grid_of
 from torchq.ptq.blockwise.layers import weight_quantizer
-from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows
-from torchq.workflow.layer_matrices import weight_from_matrix
+from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
+from torchq.ptq.gptq.statistics import row_parts
 
-__all__ = ["eliminations", "round_groups", "round_with_best_ranges"]
+__all__ = ["eliminations", "round_groups_", "round_with_best_ranges_"]
 
 # Ranges that are tried, as fractions of the largest magnitude, down to the smallest one.
 _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
-# The least number of bytes of the rows that are rounded at the same time, in all ranges together.
-_MEMORY = 1 << 23
+# Bytes of the rows that are treated at the same time, and of all their candidates together.
+_MEMORY, _CANDIDATES_MEMORY = 1 << 21, 1 << 23
+
+
+def round_with_best_ranges_(
+    layer: Any, weight: Tensor, h: Tensor, *, act_order: bool
+) -> tuple[Tensor, Tensor]:
+    """Round a weight matrix in place; return it, and the range of the weight that goes with it.
+
+    Where each row has one range, every candidate is rounded by GPTQ, and each row takes the one
+    with the least error. Then the ranges are fitted to the codes by least squares, and the codes to
+    the ranges by coordinate descent, in turn. Other granularities take the candidate with the least
+    error of nearest rounding, weighted by the diagonal of H.
+
+    Rows that do not share a range are treated some at a time, which bounds the memory.
+
+    Args:
+        layer: a quantized Linear or Conv layer.
+        weight: (groups, rows, columns), float64, what is to be rounded.
+        h: (groups, columns, columns), positive definite.
+        act_order: see :class:`Elimination`.
+    """
+    solved = eliminations(h, act_order)
+    if not (len(weight) == 1 and _rows_share_nothing(layer)):
+        rounded, amax = _rounded(layer, weight, h, solved, None)
+        return weight.copy_(rounded), amax
+    ranges = []
+    for part in row_parts(weight.shape[1], weight[0, 0].nbytes, _MEMORY):
+        weight[:, part], amax = _rounded(layer, weight[:, part], h, solved, part)
+        ranges.append(amax)
+    return weight, torch.cat(ranges)
 
 
 def _rows_have_own_ranges(layer: Any) -> bool:
@@ -32,35 +61,38 @@ def _rows_have_own_ranges(layer: Any) -> bool:
     return isinstance(granularity, PerAxis) and granularity.axes == (0,)
 
 
-def round_with_best_ranges(
-    layer: Any, weight: Tensor, h: Tensor, *, act_order: bool
+def _rows_share_nothing(layer: Any) -> bool:
+    """Return True if every row of the weight of ``layer`` has one range or more of its own."""
+    granularity = weight_quantizer(layer).descriptor.granularity
+    in_row = isinstance(granularity, PerBlock) and granularity.axis % layer.weight.dim() > 0
+    return in_row or _rows_have_own_ranges(layer)
+
+
+def _rounded(
+    layer: Any, weight: Tensor, h: Tensor, solved: list[Elimination], part: slice | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a rounded weight matrix, and the range of the weight that goes with it.
+    """Return what :func:`round_with_best_ranges_` does, for the rows ``part``; None is all.
 
-    Where each row has one range, every candidate is rounded by GPTQ, and each row takes the one
-    with the least error. Then the ranges are fitted to the codes by least squares, and the codes to
-    the ranges by coordinate descent, in turn. Other granularities take the candidate with the least
-    error of nearest rounding, weighted by the diagonal of H.
-
-    Args:
-        layer: a quantized Linear or Conv layer.
-        weight: (groups, rows, columns), float64, what is to be rounded.
-        h: (groups, columns, columns), positive definite.
-        act_order: see :class:`Elimination`.
+    ``weight`` holds these rows alone.
     """
     granularity = weight_quantizer(layer).descriptor.granularity
-    largest = granularity.amax(weight_from_matrix(layer, weight)).float()
+    largest = granularity.amax(_as_weight(layer, weight)).float()
     fractions = torch.linspace(1, _SMALLEST, _FRACTIONS).tolist()
     if not _rows_have_own_ranges(layer):
-        amax = _weighted_search(layer, weight, h, largest, fractions)
-        grid = grid_of(layer, amax)
-        q = round_groups(weight, eliminations(h, act_order), grid)
+        amax = _weighted_search(layer, weight, h, part, largest, fractions)
+        grid, q = grid_of(layer, amax, part), weight.clone()
+        round_groups_(q, solved, grid)
         return _improve(q, weight, h, grid), amax
-    q, amax = _best_of_candidates(layer, weight, h, eliminations(h, act_order), largest, fractions)
-    q = _improve(q, weight, h, grid_of(layer, amax))
+    q, amax = _best_of_candidates(layer, weight, h, solved, part, largest, fractions)
+    q = _improve(q, weight, h, grid_of(layer, amax, part))
     for _ in range(_REFITS):
-        amax, q = _refit(layer, weight, h, amax, q)
+        amax, q = _refit(layer, weight, h, part, amax, q)
     return q, amax
+
+
+def _as_weight(layer: Any, matrix: Tensor) -> Tensor:
+    """Return some rows of the weight matrix of ``layer`` in the shape of its weight."""
+    return matrix.reshape(-1, *layer.weight.shape[1:])
 
 
 def _best_of_candidates(
@@ -68,23 +100,22 @@ def _best_of_candidates(
     weight: Tensor,
     h: Tensor,
     solved: list[Elimination],
+    part: slice | None,
     largest: Tensor,
     fractions: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Return the rounded rows with the best of some ranges, and these ranges.
 
-    All candidates of some rows are rounded at the same time. These rows are so few that they need
-    no more memory than the weight itself.
+    All candidates of some rows are rounded at the same time.
     """
-    if len(weight) > 1:
-        return _best_rows(layer, weight, h, solved, largest, fractions, None)
-    memory = max(_MEMORY, weight.nbytes)
-    count = max(1, memory // (weight.shape[2] * weight.element_size() * len(fractions)))
-    parts = [slice(start, start + count) for start in range(0, weight.shape[1], count)]
-    found = [
-        _best_rows(layer, weight[:, part], h, solved, largest[part], fractions, part)
-        for part in parts
-    ]
+    if part is None:
+        return _best_rows(layer, weight, h, solved, None, largest, fractions)
+    found = []
+    row_bytes = weight[0, 0].nbytes * len(fractions)
+    for inner in row_parts(weight.shape[1], row_bytes, _CANDIDATES_MEMORY):
+        outer = slice(part.start + inner.start, min(part.start + inner.stop, part.stop))
+        some = weight[:, inner], h, solved, outer, largest[inner], fractions
+        found.append(_best_rows(layer, *some))
     return torch.cat([q for q, _ in found], 1), torch.cat([amax for _, amax in found])
 
 
@@ -93,9 +124,9 @@ def _best_rows(
     weight: Tensor,
     h: Tensor,
     solved: list[Elimination],
+    part: slice | None,
     largest: Tensor,
     fractions: list[float],
-    part: slice | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what :func:`_best_of_candidates` does, for the rows ``part`` of a layer.
 
@@ -103,29 +134,33 @@ def _best_rows(
     """
     grids = [grid_of(layer, largest * fraction, part) for fraction in fractions]
     count, rows = len(grids), weight.shape[1]
+    # Every column of a row has the same scale, so one column is enough.
     stacked = Grid(
-        torch.cat([grid.scale for grid in grids], 1),
-        torch.cat([grid.divisor for grid in grids], 1),
+        torch.cat([grid.scale[..., :1] for grid in grids], 1).expand(-1, -1, weight.shape[2]),
+        torch.cat([grid.divisor[..., :1] for grid in grids], 1).expand(-1, -1, weight.shape[2]),
         grids[0].format,
     )
-    repeated = weight.repeat(1, count, 1)
-    q = round_groups(repeated, solved, stacked)
-    errors = quadratic_error(q - repeated, h).unflatten(1, (count, rows))
-    best = errors.argmin(1)  # (groups, rows)
+    q = weight.repeat(1, count, 1)
+    round_groups_(q, solved, stacked)
+    q = q.unflatten(1, (count, rows))
+    errors = [quadratic_error(one - weight, h) for one in q.unbind(1)]
+    best = torch.stack(errors, 1).argmin(1)  # (groups, rows)
     fraction = largest.new_tensor(fractions)[best].view(largest.shape)
     index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
-    return q.unflatten(1, (count, rows)).gather(1, index).squeeze(1), largest * fraction
+    return q.gather(1, index).squeeze(1), largest * fraction
 
 
-def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _refit(
+    layer: Any, weight: Tensor, h: Tensor, part: slice | None, amax: Tensor, q: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
-    grid = grid_of(layer, amax)
+    grid = grid_of(layer, amax, part)
     codes = q / grid.scale
     along = codes @ h
     scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
     fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
-    new = grid_of(layer, fitted)
+    new = grid_of(layer, fitted, part)
     found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
     is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
     return (
@@ -139,13 +174,13 @@ def eliminations(h: Tensor, act_order: bool) -> list[Elimination]:
     return [Elimination.of(matrix, act_order=act_order) for matrix in h]
 
 
-def round_groups(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> Tensor:
-    """Return every group of ``weight`` rounded by GPTQ.
+def round_groups_(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> None:
+    """Round every group of ``weight`` by GPTQ, in place.
 
-    The arguments are those of :func:`round_rows`, with a first dimension of groups.
+    The arguments are those of :func:`round_rows_`, with a first dimension of groups.
     """
-    parts = zip(weight, eliminations, grid.groups(), strict=True)
-    return torch.stack([round_rows(*part) for part in parts])
+    for part in zip(weight, eliminations, grid.groups(), strict=True):
+        round_rows_(*part)
 
 
 def _improve(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
@@ -164,15 +199,21 @@ def _descend_groups(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
 
 
 def _weighted_search(
-    layer: Any, weight: Tensor, h: Tensor, largest: Tensor, fractions: list[float]
+    layer: Any,
+    weight: Tensor,
+    h: Tensor,
+    part: slice | None,
+    largest: Tensor,
+    fractions: list[float],
 ) -> Tensor:
+    """Return the range with the least error of nearest rounding, weighted by the diagonal of H."""
     granularity = weight_quantizer(layer).descriptor.granularity
     importance = h.diagonal(dim1=1, dim2=2).unsqueeze(1)
     best, least = largest, torch.full_like(largest, torch.inf)
     for fraction in fractions:
-        rounded = grid_of(layer, largest * fraction).nearest(weight)
+        rounded = grid_of(layer, largest * fraction, part).nearest(weight)
         loss = ((rounded - weight).square() * importance).float()
-        parts = granularity.split(weight_from_matrix(layer, loss))
+        parts = granularity.split(_as_weight(layer, loss))
         dims = granularity.reduce_dims(parts.dim())
         error = (parts.sum(dims) if dims else parts).view(largest.shape)
         best = torch.where(error < least, largest * fraction, best)

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from torchq.ptq.blockwise.grid import Grid
+from torchq.ptq.gptq.statistics import row_parts
 
 __all__ = [
     "Elimination",
-    "cholesky_with_damping",
+    "damp_",
     "descend",
     "quadratic_error",
     "ridge_regression",
-    "round_rows",
+    "round_rows_",
 ]
 
 # Columns after which the rest of the matrix is brought up to date, in one product.
@@ -44,29 +45,27 @@ def quadratic_error(difference: Tensor, h: Tensor) -> Tensor:
     Returns:
         (..., rows).
     """
-    return ((difference @ h) * difference).sum(-1)
+    return (difference @ h).mul_(difference).sum(-1)
 
 
-def cholesky_with_damping(h: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Return the damped matrix, and the damping that made it positive definite.
+def damp_(h: Tensor, damping: float) -> float:
+    """Make a matrix positive definite, in place; return the damping that did it.
 
     The damping is a fraction of the mean of the diagonal that is added to the diagonal. It grows
     tenfold until the Cholesky decomposition exists. A matrix of zeros becomes the identity.
 
     Args:
-        h: (columns, columns), float64, symmetric.
+        h: (columns, columns), float64, symmetric; its diagonal is changed.
         damping: the fraction to start from, > 0.
-
-    Returns:
-        The damped matrix and the fraction.
     """
-    mean = h.diagonal().mean()
+    diagonal = h.diagonal().clone()
+    mean = diagonal.mean()
     unit = torch.where(mean > 0, mean, 1.0)
     while True:
-        damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * unit)
-        _, info = torch.linalg.cholesky_ex(damped)
+        h.diagonal().copy_(diagonal + damping * unit)
+        _, info = torch.linalg.cholesky_ex(h)
         if not bool(info) or damping > _MOST_DAMPING:
-            return damped, damping
+            return damping
         damping *= 10
 
 
@@ -75,13 +74,26 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
 
     Args:
         weight: (rows, columns), where the solution is pulled to.
-        xx: (columns, columns), moments of the inputs.
+        xx: (columns, columns), moments of the inputs, in float64; its diagonal is changed and
+            restored.
         tx: (rows, columns), moments of targets and inputs.
         ridge: r as a fraction of the mean of the diagonal of ``xx``.
+
+    Returns:
+        (rows, columns), float64.
     """
-    damped, ridge = cholesky_with_damping(xx, ridge)
-    r = damped.diagonal().mean() - xx.diagonal().mean()
-    return torch.linalg.solve(damped, (tx + r * weight).T).T
+    diagonal = xx.diagonal().clone()
+    try:
+        damp_(xx, ridge)
+        r = xx.diagonal().mean() - diagonal.mean()
+        factors, pivots = torch.linalg.lu_factor(xx)
+    finally:
+        xx.diagonal().copy_(diagonal)
+    found = torch.empty_like(tx)
+    for part in row_parts(len(tx), tx[0].nbytes):
+        wanted = tx[part] + r * weight[part].double()
+        found[part] = torch.linalg.lu_solve(factors, pivots, wanted.T).T
+    return found
 
 
 @dataclass(frozen=True)
@@ -108,12 +120,14 @@ class Elimination:
             order = h.diagonal().argsort(descending=True, stable=True)
         else:
             order = torch.arange(len(h), device=h.device)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order]))
-        return cls(order, torch.linalg.cholesky(inverse, upper=True))
+        matrix = h[order.unsqueeze(1), order]
+        matrix = torch.linalg.cholesky(matrix)
+        matrix = torch.cholesky_inverse(matrix)
+        return cls(order, torch.linalg.cholesky(matrix, upper=True))
 
 
-def round_rows(weight: Tensor, elimination: Elimination, grid: Grid) -> Tensor:
-    """Return ``weight`` rounded by GPTQ.
+def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
+    """Round ``weight`` by GPTQ, in place.
 
     One column is rounded after the other. Each error is made up for by the columns that are not
     rounded yet, as well as they can: by ``-error / U[i, i] * U[i, i + 1:]``, where U is the upper
@@ -125,20 +139,26 @@ def round_rows(weight: Tensor, elimination: Elimination, grid: Grid) -> Tensor:
         grid: of the rows.
     """
     order, u = elimination.order, elimination.factor
-    w, grid = weight[:, order].clone(), grid.permuted(order)
-    rounded = torch.empty_like(w)
+    columns, w = order.tolist(), weight
+    _permute_columns_(w, order)
     for start in range(0, w.shape[1], _LAZY):
         end = min(start + _LAZY, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
         for i in range(start, end):
-            rounded[:, i] = grid.nearest(w[:, i], i)
-            error = (w[:, i] - rounded[:, i]) / u[i, i]
+            rounded = grid.nearest(w[:, i], columns[i])
+            error = (w[:, i] - rounded) / u[i, i]
+            w[:, i] = rounded
             w[:, i + 1 : end] -= error.unsqueeze(1) * u[i, i + 1 : end]
             errors[:, i - start] = error
-        w[:, end:] -= errors @ u[start:end, end:]
-    out = torch.empty_like(rounded)
-    out[:, order] = rounded
-    return out
+        for part in row_parts(len(w), w[0].nbytes):
+            w[part, end:] -= errors[part] @ u[start:end, end:]
+    _permute_columns_(w, order.argsort())
+
+
+def _permute_columns_(matrix: Tensor, order: Tensor) -> None:
+    """Bring the columns of ``matrix`` into another order, in place, in parts."""
+    for part in row_parts(len(matrix), matrix[0].nbytes):
+        matrix[part] = matrix[part][:, order]
 
 
 def descend(rounded: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Moments", "MomentSums"]
+__all__ = ["Moments", "MomentSums", "row_parts"]
+
+# The number of bytes of temporary results of which a large matrix is treated at once.
+_MEMORY = 1 << 20
+
+
+def row_parts(rows: int, row_bytes: int, memory: int | None = None) -> list[slice]:
+    """Return slices of rows that need about ``memory`` bytes each, 1 MiB by default."""
+    count = max(1, (memory or _MEMORY) // max(row_bytes, 1))
+    return [slice(start, start + count) for start in range(0, rows, count)]
 
 
 @dataclass(frozen=True)
@@ -16,46 +26,51 @@ class Moments:
     """Means over all samples, in float64.
 
     Attributes:
-        x: (groups, inputs), the mean input; 0 if not centred.
-        t: (groups, outputs), the mean target; 0 if not centred.
-        xx: (groups, inputs, inputs), the mean of ``(x - mean) (x - mean)^T``.
-        tx: (groups, outputs, inputs), the mean of ``(t - mean) (x - mean)^T``.
-        tt: (groups, outputs), the mean of ``(t - mean)^2``.
+        x: (groups, inputs), the mean input.
+        t: (groups, outputs), the mean target; None without targets.
+        xx: (groups, inputs, inputs), the mean of ``x x^T``, of inputs less their mean if centred.
+        tx: (groups, outputs, inputs), the mean of ``t x^T``, the same for both; None without
+            targets.
+        tt: (groups, outputs), the mean of ``t^2``, the same; None without targets.
+        centred: the moments are about the means.
     """
 
     x: Tensor
-    t: Tensor
+    t: Tensor | None
     xx: Tensor
-    tx: Tensor
-    tt: Tensor
+    tx: Tensor | None
+    tt: Tensor | None
+    centred: bool
 
     @property
     def finite(self) -> bool:
         """True if no NaN or infinity was seen."""
-        return all(bool(m.isfinite().all()) for m in (self.xx, self.tx, self.tt))
+        return all(bool(m.isfinite().all()) for m in (self.xx, self.tx, self.tt) if m is not None)
 
 
 class MomentSums:
-    """Running sums of products, exact enough for float64 however many samples there are."""
+    """Running sums of products, exact enough for float64 however many samples there are.
+
+    A sum of the products of all pairs of inputs may be as large as the layer, so there is never
+    more than one of each.
+    """
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
         self.count = 0
 
-    def add(self, x: Tensor, t: Tensor) -> None:
+    def add(self, x: Tensor, t: Tensor | None = None) -> None:
         """Add samples.
 
         Args:
             x: (groups, inputs, samples).
-            t: (groups, outputs, samples).
+            t: (groups, outputs, samples); None, for every call, leaves the targets out.
         """
-        x, t = x.float(), t.float()
-        products = [
-            *(x.sum(2, dtype=torch.float64), t.sum(2, dtype=torch.float64)),
-            *(x @ x.mT, t @ x.mT, t.square().sum(2)),
-        ]
-        parts = [p.double() for p in products]
-        self.sums = [a + b for a, b in zip(self.sums, parts, strict=True)] if self.sums else parts
+        for number, product in enumerate(_products(x, t)):
+            if number == len(self.sums):
+                self.sums.append(product.double())
+            else:
+                self.sums[number] += product
         self.count += x.shape[2]
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
@@ -67,15 +82,38 @@ class MomentSums:
             dist.all_reduce(tensor, group=group)
         self.count = int(count)
 
-    def moments(self, *, centred: bool) -> Moments:
-        """Return the means; with ``centred`` about the mean input and the mean target."""
-        x, t, xx, tx, tt = (s / max(self.count, 1) for s in self.sums)
-        if not centred:
-            return Moments(torch.zeros_like(x), torch.zeros_like(t), xx, tx, tt)
-        return Moments(
-            x,
-            t,
-            xx - x.unsqueeze(2) * x.unsqueeze(1),
-            tx - t.unsqueeze(2) * x.unsqueeze(1),
-            tt - t.square(),
-        )
+    def take_moments(self, *, centred: bool) -> Moments:
+        """Return the means, and forget the sums.
+
+        Args:
+            centred: take the moments about the mean input and the mean target.
+        """
+        x, xx, *of_targets = (total.div_(max(self.count, 1)) for total in self.sums)
+        self.sums = []
+        if centred:
+            _subtract_products_(xx, x, x)
+        if not of_targets:
+            return Moments(x, None, xx, None, None, centred)
+        t, tt, tx = of_targets
+        if centred:
+            _subtract_products_(tx, t, x)
+            tt -= t.square()
+        return Moments(x, t, xx, tx, tt, centred)
+
+
+def _products(x: Tensor, t: Tensor | None) -> Iterator[Tensor]:
+    """Yield what is summed, one after the other, as each may be large."""
+    x = x.float()
+    yield x.sum(2, dtype=torch.float64)
+    yield x @ x.mT
+    if t is not None:
+        t = t.float()
+        yield t.sum(2, dtype=torch.float64)
+        yield t.square().sum(2)
+        yield t @ x.mT
+
+
+def _subtract_products_(matrix: Tensor, a: Tensor, b: Tensor) -> None:
+    """Subtract ``a[:, i] * b[:, j]`` from each entry of ``matrix``, in place, in parts."""
+    for part in row_parts(matrix.shape[1], matrix[:, :1].nbytes):
+        matrix[:, part] -= a[:, part].unsqueeze(2) * b.unsqueeze(1)

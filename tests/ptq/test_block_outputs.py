@@ -1,0 +1,147 @@
+"""Outputs of finished blocks are forgotten once nothing needs them, and not before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.ptq import gptq_
+from torchq.ptq.blockwise import TensorStore
+from torchq.ptq.blockwise.free_memory import release_free_memory
+from torchq.ptq.blockwise.output_watch import OutputWatch
+
+X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Kernel(nn.Module):
+    """A module that computes unseen, as kernels of extensions do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return 2 * x
+
+
+class Net(nn.Module):
+    """Four blocks of two layers, in a forward that is given."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) for _ in range(4)
+        )
+        self.kernel, self.run = Kernel(), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def chain(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+        assert x.shape[1] == x.size(1) == 6  # Shapes are known of what is forgotten.
+    return x
+
+
+def with_module(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = net.kernel(block(x))
+    return x
+
+
+def with_function(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = 2 * block(x)
+    return x
+
+
+def with_long_shortcut(net: Any, x: Tensor) -> Tensor:
+    first = net.blocks[0](x)
+    x = net.blocks[1](first)
+    x = net.blocks[2](x)
+    return net.blocks[3](x + first)
+
+
+def with_late_reader(net: Any, x: Tensor) -> Tensor:
+    first = net.blocks[0](x)
+    for block in (net.blocks[1], net.blocks[2], net.blocks[3]):
+        x = block(x)
+    return x + first
+
+
+def rounded(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], dict[str, Any]]:
+    """Return the blocks whose outputs were forgotten, and the values of the rounded model."""
+    model, found = Net(run).eval(), set()
+    torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))
+    blank = TensorStore.blank
+
+    def noted(store: TensorStore, key: Any) -> None:
+        found.add(key[1])
+        blank(store, key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorStore, "blank", noted)
+        report = gptq_(model, [X, X + 1], block="blocks.*", progress=False)
+    assert len(report.layers) == 8
+    return found, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("run", "forgotten"),
+    [
+        (chain, {0, 1}),
+        (with_module, set()),
+        (with_function, set()),
+        (with_long_shortcut, {1}),
+        (with_late_reader, {1}),
+    ],
+)
+def test_what_nothing_reads_is_forgotten(
+    run: Any, forgotten: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, state = rounded(run, monkeypatch)
+    assert found == forgotten
+    monkeypatch.setattr(OutputWatch, "next_begins", lambda self: None)
+    nothing, expected = rounded(run, monkeypatch)
+    assert nothing == set()
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_a_blank_value_keeps_its_shapes_alone(limit: int) -> None:
+    with TensorStore(limit) as store:
+        store.put("x", {"a": torch.ones(2, 3), "b": (torch.ones(4, dtype=torch.int64), "text")})
+        for _ in range(2):  # A second call changes nothing.
+            store.blank("x")
+            found = store.get("x")
+            assert found["a"].shape == (2, 3) and bool(found["a"].isnan().all())
+            assert torch.equal(found["b"][0], torch.zeros(4, dtype=torch.int64))
+            assert found["b"][1] == "text"
+            assert store.in_memory == 0 and found["a"].untyped_storage().nbytes() == 4
+        store.drop("x")
+        store.blank("x")
+        assert "x" not in store
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    return pages * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library can give memory back")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Half of many small pieces are freed, each between two that stay."""
+    pieces: list[Any] = [bytearray(100_000) for _ in range(1000)]
+    pieces[::2] = [None] * 500
+    before = resident()
+    assert release_free_memory()
+    assert before - resident() > 40_000_000
+    assert len(pieces[1]) == 100_000
