@@ -197,7 +197,7 @@ def torch_candidates(
             half.to(memory_format=torch.channels_last),
             half_x.contiguous(memory_format=torch.channels_last),
         )
-    int8 = torchq.deploy(quantized_for_torch(model, x))
+    int8 = torchq.deploy(quantized_for_torch(model, x), x)
     found: Candidates = {
         "fp32 eager": lambda: model(x),
         "bf16 folded": lambda: half(half_x),

@@ -52,6 +52,38 @@ def test_the_check_of_an_argument_survives() -> None:
         editor.root(x, x)
 
 
+class DropPath(nn.Module):
+    """Foreign code that drops samples while training, by its own operators or by a function."""
+
+    def __init__(self, by_function: bool = False) -> None:
+        super().__init__()
+        self.by_function = by_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_function:
+            return F.dropout(x, 0.5, self.training)
+        return x * (torch.rand(len(x), 1) > 0.5) if self.training else x
+
+
+class Half(nn.Module):
+    """Foreign code that does something in eval mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x / 2
+
+
+def test_foreign_code_that_does_nothing_is_dropped() -> None:
+    modules = {"a": DropPath(), "b": DropPath(by_function=True), "c": Half()}
+    modules["a"].register_buffer("state", torch.ones(1))
+    editor = edit(modules, lambda m, x, y: m.c(m.b(m.a(x))))
+    assert apply(editor, "drop_identity")
+    assert picture(editor.root) == "Half(DropPath(x))"
+    del modules["a"].state
+    editor = edit(modules, lambda m, x, y: m.c(m.b(m.a(x))))
+    assert apply(editor, "drop_identity")
+    assert picture(editor.root) == "Half(x)"
+
+
 def test_equal_quantizations_of_one_tensor_are_merged() -> None:
     modules = {"a": quantize(), "b": quantize(), "c": quantize(OTHER)}
     editor = edit(modules, lambda m, x, y: (m.a(x), m.b(x), m.c(x)))

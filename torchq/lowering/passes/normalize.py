@@ -6,6 +6,7 @@ import operator
 
 from torch import fx, nn
 
+from torchq.graph import forward_hook_kind, trace_or_culprit
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.graph.traced_module import AssertNone, BuildDict, nth_chunk
@@ -64,18 +65,39 @@ def drop_identity(editor: GraphEditor, node: fx.Node) -> bool:
 
     Before::
 
-        x -> Identity or Dropout -> reader
+        x -> Identity, Dropout or drop path -> reader
 
     After::
 
         x -> reader
     """
     source = match.input_node(node)
-    does_nothing = type(editor.module(node)) in _IDENTITIES or match.is_inactive_dropout(node)
+    does_nothing = (
+        type(editor.module(node)) in _IDENTITIES
+        or match.is_inactive_dropout(node)
+        or (node.op == "call_module" and _returns_its_input(editor.modules[str(node.target)]))
+    )
     if source is None or not does_nothing:
         return False
     editor.bypass(node, source)
     return True
+
+
+def _returns_its_input(module: nn.Module) -> bool:
+    """Return True for foreign code that does nothing in eval mode, as a drop path does."""
+    if type(module).__module__.partition(".")[0] in ("torch", "torchq"):
+        return False
+    changed = forward_hook_kind(module) is not None or "forward" in vars(module)
+    if changed or module.state_dict() or next(module.children(), None) is not None:
+        return False
+    found = trace_or_culprit(module, lambda part: False)
+    if not isinstance(found, fx.GraphModule):
+        return False
+    first, *_, last = found.graph.nodes
+    value = last.args[0]
+    while isinstance(value, fx.Node) and match.is_inactive_dropout(value):
+        value = match.input_node(value)
+    return value is first
 
 
 def view_to_reshape(editor: GraphEditor, node: fx.Node) -> bool:
