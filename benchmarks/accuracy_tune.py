@@ -81,7 +81,7 @@ def _measure(
     return {
         "settings": str(result.config),
         "kept": result.kept,
-        "trials": len(result.table),
+        "trials": [(t.change, round(t.metric, 2), round(t.mean_bits, 3)) for t in result.table],
         "mean_bits": round(result.mean_bits, 3),
         "accuracy": round(accuracy(logits(result.model, test), test), 4),
         "process_seconds": seconds,
