@@ -5,8 +5,8 @@ Every model is fused, quantized with ``target=`` and an example, calibrated and 
 file is the fused model. The baseline of each ratio is the same runtime in float32. The peer is the
 quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images,
 timed in the same rounds. Models of timm, named ``timm:NAME``, are left out where timm is not
-installed; the learned factors of HGNetV2 are random, as 1 and 0 would be deleted. OpenVINO computes
-in float32, but for the candidate bfloat16, its own default on CPUs that have it.
+installed; the learned factors of HGNetV2 and ConvNeXt are random, as 1 and 0 would be deleted.
+OpenVINO computes in float32, but for the candidate bfloat16, its own default on CPUs that have it.
 
 Each file is also run on the image of the example, and compared with the simulation in dB: by its
 runtime, and unoptimised in ONNX Runtime. Beside it is what the simulation in float64 differs by,
@@ -95,6 +95,9 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
         if type(module).__name__ == "LearnableAffineBlock":  # 1 and 0, which runtimes delete.
             nn.init.uniform_(module.scale, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.3, 0.3)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith((".gamma", ".layer_scale")):  # 1e-6, which codes make 0.
+            nn.init.uniform_(parameter, 0.5, 1.5)
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = None  # a plain average of the batches below

@@ -104,6 +104,36 @@ def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
     assert sqnr(compiled(path, x), torch.as_tensor(expected)) > ALIKE_DB
 
 
+class Chain(nn.Module):
+    """Layers in a row whose results, which may be negative, are concatenated as in HGNetV2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.last = nn.Conv2d(32, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(1.2 * layer(found[-1]).relu() - 0.3)
+        return self.last(torch.cat(found, 1))
+
+
+def test_concatenated_codes_are_not_quantized_again(tmp_path: Path) -> None:
+    """OpenVINO would do so for each operand, in a kernel of its own."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = calibrated(Chain().eval(), x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=False)
+    network = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    nodes = [node.get_rt_info() for node in network.get_runtime_model().get_ops()]
+    kinds = [info["layerType"].astype(str) for info in nodes]
+    assert kinds.count("Convolution") == 4
+    assert kinds.count("Subgraph") == 1  # The quantizer of the input.
+    assert torchq.verify_onnx(model, path, [x]).ok
+
+
 class Mixed(nn.Module):
     """A convolution, a normalization and a linear layer of as many channels."""
 

@@ -14,6 +14,7 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
+from torchq.onnx.passes.idle_nodes import drop_idle_pairs
 from torchq.onnx.qdq import shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -94,7 +95,8 @@ OPENVINO = OnnxTarget(
     one_branch=True,
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
-    passes=(unsigned_concatenations, own_zero_points),
+    # Without the second one it would quantize each operand of a concatenation again.
+    passes=(unsigned_concatenations, drop_idle_pairs, own_zero_points),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(
         "OpenVINO computes the float parts in bfloat16 on CPUs that have it; "
