@@ -69,6 +69,53 @@ def test_bad_batches_are_named(name: str, kind: str) -> None:
     assert all(torch.equal(t, after["tensors"][name]) for name, t in before["tensors"].items())
 
 
+class Branches(nn.Module):
+    """A layer that stays float, and one that does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.float_layer, self.unused = nn.Linear(8, 8), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sigmoid(self.float_layer(torch.sigmoid(self.first(x)))))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
+    build, function = FUNCTIONS[name]
+    model = Branches().eval()
+    recipe = torchq.recipes.integer(3, 8, weight_method="max")
+    torchq.quantize_(model, recipe, exclude=["float_layer"])
+    if build is ready:
+        torchq.calibrate(model, [GOOD], on_unseen="disable", progress=False)
+    before, expected = model.state_dict(), Branches().state_dict()
+    before = {key: value.clone() for key, value in before.items()}
+    report: Any = function(model, [GOOD])
+    assert list(report.skipped) == ["unused"] and "reach" in report.skipped["unused"]
+    after = model.state_dict()
+    assert any(not torch.equal(after[key], before[key]) for key in before)
+    for part in ("weight", "bias"):
+        for layer in ("float_layer", "unused"):
+            assert torch.equal(after[f"{layer}.{part}"], expected[f"{layer}.{part}"]), layer
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_models_in_another_state_are_refused(name: str) -> None:
+    """A float model, and one that is calibrated too early or not yet."""
+    build, function = FUNCTIONS[name]
+    with pytest.raises(ConfigError, match=f"{name}: got no "):
+        function(net(), [GOOD])
+    text = "got a calibrated model" if build is quantized else "0.input_quantizer has no range yet"
+    model = quantized(ready=build is quantized)
+    before = state(model)
+    with pytest.raises(ConfigError, match=f"{name}: {text}"):
+        function(model, [GOOD])
+    after = state(model)["tensors"]
+    assert all(torch.equal(t, after[key]) for key, t in before["tensors"].items())
+
+
 def test_outputs_that_overflow_are_no_equalization() -> None:
     model = net()
     before = {name: t.clone() for name, t in model.state_dict().items()}

@@ -193,7 +193,52 @@ def test_trials_that_fail_are_rows_of_the_table() -> None:
         tune(net(), bad, metric, max_drop=0.1, progress=False)
 
 
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, metric, model = tmp_path / "trials.json", Metric(), net()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    recipe = torchq.recipes.integer(3, 8, weight_method="max")
+
+    def interrupted(candidate: nn.Module) -> float:
+        if metric.calls == 3:  # of the float model and of two trials
+            raise KeyboardInterrupt
+        return metric(candidate)
+
+    arguments: dict[str, Any] = {"max_drop": 0.06, "recipe": recipe, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, batches(), interrupted, checkpoint=path, **arguments)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert not torchq.is_quantized(model)
+    metric.calls = 0
+    result = tune(model, batches(), metric, checkpoint=path, **arguments)
+    assert metric.calls == 1 + len(result.table) - 2
+    assert [t.change for t in result.table] == [
+        t.change for t in search(Metric(), 0.06, recipe).table
+    ]
+
+
+def test_inputs_that_no_batch_reaches_stay_float() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = net(), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    metric = Metric(Branches)
+    with pytest.warns(UserWarning, match="no batch reached unused.input_quantizer: these inputs s"):
+        result = search(metric, 0.1, build=Branches)
+    assert result.kept
+    model: Any = result.model
+    assert model.unused.input_quantizer.mode == "off"
+    assert model.used[0].input_quantizer.quantizing
+
+
 def test_bad_arguments_are_named() -> None:
+    quantized = net()
+    torchq.quantize_(quantized, torchq.recipes.int8())
+    with pytest.raises(ConfigError, match=r"tune: got a quantized model \(0.input_qua"):
+        tune(quantized, batches(), Metric(), max_drop=0.1)
     with pytest.raises(CalibrationError, match="tune: got no batch; expected at least one"):
         tune(net(), [], Metric(), max_drop=0.1)
     with pytest.raises(ConfigError, match="tune: got max_drop=-1; expected a number >= 0"):

@@ -22,6 +22,7 @@ from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
+from torchq.ptq.blockwise import check_calibrated
 from torchq.ptq.channels import restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import Group, all_sums
@@ -91,7 +92,8 @@ def correct_bias_(
         The report.
 
     Raises:
-        ConfigError: the model has no quantized layer with a bias, or the method is unknown.
+        ConfigError: the model has no quantized layer with a bias, an input is not calibrated, or
+            the method is unknown.
         CalibrationError: there is no batch, or an output is NaN or infinite.
 
     Example:
@@ -107,6 +109,7 @@ def correct_bias_(
             f"correct_bias_: got method={method!r}; expected 'empirical' or 'analytic'"
         )
     layers, skipped = _find_layers(model, method)
+    check_calibrated("correct_bias_", model)
     stream = _Stream(model, batches, num_batches, forward, progress, group)
     with (
         torch.no_grad(),

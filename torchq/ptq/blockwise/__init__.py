@@ -7,7 +7,12 @@ outputs, and the layers inside.
 from torchq.ptq.blockwise.blocks import Block, CallCount, find_blocks, said_how_far
 from torchq.ptq.blockwise.forwards import replaced_forward
 from torchq.ptq.blockwise.grid import Grid, check_on_grid, grid_of
-from torchq.ptq.blockwise.layers import check_ready, find_layers, weight_quantizer
+from torchq.ptq.blockwise.layers import (
+    check_calibrated,
+    check_ready,
+    find_layers,
+    weight_quantizer,
+)
 from torchq.ptq.blockwise.lazy_weights import LazyWeights
 from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
@@ -21,6 +26,7 @@ __all__ = [
     "Replay",
     "RunOptions",
     "TensorStore",
+    "check_calibrated",
     "check_on_grid",
     "check_ready",
     "find_blocks",

@@ -12,7 +12,7 @@ from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["check_ready", "find_layers", "weight_quantizer"]
+__all__ = ["check_calibrated", "check_ready", "find_layers", "weight_quantizer"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -81,6 +81,16 @@ def check_ready(
             f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
             "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
         )
+    check_calibrated(where, model)
+
+
+def check_calibrated(where: str, model: nn.Module) -> None:
+    """Raise an error unless every fixed range of an activation is known.
+
+    Args:
+        where: the start of error texts.
+        model: a quantized model.
+    """
     weights = weight_quantizers(model)
     for name, quantizer in quantizers(model).items():
         is_fixed = quantizer.quantizing and not quantizer.descriptor.dynamic

@@ -22,6 +22,7 @@ from torchq.ptq.tuning.settings import TunedConfig
 from torchq.ptq.tuning.trial import TuneTrial
 from torchq.recipes import int8
 from torchq.utils import NotebookText, copy_module, progress_bar, table
+from torchq.workflow import quantizers
 
 __all__ = ["TuneResult", "tune"]
 
@@ -119,6 +120,9 @@ def tune(
     kept_batches = list(checked_batches("tune", batches))
     if not kept_batches:
         raise CalibrationError("tune: got no batch; expected at least one")
+    quantized = next(iter(quantizers(model)), None)
+    if quantized is not None:
+        raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
     if not 0 <= max_drop < math.inf:
         raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
     float_metric = gathered(metric_of(metric, copy_module(model).eval()), group)[0]

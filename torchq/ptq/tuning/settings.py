@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class TunedConfig(NotebookText):
                 )
 
     def apply_(self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False) -> None:
-        """Quantize ``model`` in place.
+        """Quantize ``model`` in place; inputs of layers that no batch reaches stay float, as said.
 
         Args:
             model: a float model, fused.
@@ -113,7 +114,14 @@ class TunedConfig(NotebookText):
         for name, function in PREPARATIONS.items():
             if name in self.before and name != _ON_FLOAT:
                 function(model, batches, progress=progress)
-        calibrate(model, batches, method=self.method, progress=progress)
+        report = calibrate(
+            model, batches, method=self.method, on_unseen="disable", progress=progress
+        )
+        if report.unseen:
+            warnings.warn(
+                f"no batch reached {', '.join(report.unseen)}: these inputs stay float",
+                stacklevel=2,
+            )
         if self.algorithm is not None:
             ALGORITHMS[self.algorithm](model, batches, progress=progress)
 
