@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
+from torchq.onnx.ir import computed_by, load_model, nodes_of
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -58,6 +59,13 @@ PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "read by two": lambda a, b: cat(cat(a, b).relu(), cat(a, b)),
     "with average pooling": lambda a, b: F.avg_pool2d(cat(a, b), 2),
     "cut and ReLU": lambda a, b: cat(a, b)[:, 4:].relu(),
+    "with a norm": lambda a, b: F.batch_norm(cat(a, b), torch.ones(16), torch.ones(16)).relu(),
+    "with a norm of two": lambda a, b: F.batch_norm(
+        cat(cat(a, b), b), torch.ones(24), torch.ones(24)
+    ),
+    "with a norm and without": lambda a, b: cat(
+        F.batch_norm(cat(a, b), torch.ones(16), torch.ones(16)).relu(), a
+    ),
 }
 
 
@@ -102,6 +110,42 @@ def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
     expected = run_file(path, x)[0]
     assert sqnr(compiled(path, x), torch.as_tensor(expected)) > ALIKE_DB
+
+
+class Dense(nn.Module):
+    """Two layers whose results are concatenated, and a norm or nothing in front of a third."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.last = norm, nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.left(x), self.right(x)], 1)
+        return self.last(self.norm(joined))
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    [
+        (nn.Identity(), "UINT8"),
+        (nn.BatchNorm2d(16), "INT8"),
+        (nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()), "INT8"),
+    ],
+    ids=["nothing", "norm", "norm and ReLU"],
+)
+def test_concatenations_that_no_layer_reads_keep_signed_codes(
+    norm: nn.Module, dtype: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = calibrated(Dense(norm).eval(), x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
+    (node,) = nodes_of(load_model(path), "Concat")
+    pairs = [computed_by(value, "DequantizeLinear") for value in node.inputs]
+    assert {pair.inputs[2].const_value.dtype.name for pair in pairs if pair} == {dtype}
+    assert sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0])) > ALIKE_DB
 
 
 class Chain(nn.Module):

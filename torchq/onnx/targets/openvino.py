@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchq.onnx.ir import (
     Model,
+    Node,
     Value,
     add_initializer,
     computed_by,
@@ -18,7 +19,7 @@ from torchq.onnx.passes.idle_nodes import drop_idle_pairs
 from torchq.onnx.qdq import shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
-from torchq.onnx.targets.checks import check_fused_norms, check_one_range_per_tensor
+from torchq.onnx.targets.checks import LAYERS, check_fused_norms, check_one_range_per_tensor
 
 __all__ = ["OPENVINO"]
 
@@ -34,29 +35,43 @@ def unsigned_concatenations(model: Model) -> None:
 
     OpenVINO 2026.4 computes wrong numbers where a convolution reads a concatenation with signed
     codes: it makes them unsigned, and forgets what it has added. Unsigned codes with a zero point
-    are right, and as fast.
+    are right, and as fast there. Where no layer reads such codes, as in front of the BatchNorm of
+    DenseNet, signed ones are the faster ones.
 
     Before::
 
-        A Concat between Q/DQ pairs with signed codes, whatever moves elements beside it.
+        A Concat between Q/DQ pairs with signed codes, whatever moves elements beside it, and
+        a layer that reads these codes.
 
     After::
 
         These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
     """
-    concatenations = nodes_of(model, "Concat")
-    pending = [value for node in concatenations for value in (*node.inputs, *node.outputs)]
     values: set[Value] = set()
+    for node in nodes_of(model, "Concat"):
+        if node.outputs[0] not in values:
+            found = _moved_together(node)
+            if any(user.op_type in LAYERS for value in found for user in readers(value)):
+                values |= found
+    shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
+    retype_activations(model, ActivationTypes("unsigned", "unsigned"), shared)
+
+
+def _moved_together(node: Node) -> set[Value]:
+    """Return the operands and results of a Concat, and whatever has the same codes as these."""
+    pending, values = [*node.inputs, *node.outputs], set()
     while pending:
         value = pending.pop()
-        if value in values:
+        if value is None or value in values:
             continue
         values.add(value)
         producer = computed_by(value, *_TRANSPARENT)
-        pending += [] if producer is None else producer.inputs[:1]
-        pending += [out for n in readers(value) if n.op_type in _TRANSPARENT for out in n.outputs]
-    found = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
-    retype_activations(model, ActivationTypes("unsigned", "unsigned"), found)
+        if producer is not None:
+            pending += producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
+        for user in readers(value):
+            if user.op_type in _TRANSPARENT:
+                pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
+    return values
 
 
 def own_zero_points(model: Model) -> None:
