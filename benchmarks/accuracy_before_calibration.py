@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import torchq
 from benchmarks.accuracy_ptq import NETWORKS
-from benchmarks.cifar import accuracy, logits, read_split
-from benchmarks.harness import Reporter, parse, parser
+from benchmarks.cifar import accuracy, logits, read_split, some_batches
+from benchmarks.harness import Reporter, finished_rows, parse, parser
 
 __all__ = ["main"]
 
 _WIDTHS = ((4, 8), (4, 4))
-_BATCH, _COUNT = 64, 512
+_COUNT = 512
 
 
 def _nothing(model: nn.Module, batches: list[Tensor]) -> None:
@@ -76,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.images, options.seeds = 50, options.seeds[:1]
     test = read_split(options.data, "test", options.images)
     pool = read_split(options.data, "train", 128 if options.quick else 4096).images
-    done = _rows_of(options.out)
+    done = finished_rows(options.out, "network", "widths", "algorithm", "seed")
     with Reporter("accuracy_before_calibration", options.out) as report:
         for network in options.networks:
             model = NETWORKS[network](options.data)
@@ -89,20 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 key = {"widths": f"W{widths[0]}A{widths[1]}", "algorithm": name, "seed": seed}
                 if (network, *key.values()) in done:
                     continue
-                order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-                batches = list(pool[order][:_COUNT].split(_BATCH))
+                batches = some_batches(pool, _COUNT, seed)
                 quantized, seconds = _quantized(model, batches, widths, name)
                 found = round(accuracy(logits(quantized, test), test), 4)
                 report.value(**row, **key, accuracy=found, process_seconds=seconds)
-
-
-def _rows_of(path: Path | None) -> set[tuple[Any, ...]]:
-    """Return the rows that a file of results has already."""
-    if path is None or not path.exists():
-        return set()
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    names = ("network", "widths", "algorithm", "seed")
-    return {tuple(row[name] for name in names) for row in rows if row["kind"] == "result"}
 
 
 def _quantized(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.accuracy_ptq import NETWORKS
-from benchmarks.cifar import accuracy, logits, read_split
+from benchmarks.cifar import accuracy, logits, read_split, some_batches
 from benchmarks.harness import Reporter, parse, parser
 from benchmarks.language_model import LENGTH, perplexity, trained_language_model
 
@@ -26,7 +26,6 @@ __all__ = ["main"]
 
 _METHODS = ("max", "percentile", "mse", "entropy", "lp", "auto")
 _WIDTHS = ((8, 8), (4, 8), (4, 4))
-_BATCH = 64
 
 
 def _options() -> argparse.ArgumentParser:
@@ -55,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return {"accuracy": round(accuracy(logits(candidate, test), test), 4)}
 
             for seed in options.seeds:
-                order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-                batches = list(pool[order[:256]].split(_BATCH))
+                batches = some_batches(pool, 256, seed)
                 case = {"network": network, "seed": seed}
                 _report(report, case, model, batches, measure, {"first_last": 8}, [])
         if options.work is not None:

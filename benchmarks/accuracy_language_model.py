@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.harness import Reporter, parse, parser
+from benchmarks.harness import Reporter, finished_rows, parse, parser
 from benchmarks.language_model import LENGTH, perplexity, trained_language_model
 
 __all__ = ["main"]
@@ -99,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(_options(), argv)
     if options.quick:
         options.steps, options.pieces, options.seeds = 2, 4, options.seeds[:1]
-    done = _rows_of(options.out)
+    done = finished_rows(options.out, "widths", "algorithm", "seed")
     model, text = trained_language_model(options.work, options.steps)
     test = text.test_pieces(options.pieces, LENGTH)
     with Reporter("accuracy_language_model", options.out) as report:
@@ -124,14 +123,6 @@ def _batches(draw: Callable[..., Tensor], seed: int, count: int) -> list[Tensor]
     """Return pieces of training text, 16 at a time."""
     generator = torch.Generator().manual_seed(seed)
     return [draw(generator, size=16, length=LENGTH)[:, :-1] for _ in range(count)]
-
-
-def _rows_of(path: Path | None) -> set[tuple[Any, ...]]:
-    """Return the rows that a file of results has already."""
-    if path is None or not path.exists():
-        return set()
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {(r["widths"], r["algorithm"], r["seed"]) for r in rows if r["kind"] == "result"}
 
 
 def _measure(

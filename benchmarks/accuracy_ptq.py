@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch import nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
-from benchmarks.harness import Reporter, parse, parser
+from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20, some_batches
+from benchmarks.harness import Reporter, finished_rows, parse, parser
 from benchmarks.qat_networks import depthwise, kept, train_depthwise
 from benchmarks.repvgg import repvgg_cifar
 
@@ -143,16 +142,11 @@ def _options() -> argparse.ArgumentParser:
     return options
 
 
-def _rows_of(path: Path | None) -> set[tuple[Any, ...]]:
-    """Return the rows that a file of results has already."""
-    if path is None or not path.exists():
-        return set()
-    rows: Iterable[dict[str, Any]] = map(json.loads, path.read_text("utf-8").splitlines())
-    return {_key(row) for row in rows if row["kind"] == "result"}
+_KEY = ("network", "widths", "algorithm", "seed", "images")
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["network"], row["widths"], row["algorithm"], row["seed"], row["images"]
+    return tuple(row[name] for name in _KEY)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(_options(), argv)
     if options.quick:
         options.images, options.seeds = 50, options.seeds[:1]
-    done = _rows_of(options.out)
+    done = finished_rows(options.out, *_KEY)
     test = read_split(options.data, "test", options.images)
     pool = read_split(options.data, "train", 128 if options.quick else 4096)
     with Reporter("accuracy_ptq", options.out) as report:
@@ -192,8 +186,7 @@ def _recipe(row: dict[str, Any]) -> torchq.QuantConfig:
 def _measure(model: nn.Module, row: dict[str, Any], test: Images, pool: Images) -> dict[str, Any]:
     """Return the accuracy and the seconds of process time of one algorithm."""
     algorithm, count = _ALGORITHMS[row["algorithm"]]
-    order = torch.randperm(len(pool.images), generator=torch.Generator().manual_seed(row["seed"]))
-    batches = list(pool.images[order].split(_BATCH))
+    batches = some_batches(pool.images, len(pool.images), row["seed"], _BATCH)
     quantized = copy.deepcopy(model)
     torchq.quantize_(quantized, _recipe(row))
     torchq.calibrate(quantized, batches[: _CALIBRATION // _BATCH], progress=False)

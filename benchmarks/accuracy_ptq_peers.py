@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
+from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20, some_batches
 from benchmarks.harness import Reporter, parse, parser
 
 __all__ = ["main"]
 
 _WIDTHS = ((8, 8), (4, 8), (4, 4))
-_BATCH, _COUNT = 64, 512
+_COUNT = 512
 _ENDS = ("conv1", "linear")
 
 
@@ -180,8 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     packages = list(dict.fromkeys(package for package, _ in _METHODS if package))
     with Reporter("accuracy_ptq_peers", options.out, packages=packages) as report:
         for seed in options.seeds:
-            order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-            batches = list(pool[order][:_COUNT].split(_BATCH))
+            batches = some_batches(pool, _COUNT, seed)
             for (package, algorithm), method in _METHODS.items():
                 name = package or "torchq"
                 if name not in options.packages or algorithm not in options.algorithms:

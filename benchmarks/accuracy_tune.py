@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
+from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20, some_batches
 from benchmarks.harness import Reporter, parse, parser
 
 __all__ = ["main"]
 
 _MAX_DROP = 0.5
-_BATCH, _BATCHES = 64, 8
+_COUNT = 512
 
 # Name -> the arguments of torchq.tune beside model, batches, metric and max_drop.
 _SEARCHES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = round(accuracy(logits(model, test), test), 4)
         report.value(network="resnet20", search=None, seed=None, accuracy=found)
         for seed in options.seeds:
-            order = torch.randperm(len(pool.images), generator=torch.Generator().manual_seed(seed))
-            batches = list(pool.images[order].split(_BATCH))[:_BATCHES]
+            batches = some_batches(pool.images, _COUNT, seed)
             for name in options.searches:
                 row = {"network": "resnet20", "search": name, "seed": seed}
                 found = _measure(model, name, batches, test, options.metric_images)

@@ -27,6 +27,7 @@ __all__ = [
     "read_both",
     "read_split",
     "resnet20",
+    "some_batches",
     "train",
 ]
 
@@ -73,6 +74,12 @@ def read_split(folder: Path, split: str, count: int) -> Images:
             labels.append(classes.index(member.name.split("/")[-2]))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return Images(torch.stack(images)[order], torch.tensor(labels)[order])
+
+
+def some_batches(images: Tensor, count: int, seed: int, size: int = 64) -> list[Tensor]:
+    """Return images that a seed chooses, without labels, in batches of ``size``."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return list(images[order[:count]].split(size))
 
 
 def arguments(description: str | None, weights: str, train: int) -> argparse.ArgumentParser:

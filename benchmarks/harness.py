@@ -34,7 +34,16 @@ from typing import Any, TextIO
 
 import torch
 
-__all__ = ["Reporter", "Timing", "compare", "environment", "parse", "parser", "timing"]
+__all__ = [
+    "Reporter",
+    "Timing",
+    "compare",
+    "environment",
+    "finished_rows",
+    "parse",
+    "parser",
+    "timing",
+]
 
 
 @dataclass(frozen=True)
@@ -271,6 +280,14 @@ class Reporter:
         if self._file is not None:
             self._file.write(line + "\n")
             self._file.flush()
+
+
+def finished_rows(path: Path | None, *names: str) -> set[tuple[Any, ...]]:
+    """Return the rows that a file of results has already, each as its values of ``names``."""
+    if path is None or not path.exists():
+        return set()
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return {tuple(row[name] for name in names) for row in rows if row["kind"] == "result"}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

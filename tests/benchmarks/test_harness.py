@@ -177,3 +177,12 @@ def test_options() -> None:
         "warmup": 3,
         "min_time": 0.02,
     }
+
+
+def test_finished_rows_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert harness.finished_rows(None, "a") == harness.finished_rows(path, "a") == set()
+    with harness.Reporter("bench", path) as report:
+        report.value(a=1, b="x", figure=0.5)
+        report.value(a=2, b=None, figure=0.25)
+    assert harness.finished_rows(path, "b", "a") == {("x", 1), (None, 2)}

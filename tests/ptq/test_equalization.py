@@ -244,6 +244,7 @@ class Branches(nn.Module):
 def test_other_layers_are_named_with_the_reason() -> None:
     torch.manual_seed(0)
     model, x = Branches().eval(), torch.rand(3, 4)
+    model.unused = nn.Linear(4, 4)
     expected = model(x)
     report = equalize_(model, x)
     assert [(p.first, p.second) for p in report.pairs] == [("narrow", "wide"), ("wide", "last")]
@@ -256,6 +257,7 @@ def test_other_layers_are_named_with_the_reason() -> None:
         "tied_a": "it shares a parameter with another module",
         "tied_b": "it shares a parameter with another module",
         "last": "its output is an output of the model",
+        "unused": "the example did not reach it",
     }
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 

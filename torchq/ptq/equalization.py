@@ -223,6 +223,10 @@ def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, st
                 pairs.append(_Pair(names, call.module, second.module, tuple(clips)))
         if reason is not None:
             skipped[call.name] = reason
+    reached = {id(call.module) for call in flow.calls}
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS) and id(module) not in reached:
+            skipped[name] = obstacles.get(id(module), "the example did not reach it")
     return pairs, skipped
 
 
