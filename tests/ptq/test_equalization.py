@@ -257,6 +257,7 @@ def test_other_layers_are_named_with_the_reason() -> None:
         "tied_a": "it shares a parameter with another module",
         "tied_b": "it shares a parameter with another module",
         "last": "its output is an output of the model",
+        "read": "its weight is read by a function",
         "unused": "the example did not reach it",
     }
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
