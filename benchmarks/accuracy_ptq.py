@@ -50,6 +50,8 @@ _BATCH = 64
 _FLOAT_STEPS = 6000
 # Images that activation ranges are calibrated on.
 _CALIBRATION = 512
+# Changed copies of each image, for learned ranges and the rounding after them.
+_COPIES = 3
 # Training steps of the last part of learned rounding.
 _FINISH = 300
 
@@ -88,11 +90,19 @@ def _smooth_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> No
     torchq.ptq.gptq_(model, batches, progress=False)
 
 
-def _with_changed_copies(batches: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Return the images, and after them the same ones moved by some pixels or mirrored."""
+def _with_changed_copies(
+    batches: list[torch.Tensor], seed: int, count: int = 1
+) -> list[torch.Tensor]:
+    """Return the images, and after them copies that are moved by some pixels or mirrored.
+
+    Args:
+        batches: of images.
+        seed: of the changes.
+        count: copies of each image.
+    """
     generator = torch.Generator().manual_seed(seed)
     copies = []
-    for batch in batches:
+    for batch in batches * count:
         images = Images(batch, torch.zeros(len(batch)))
         copies.append(images.augmented(torch.arange(len(batch)), generator)[0])
     return [*batches, *copies]
@@ -106,6 +116,17 @@ def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
 def _adaround_finish(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     batches = _with_changed_copies(batches, seed)
     torchq.ptq.adaround_(model, batches, steps=0, finish=_FINISH, seed=seed, progress=False)
+
+
+def _learn_ranges_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    batches = _with_changed_copies(batches, seed, _COPIES)
+    torchq.ptq.learn_ranges_(model, batches, seed=seed, progress=False)
+    torchq.ptq.gptq_(model, batches, progress=False)
+
+
+def _gptq_copies(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+    batches = _with_changed_copies(batches, seed, _COPIES)
+    torchq.ptq.gptq_(model, batches, progress=False)
 
 
 def _adaround_blocks(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
@@ -125,6 +146,8 @@ _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None
     "gptq_": (_gptq, 512),
     "gptq_, 1,024 images": (_gptq, 1024),
     "smooth_, gptq_": (_smooth_gptq, 512),
+    "gptq_, 1,024 images and copies": (_gptq_copies, 1024),
+    "learn_ranges_, gptq_": (_learn_ranges_gptq, 1024),
     "adaround_, steps=0": (_adaround_finish, 1024),
     "adaround_, finish=0": (_adaround_blocks, 1024),
     "adaround_": (_adaround, 1024),

@@ -9,6 +9,7 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import LazyWeights, RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
+from torchq.ptq.learned_ranges import LearnedRangesReport, learn_ranges_
 from torchq.ptq.rotation import RotationReport, hadamard_
 from torchq.ptq.smoothing import (
     AWQGroup,
@@ -31,6 +32,7 @@ __all__ = [
     "GPTQLayer",
     "GPTQReport",
     "LazyWeights",
+    "LearnedRangesReport",
     "RotationReport",
     "RunOptions",
     "SmoothReport",
@@ -44,6 +46,7 @@ __all__ = [
     "equalize_",
     "gptq_",
     "hadamard_",
+    "learn_ranges_",
     "smooth_",
     "tune",
 ]

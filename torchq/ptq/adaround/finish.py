@@ -25,7 +25,7 @@ from torchq.ptq.blockwise import Block, Replay
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import rank_in
 
-__all__ = ["Finish"]
+__all__ = ["Finish", "WholeModel", "layer_biases", "output_distance"]
 
 _RATE = 1e-3
 # Rows of a batch in one step.
@@ -49,8 +49,8 @@ class Finish:
         self, replay: Replay, batches: Sequence[Any], settings: Settings, seed: int
     ) -> None:
         self._replay, self._batches, self._seed = replay, batches, seed
-        self._settings = replace(settings, rows=_ROWS, rate=_RATE, drop=0.0, loss=_distance)
-        self._module = _Whole(replay)
+        self._settings = replace(settings, rows=_ROWS, rate=_RATE, drop=0.0, loss=output_distance)
+        self._module = WholeModel(replay)
         with quantizers_off(replay.model):
             for index, batch in enumerate(batches):
                 replay.store.put(("float output", index), self._module(batch))
@@ -69,7 +69,7 @@ class Finish:
             lambda index: ((self._batches[index],), {}),
             lambda index: replay.store.get(("float output", index)),
         )
-        block, biases = Block("", self._module, {}), _biases(replay.model)
+        block, biases = Block("", self._module, {}), layer_biases(replay.model)
         ranges = learnable_ranges(replay.model, replay.model)
         seed = self._seed + 1_000_000_007 * rank_in(settings.group)
         generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ class Finish:
         return before, min(before, after)
 
 
-class _Whole(nn.Module):
+class WholeModel(nn.Module):
     """A model as a block: its one argument is a batch."""
 
     def __init__(self, replay: Replay) -> None:
@@ -106,7 +106,7 @@ class _Whole(nn.Module):
         return self._run(batch)
 
 
-def _distance(out: Any, target: Any) -> Tensor:
+def output_distance(out: Any, target: Any) -> Tensor:
     """Return how far an output is from that of the float model.
 
     It is the squared error over the variance. To outputs (N, classes) the divergence of the
@@ -126,7 +126,7 @@ def _distance(out: Any, target: Any) -> Tensor:
     return total
 
 
-def _biases(model: nn.Module) -> list[nn.Parameter]:
+def layer_biases(model: nn.Module) -> list[nn.Parameter]:
     """Return the biases of quantized layers."""
     layers = [module for module in model.modules() if isinstance(module, QuantModule)]
     found = [getattr(layer, "bias", None) for layer in layers]

@@ -95,9 +95,18 @@ class LearnedBlock:
     ) -> None:
         self.block = block
         self.weights = {n: _soft_weight(m, wanted.get(n)) for n, m in block.layers.items()}
-        self.ranges = [LearnedRange(q, drop, generator) for q in ranges]
+        self.ranges: list[LearnedRange] = [LearnedRange(q, drop, generator) for q in ranges]
         own = [m.bias for m in block.layers.values() if m.bias is not None]
         self.biases = [*own, *biases]
+
+    def rates(self, rate: float) -> list[tuple[list[Tensor], float]]:
+        """Return what is learned beside the weights, each list with its learning rate.
+
+        Args:
+            rate: of ranges and biases.
+        """
+        logs = [log for learned in self.ranges for log in learned.logs]
+        return [([*logs, *self.biases], rate)]
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the output of the block with its soft weights; differentiable."""
