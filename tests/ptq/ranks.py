@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchq
-from torchq.ptq import RunOptions, adaround_, awq_, correct_bias_, gptq_, smooth_, tune
+from torchq.ptq import (
+    RunOptions,
+    adaround_,
+    awq_,
+    correct_bias_,
+    gptq_,
+    learn_ranges_,
+    smooth_,
+    tune,
+)
 
 # The search ends with the first of two trials that two processes try at the same time.
 _DROP = 1.595
@@ -45,11 +54,13 @@ def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
         function(model, data, run=run, progress=False)
         torchq.calibrate(model, data, method="auto", group=group, progress=False)
         found[name] = model.state_dict()
-    for name in ("correct_bias_", "gptq_", "adaround_"):
+    for name in ("correct_bias_", "gptq_", "learn_ranges_", "adaround_"):
         model = net(torchq.recipes.integer(3, 8))
         torchq.calibrate(model, data, group=group, progress=False)
         if name == "correct_bias_":
             correct_bias_(model, data, group=group, progress=False)
+        elif name == "learn_ranges_":
+            learn_ranges_(model, data, steps=4, run=run, progress=False)
         elif name == "gptq_":
             gptq_(model, data, run=run, progress=False)
         else:

@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchq
 from tests.ptq.test_rotation import TOKENS
 from tests.ptq.test_rotation import net as transformer
-from torchq.ptq import adaround_, awq_, correct_bias_, equalize_, gptq_, hadamard_, smooth_
+from torchq.ptq import (
+    adaround_,
+    awq_,
+    correct_bias_,
+    equalize_,
+    gptq_,
+    hadamard_,
+    learn_ranges_,
+    smooth_,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ended after")
 
@@ -90,6 +99,10 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "correct_bias_": (
         lambda: quantized(ready=True),
         lambda m: correct_bias_(m, BATCHES, progress=False),
+    ),
+    "learn_ranges_": (
+        lambda: quantized(ready=True),
+        lambda m: learn_ranges_(m, BATCHES, steps=3, progress=False),
     ),
 }
 

@@ -103,6 +103,7 @@ class WholeModel(nn.Module):
         self._run = replay.whole_model()
 
     def forward(self, batch: Any) -> Any:
+        """Return the output of the model for a batch."""
         return self._run(batch)
 
 

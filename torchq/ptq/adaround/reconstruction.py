@@ -135,8 +135,8 @@ def learn(
             (total,) = all_sums([loss.detach()], settings.group)
             if not bool(total.isfinite()):
                 raise CalibrationError(
-                    f"{settings.where}: {name}: the error became NaN or infinite after {number} steps; "
-                    "expected finite inputs and outputs. The block keeps its former weights"
+                    f"{settings.where}: {name}: the error became NaN or infinite after {number} "
+                    "steps; expected finite inputs and outputs. The block keeps its former weights"
                 )
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -7,6 +7,7 @@ section 4.1), here for the activations and over whole residual streams.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError, QuantizationError
+from torchq.errors import CalibrationError, ConfigError, QuantizationError, TorchqError
 from torchq.formats import PerTensor
-from torchq.graph import is_torch_leaf, record
+from torchq.graph import is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.ptq.adaround.block_state import BlockState, learnable_ranges
 from torchq.ptq.adaround.finish import WholeModel, layer_biases, output_distance
@@ -148,7 +149,9 @@ def learn_ranges_(
         classes = ChannelClasses(0, {})
         with quantizers_off(model):
             for index, batch in enumerate(replay.batches):
-                store.put(("float output", index), module(batch))
+                out = module(batch)
+                _check_rows(out)
+                store.put(("float output", index), out)
             if factors:
                 classes = _classes(model, replay.batches[0], learnable)
         settings = Settings(
@@ -169,6 +172,12 @@ def _check(steps: int, run: RunOptions) -> None:
             "learn_ranges_: got run.weights; expected all weights in memory, because ranges are "
             "learned through the whole model"
         )
+
+
+def _check_rows(out: Any) -> None:
+    """Raise an error for an output without elements."""
+    if any(not tensor.numel() for tensor in tensors_in(out)):
+        raise CalibrationError("learn_ranges_: got batches without rows; expected at least one row")
 
 
 def _classes(model: nn.Module, batch: Any, learnable: list[TensorQuantizer]) -> ChannelClasses:
@@ -256,7 +265,7 @@ class _Work:
         generator = torch.Generator().manual_seed(seed + 1_000_000_007 * rank_in(group))
         with _all_restored_on_error(model):
             with _weights_float(model):
-                before = mean_error(self.module, self.data, self.settings)
+                before = self._first_error()
                 with_factors = {
                     key: one for key, one in ranges.items() if isinstance(one, FactoredRange)
                 }
@@ -274,6 +283,25 @@ class _Work:
         changed = {name: (old[name], new[name]) for name in old}
         count = classes.count if after < before else 0
         return LearnedRangesReport(changed, count, (before, after), len(self.replay.batches))
+
+    def _first_error(self) -> float:
+        """Return the error of the output with the calibrated ranges."""
+        try:
+            error = mean_error(self.module, self.data, self.settings)
+        except (RuntimeError, ValueError) as problem:
+            if isinstance(problem, TorchqError):
+                raise
+            raise ConfigError(
+                f"learn_ranges_: the outputs of the quantized and of the float model cannot be "
+                f"compared ({problem}); expected tensors of one shape. Pass run=RunOptions("
+                "forward=...) that returns what comes before, such as boxes before they are chosen"
+            ) from problem
+        if not math.isfinite(error):
+            raise CalibrationError(
+                "learn_ranges_: got NaN or infinite outputs; expected finite ones. Check the "
+                "batches, and that the output is a tensor of floats"
+            )
+        return error
 
     def _apply(self, learned: LearnedBlock, factors: ChannelFactors) -> None:
         """Write ranges and factors, and verify the float output."""
@@ -298,7 +326,7 @@ def _ranges(learnable: list[TensorQuantizer], factors: ChannelFactors) -> dict[i
         id(q): LearnedRange(q, 0.0, torch.Generator()) for q in learnable
     }
     for layer in factors.classes.layers.values():
-        quantizer = getattr(layer.module, "input_quantizer", None)
+        quantizer: Any = getattr(layer.module, "input_quantizer", None)
         if id(quantizer) in found and set(layer.reads) != {-1}:
             found[id(quantizer)] = FactoredRange(layer, quantizer, factors)
     return found

@@ -19,8 +19,9 @@ from torchq.ptq.ranks import Group, all_sums
 
 __all__ = ["ChannelFactors", "FactoredRange", "start_at_power_"]
 
-# No channel starts with a range that differs by more than this factor's exponential from others.
-_MOST = 1.5
+# Logarithms of the least and the largest factor at the start. Rare values of a channel that is
+# almost always 0 need more range than its power tells.
+_LEAST, _MOST = -1.5, 4.0
 
 
 class ChannelFactors:
@@ -128,7 +129,7 @@ def start_at_power_(
     for key, size in power.items():
         index = torch.tensor(ranges[key].layer.reads, device=size.device)
         log = 0.5 * size.clamp(min=1e-20).log()
-        log = (log - log.median()).clamp(-_MOST, _MOST)
+        log = (log - log.median()).clamp(_LEAST, _MOST)
         known = index >= 0
         total.index_add_(0, index[known], log[known])
         count.index_add_(0, index[known], torch.ones_like(log[known]))
