@@ -140,18 +140,9 @@ def learn_ranges_(
                 "activations with fixed integer ranges. Run torchq.calibrate first"
             )
         module = WholeModel(replay)
-        data = BlockData(
-            len(replay.batches),
-            lambda index: ((replay.batches[index],), {}),
-            lambda index: ((replay.batches[index],), {}),
-            lambda index: store.get(("float output", index)),
-        )
         classes = ChannelClasses(0, {})
         with quantizers_off(model):
-            for index, batch in enumerate(replay.batches):
-                out = module(batch)
-                _check_rows(out)
-                store.put(("float output", index), out)
+            data = _float_data(replay, module)
             if factors:
                 classes = _classes(model, replay.batches[0], learnable)
         settings = Settings(
@@ -174,10 +165,24 @@ def _check(steps: int, run: RunOptions) -> None:
         )
 
 
-def _check_rows(out: Any) -> None:
-    """Raise an error for an output without elements."""
-    if any(not tensor.numel() for tensor in tensors_in(out)):
-        raise CalibrationError("learn_ranges_: got batches without rows; expected at least one row")
+def _float_data(replay: Replay, module: WholeModel) -> BlockData:
+    """Return the batches with the outputs of the model as it is."""
+    store = replay.store
+    for index, batch in enumerate(replay.batches):
+        out = module(batch)
+        if any(not tensor.numel() for tensor in tensors_in(out)):
+            raise CalibrationError(
+                "learn_ranges_: got batches without rows; expected at least one row"
+            )
+        store.put(("float output", index), out)
+
+    def inputs(index: int) -> Any:
+        return (replay.batches[index],), {}
+
+    def target(index: int) -> Any:
+        return store.get(("float output", index))
+
+    return BlockData(len(replay.batches), inputs, inputs, target)
 
 
 def _classes(model: nn.Module, batch: Any, learnable: list[TensorQuantizer]) -> ChannelClasses:
