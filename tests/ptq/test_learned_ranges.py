@@ -205,14 +205,22 @@ def test_the_result_depends_on_the_seed_alone() -> None:
 
 
 def test_a_call_that_finds_nothing_better_changes_nothing() -> None:
-    model = ready()
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    torchq.quantize_(model, torchq.recipes.integer(8, 4, weight_method="max", input_method="max"))
+    codes = [torch.arange(16.0).repeat(4).view(16, 4)]  # the range of 15 holds them exactly
+    torchq.calibrate(model, codes, progress=False)
     before = copy.deepcopy(model.state_dict())
-    for name, quantizer in torchq.workflow.quantizers(model).items():
-        if "input" in name:
-            quantizer.mode = "off"
+    report = learn_ranges_(model, codes, steps=2, progress=False)
+    assert report.error == (0, 0) and report.ranges == {"0.input_quantizer": (15, 15)}
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_a_model_without_ranges_is_named() -> None:
+    model = net()
+    torchq.quantize_(model, torchq.recipes.int4_weight())
+    torchq.calibrate(model, BATCHES, progress=False)
     with pytest.raises(ConfigError, match="got no range that can be learned"):
         learn_ranges_(model, BATCHES, steps=2, progress=False)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_invalid_arguments_are_named(tmp_path: Any) -> None:
