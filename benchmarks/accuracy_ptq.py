@@ -1,6 +1,7 @@
 """Accuracy of trained networks with few bits after each algorithm of torchq.ptq.
 
-Nothing sees a label before the accuracy is measured, and nothing sees a test image before. A seed
+Nothing sees a label before the accuracy is measured, and nothing sees a test image before. The
+divergence from the float model is measured on training images that no algorithm sees. A seed
 chooses which training images an algorithm sees. Read each row against the FP32 row of its network.
 With ``--out`` a run goes on after the rows that the file has already.
 """
@@ -50,6 +51,10 @@ _BATCH = 64
 _FLOAT_STEPS = 6000
 # Images that activation ranges are calibrated on.
 _CALIBRATION = 512
+# Training images that a seed chooses from.
+_POOL = 4096
+# The most training images that an algorithm sees; the divergence is measured on the others.
+_MOST_IMAGES = 1024
 # Changed copies of each image, for learned ranges and the rounding after them.
 _COPIES = 3
 # Training steps of the last part of learned rounding.
@@ -179,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.images, options.seeds = 50, options.seeds[:1]
     done = finished_rows(options.out, *_KEY)
     test = read_split(options.data, "test", options.images)
-    pool = read_split(options.data, "train", 128 if options.quick else 4096)
+    pool = read_split(options.data, "train", _MOST_IMAGES + 64 if options.quick else _POOL)
     with Reporter("accuracy_ptq", options.out) as report:
         for network in options.networks:
             model = NETWORKS[network](options.data)
@@ -217,7 +222,23 @@ def _measure(model: nn.Module, row: dict[str, Any], test: Images, pool: Images) 
     algorithm(quantized, batches[: count // _BATCH], row["seed"])
     seconds = round(time.process_time() - start, 1)
     found = round(accuracy(logits(quantized, test), test), 4)
-    return {"training_images": count, "accuracy": found, "process_seconds": seconds}
+    images = torch.cat(batches[_MOST_IMAGES // _BATCH :])
+    unseen = Images(images, torch.zeros(len(images)))
+    return {
+        "training_images": count,
+        "accuracy": found,
+        "divergence": round(_divergence(logits(quantized, unseen), logits(model, unseen)), 5),
+        "process_seconds": seconds,
+    }
+
+
+def _divergence(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the mean divergence of the probabilities from those of the float model, in nats.
+
+    It tells methods apart whose accuracies differ by chance alone.
+    """
+    known = expected.log_softmax(1)
+    return ((known - found.log_softmax(1)) * known.exp()).sum(1).mean().item()
 
 
 if __name__ == "__main__":
