@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import ConfigError
 from torchq.ptq import LazyWeights, RunOptions, adaround_, gptq_
+from torchq.ptq.gptq.statistics import MomentSums
 
 BATCHES = [torch.rand(24, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)]
 
@@ -52,6 +55,47 @@ def net() -> Any:
 def loaded(model: Any) -> list[bool]:
     """Return for each block if its parameters have values."""
     return [bool(block.up.weight.isfinite().all()) for block in model.blocks]
+
+
+class Attention(nn.Module):
+    """Three layers of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.q(x)) * self.k(x) * self.v(x))
+
+
+@pytest.mark.parametrize("target", ["weight", "block"])
+def test_the_statistics_of_one_layer_are_in_memory_at_once(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    alive: WeakSet[MomentSums] = WeakSet()
+
+    class Counted(MomentSums):
+        def __init__(self) -> None:
+            nonlocal most
+            super().__init__()
+            alive.add(self)
+            most = max(most, len(alive))
+
+    monkeypatch.setattr("torchq.ptq.gptq.block.MomentSums", Counted)
+    states, peaks = [], []
+    for is_lazy in (False, True):
+        torch.manual_seed(0)
+        model, most = nn.Sequential(Attention(), Attention()).eval(), 0
+        torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))
+        with LazyWeights(model, tmp_path) if is_lazy else nullcontext() as weights:
+            run = RunOptions(weights=weights)
+            gptq_(model, BATCHES, target=target, run=run, progress=False)
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        peaks.append(most)
+    assert peaks == [3, 1]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
 
 
 @pytest.mark.parametrize("function", STEPS)

@@ -160,9 +160,14 @@ class Replay:
             return nullcontext()
         return self._weights.changing(self._blocks[number].module)
 
+    @property
+    def saves_memory(self) -> bool:
+        """True if the weights lie in files, so that memory counts more than time."""
+        return self._weights is not None
+
     def release_free_memory(self) -> None:
-        """Give freed memory back to the system, if the weights lie in files to save memory."""
-        if self._weights is not None:
+        """Give freed memory back to the system, if memory counts."""
+        if self.saves_memory:
             release_free_memory()
 
     def finish(self, number: int, kind: Kind) -> None:

@@ -53,7 +53,11 @@ class BlockRounding:
         else:
             shortcuts = self._keep_targets(number, block)
         for names in self.replay.layers_by_input(number):
-            self._treat_layers(number, block, names, shortcuts)
+            # The statistics of one layer may be larger than a block. Shortcuts that are repaired
+            # should not see some of these layers rounded and others not.
+            apart = self.replay.saves_memory and shortcuts.isdisjoint(names)
+            for some in [[name] for name in names] if apart else [names]:
+                self._treat_layers(number, block, some, shortcuts)
 
     def _keep_targets(self, number: int, block: Block) -> set[str]:
         """Keep the float outputs of the layers; return those that are added to a shortcut."""
