@@ -83,7 +83,7 @@ class Branches(nn.Module):
         return self.last(torch.sigmoid(self.float_layer(torch.sigmoid(self.first(x)))))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "learn_ranges_"])
 def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
     build, function = FUNCTIONS[name]
     model = Branches().eval()
@@ -108,7 +108,8 @@ def test_models_in_another_state_are_refused(name: str) -> None:
     build, function = FUNCTIONS[name]
     with pytest.raises(ConfigError, match=f"{name}: got no "):
         function(net(), [GOOD])
-    text = "got a calibrated model" if build is quantized else "0.input_quantizer has no range yet"
+    text = "(0.input_quantizer has no range yet|got no range that can be learned)"
+    text = "got a calibrated model" if build is quantized else text
     model = quantized(ready=build is quantized)
     before = state(model)
     with pytest.raises(ConfigError, match=f"{name}: {text}"):
