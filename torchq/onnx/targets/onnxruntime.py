@@ -30,6 +30,7 @@ from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.integer_offsets import quantize_offsets
 from torchq.onnx.passes.matmul_layout import split_gemms
+from torchq.onnx.passes.merge_groups import merge_groups
 from torchq.onnx.passes.pad_depthwise import pad_depthwise
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
@@ -326,6 +327,7 @@ ONNXRUNTIME = OnnxTarget(
         quantize_offsets,
         store_float_weights,
         pad_depthwise,
+        merge_groups,
     ),
     checks=(
         check_float_outputs,

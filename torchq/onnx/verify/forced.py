@@ -23,6 +23,7 @@ from torchq.onnx.ir import (
     save_model,
 )
 from torchq.onnx.passes.fold_affine import unfold_code_factors
+from torchq.onnx.passes.merge_groups import split_groups
 from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
@@ -46,6 +47,7 @@ class ForcedFile:
     def __init__(self, path: str | os.PathLike[str], names: list[str]) -> None:
         self.names = names
         model = load_model(path)
+        split_groups(model)
         remove_padding(model)
         unfold_code_factors(model)
         self.outputs = [str(value.name) for value in model.graph.outputs]

@@ -30,6 +30,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
+from torchq.onnx.passes.merge_groups import split_groups
 from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
@@ -145,7 +146,7 @@ class _File:
     def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
         self._graph = load_model(path)
         # What a target added to layers is taken away: the rest must be the model's own.
-        self._padding = remove_padding(self._graph)
+        self._added = [*split_groups(self._graph), *remove_padding(self._graph)]
         unfold_code_factors(self._graph)
         unfold_weight_factors(self._graph)
         known = quantizers(model)
@@ -225,7 +226,7 @@ class _File:
         rows += _compare_weights(model, self._weights, self._float_weights)
         rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
         rows += [
-            LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._padding
+            LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
         ]
         rows.sort(key=LayerAgreement.badness, reverse=True)
         return tuple(rows)
