@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated, run_file
+from torchq.errors import ExportError
 from torchq.onnx.ir import (
     attribute,
     load_model,
@@ -20,7 +21,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.merge_groups import merge_groups, split_groups
-from torchq.onnx.qdq import stored_weight
+from torchq.onnx.qdq import stored_weight, write_record
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -108,6 +109,18 @@ def test_a_weight_between_groups_is_found(tmp_path: Path) -> None:
     assert [layer.name for layer in report.layers if layer.parameters] == [
         "grouped.weight_quantizer"
     ]
+
+
+@pytest.mark.parametrize("groups", [0, 3, 64, "8", None])
+def test_a_damaged_record_is_an_error_of_the_file(groups: object, tmp_path: Path) -> None:
+    path, damaged = tmp_path / "m.onnx", tmp_path / "damaged.onnx"
+    model = Grouped(8, 4).eval()
+    x = exported(model, path)
+    file = load_model(path)
+    write_record(file, **{"merged groups": {"grouped.weight_quantizer": groups}})
+    save_model(file, damaged)
+    with pytest.raises(ExportError, match=r"the file \(32, 32, 3, 3\)"):
+        torchq.verify_onnx(model, damaged, [x])
 
 
 @pytest.mark.parametrize("target", ["openvino", "tensorrt", "qnn"])

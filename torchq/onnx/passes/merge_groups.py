@@ -73,9 +73,12 @@ def split_groups(model: Model) -> list[str]:
     for node in nodes_of(model, "Conv"):
         weight = stored_weight(node.inputs[1])
         groups = None if weight is None else record.get(pair_name(weight))
-        if weight is None or groups is None:
+        if weight is None or not isinstance(groups, int):
             continue
         codes, now = value_of(weight.inputs[0]), int(attribute(node, "group", 1))
+        out, channels = codes.shape[:2]
+        if groups < now or groups % now or out % groups or channels % (groups // now):
+            continue  # The record is damaged, and the shape of the weight stays wrong.
         own = _gathered(codes, groups, groups // now)
         if int((codes != 0).sum()) != int((own != 0).sum()):
             wrong.append(pair_name(weight))
