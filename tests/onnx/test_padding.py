@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import calibrated, run_file
 from torchq.onnx.ir import load_model, save_model
-from torchq.onnx.passes.pad_depthwise import remove_padding
+from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

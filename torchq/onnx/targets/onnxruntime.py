@@ -26,12 +26,12 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.average_pools import convolve_averages
+from torchq.onnx.passes.channels.merge_groups import merge_groups
+from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.integer_offsets import quantize_offsets
 from torchq.onnx.passes.matmul_layout import split_gemms
-from torchq.onnx.passes.merge_groups import merge_groups
-from torchq.onnx.passes.pad_depthwise import pad_depthwise
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget

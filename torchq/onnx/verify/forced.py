@@ -22,9 +22,9 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
+from torchq.onnx.passes.channels.merge_groups import split_groups
+from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors
-from torchq.onnx.passes.merge_groups import split_groups
-from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
 

@@ -28,10 +28,10 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
+from torchq.onnx.passes.channels.merge_groups import split_groups
+from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
-from torchq.onnx.passes.merge_groups import split_groups
-from torchq.onnx.passes.pad_depthwise import remove_padding
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport

@@ -87,7 +87,7 @@ def split_groups(model: Model) -> list[str]:
 
 
 def _count(groups: int, channels: int) -> int:
-    """Return how many groups of so many channels become one."""
+    """Return how many groups of ``channels`` channels become one."""
     counts = [n for n in range(1, groups + 1) if groups % n == 0 and n * channels <= _MOST]
     enough = [n for n in counts if n * channels >= _LEAST]
     return min(enough, default=max(counts, default=1)) if channels > 1 else 1
