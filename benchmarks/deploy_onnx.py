@@ -44,7 +44,8 @@ MODELS = (
     *("resnet18", "resnet50", "mobilenet_v2", "encoder"),
     *("mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0", "efficientnet_b0"),
     *("timm:ghostnet_050", "timm:ghostnet_100", "timm:hgnetv2_b0", "timm:convnext_atto"),
-    *("regnet_y_400mf", "densenet121", "googlenet", "mnasnet1_0", "squeezenet1_1"),
+    *("regnet_y_400mf", "resnext50_32x4d", "densenet121", "googlenet"),
+    *("mnasnet1_0", "squeezenet1_1"),
     *("convnext_tiny", "vit_b_16", "swin_t"),
 )
 TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
