@@ -67,7 +67,7 @@ def _gains(places: list[Any], measured: Measured, theme: Theme, named: int) -> N
     bars(accuracy, ["FP32", "INT8"], values, theme, "{:.1f} %")
     accuracy.set_title("accuracy, ResNet-20")
     lookup = {"bench": "deploy_native", "model": "resnet50", "batch": 1, "threads": 1}
-    speedup = measured.value("speedup", candidate="int8 residual", **lookup)
+    speedup = measured.value("speedup", candidate="torch quantized, own placement", **lookup)
     bars(time, ["FP32", "INT8"], [1.0, 1 / speedup], theme, "{:.2f}", labels=named > 1)
     time.set_title("time, ResNet-50")
     lookup = {"bench": "deploy_memory", "model": "resnet50"}

@@ -24,7 +24,7 @@ class OutputWatch(TorchFunctionMode):
 
     The code between blocks is the same in every run. So an output that no function and no module
     outside the running block read, and that is gone when the next block begins, is not needed once
-    the running block is finished. What only its shape was read of counts as not read.
+    the running block is finished. Reading nothing but the shape of an output does not count.
 
     Args:
         blocks: all blocks.
