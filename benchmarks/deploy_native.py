@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
         return Encoder().eval(), torch.randn(batch, 196, 384)
     if name == "unet":
         model: Any = UNet()
+    elif name.startswith("timm/"):
+        model = import_module("timm").create_model(name.removeprefix("timm/"))
     else:
         import torchvision
 
@@ -276,7 +279,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run all candidates and report their times."""
     arguments = parser(__doc__)
     arguments.add_argument(
-        "--models", nargs="+", default=MODELS, help="names, or 'zoo' for 20 nets of torchvision"
+        "--models",
+        nargs="+",
+        default=MODELS,
+        help="names, 'timm/NAME', or 'zoo' for 20 nets of torchvision",
     )
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
     arguments.add_argument(
