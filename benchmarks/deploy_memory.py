@@ -39,7 +39,7 @@ _MIB = 2**20
 class Small(nn.Module):
     """A network that makes torch fill its own tables, which all later networks share.
 
-    torch lists its functions, a third of a MiB, when the first graph that calls one is loaded.
+    torch lists its functions when the first graph that calls one is loaded.
     """
 
     def __init__(self) -> None:

@@ -7,15 +7,24 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from torchq.workflow import quantizers
+from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = ["quantizers_off"]
 
 
 @contextmanager
-def quantizers_off(model: nn.Module) -> Iterator[None]:
-    """Turn all quantizers of ``model`` off; give them their modes back at the end."""
-    before = [(quantizer, quantizer.mode) for quantizer in quantizers(model).values()]
+def quantizers_off(model: nn.Module, *, weights_only: bool = False) -> Iterator[None]:
+    """Turn the quantizers of ``model`` off; give them their modes back at the end.
+
+    Args:
+        model: quantized.
+        weights_only: leave the quantizers of activations as they are.
+    """
+    found = list(quantizers(model).values())
+    if weights_only:
+        weights = weight_quantizers(model)
+        found = [quantizer for quantizer in found if id(quantizer) in weights]
+    before = [(quantizer, quantizer.mode) for quantizer in found]
     try:
         for quantizer, _ in before:
             quantizer.mode = "off"

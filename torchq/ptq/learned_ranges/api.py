@@ -269,7 +269,7 @@ class _Work:
         learned = _Learned(block, list(ranges.values()), factors, biases)
         generator = torch.Generator().manual_seed(seed + 1_000_000_007 * rank_in(group))
         with _all_restored_on_error(model):
-            with _weights_float(model):
+            with quantizers_off(model, weights_only=True):
                 before = self._first_error()
                 with_factors = {
                     key: one for key, one in ranges.items() if isinstance(one, FactoredRange)
@@ -335,20 +335,6 @@ def _ranges(learnable: list[TensorQuantizer], factors: ChannelFactors) -> dict[i
         if id(quantizer) in found and set(layer.reads) != {-1}:
             found[id(quantizer)] = FactoredRange(layer, quantizer, factors)
     return found
-
-
-@contextmanager
-def _weights_float(model: nn.Module) -> Iterator[None]:
-    """Turn the quantizers of weights off; give them their modes back at the end."""
-    weights = weight_quantizers(model)
-    before = [(q, q.mode) for q in quantizers(model).values() if id(q) in weights]
-    try:
-        for quantizer, _ in before:
-            quantizer.mode = "off"
-        yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode
 
 
 @contextmanager
