@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -84,6 +85,36 @@ def test_batch_sizes_are_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> Non
     report = deploy(batch_sizes=[8]).report
     assert report.chosen == "torch quantized"
     assert report.candidates[0].seconds == {1: 3.0, 8: 1.0}
+
+
+def test_one_that_is_far_behind_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, {**TIMES, "torch float": 13.0})
+    built, alive = {}, []
+
+    def build(self: Any, task: Any) -> nn.Module:
+        alive.append({label for label, module in built.items() if module() is not None})
+        module = originals[type(self)](self, task)
+        built[self.label] = weakref.ref(module)
+        return module
+
+    originals = {cls: cls.build for cls in (TorchEngine, OnnxRuntime)}
+    for cls in originals:
+        monkeypatch.setattr(cls, "build", build)
+    report = deploy().report
+    assert alive == [
+        set(),
+        {"torch quantized"},
+        {"torch quantized"},
+        {"torch quantized", "onnxruntime quantized"},
+    ]
+    assert report.candidates[3].engine.label == "torch float"
+    assert report.candidates[3].seconds == {1: 13.0}
+
+
+def test_one_that_is_far_behind_with_one_batch_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {**TIMES, "torch float": lambda n: 13.0 if n == 1 else 0.1}
+    timed(monkeypatch, times)
+    assert deploy(batch_sizes=[8]).report.chosen == "torch float"
 
 
 def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

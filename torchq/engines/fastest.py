@@ -33,6 +33,9 @@ _MOST, _LEAST = 80, 7
 #: programs run, the least of a few samples may be three times what a call takes.
 _FIRST, _HOPELESS = 8, 2.5
 _LATER, _CLOSE = 30, 1.3
+#: Samples of a candidate once it is built. One that takes this many times as long as another, at
+#: each batch size, gives its memory back before the next one is built.
+_LOOKS, _HEAVY = 3, 4.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class _Entry:
 
     Attributes:
         engine: the engine and its settings.
-        module: the model on that engine.
+        module: the model on that engine; None before it is built, and once it is far behind.
         notes: the warnings of building it.
         samples: seconds for one call, by batch size.
         problem: see :class:`Candidate`.
@@ -118,16 +121,18 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
         ExportError: no engine can run the model.
     """
     entries = list(_entries())
+    batches = [_batch(task, rows) for rows in (None, *task.batch_sizes)]
     shown = progress_bar(entries, description="engines", unit="engine", enabled=task.progress)
     for entry in shown:
         if not entry.problem:
             _build(entry, task)
+        if not entry.problem:
+            _look(entry, batches)
         if entry.problem:
             log.debug("%s is no candidate: %s", entry.engine.label, entry.problem)
-    for rows in (None, *task.batch_sizes):
-        batch = with_rows(task.model, task.example, rows)
-        count = next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1)
-        _measure([e for e in entries if not e.problem], batch, count)
+        _release(entries)
+    for rows, batch in batches:
+        _measure([e for e in entries if e.module is not None], batch, rows)
     running = [entry for entry in entries if not entry.problem]
     if not running:
         text = "; ".join(f"{entry.engine.label}: {entry.problem}" for entry in entries)
@@ -170,23 +175,41 @@ def _build(entry: _Entry, task: Task) -> None:
     entry.notes = [str(w.message) for w in seen if w.category is UserWarning]
 
 
+def _batch(task: Task, rows: int | None) -> tuple[int, Any]:
+    """Return the batch size, and the example with that many rows; None is its own number."""
+    batch = with_rows(task.model, task.example, rows)
+    return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 1), batch
+
+
+def _look(entry: _Entry, batches: Sequence[tuple[int, Any]]) -> None:
+    """Time a new candidate a few times, or note the problem that it has with a batch."""
+    for rows, batch in batches:
+        try:
+            for _ in range(2):  # opening, packing, first pages
+                _seconds(entry, batch, 1)
+            entry.samples[rows] = [_seconds(entry, batch, 1) for _ in range(_LOOKS)]
+        except Exception as error:  # see _build
+            entry.problem = f"with {rows} rows: {error}"
+            return
+
+
+def _release(entries: Sequence[_Entry]) -> None:
+    """Drop the modules that have a problem, or are far behind another one with every batch."""
+    timed = [entry.seconds() for entry in entries if entry.seconds()]
+    for entry in entries:
+        own = entry.seconds()
+        if entry.problem or any(
+            all(own[rows] > _HEAVY * other[rows] for rows in own) for other in timed if own
+        ):
+            entry.module = None
+
+
 def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
     """Time the candidates on one batch, all of them in each round, in rotating order.
 
     One that is behind takes part in the first rounds alone, so that the best ones get more.
     """
-    repeats: dict[int, int] = {}
-    for entry in list(entries):
-        try:
-            for _ in range(2):  # opening, packing, first pages
-                _seconds(entry, batch, 1)
-            once = _seconds(entry, batch, 1)
-        except Exception as error:  # see _build
-            entry.problem = f"with {rows} rows: {error}"
-            entries.remove(entry)
-            continue
-        repeats[id(entry)] = max(1, round(_SAMPLE / max(once, 1e-7)))
-        entry.samples[rows] = []
+    repeats = {id(e): max(1, round(_SAMPLE / max(min(e.samples[rows]), 1e-7))) for e in entries}
     started = time.perf_counter()
     for number in range(_MOST if entries else 0):
         if number >= _LEAST and time.perf_counter() - started > _BUDGET:
