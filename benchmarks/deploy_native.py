@@ -231,6 +231,8 @@ def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Cand
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
                 label = quantize(source, path, [x[:1], x[-1:]], x.dim() == 3)
                 found[label] = runs[engine](path, x, options.threads)
+                if engine == "openvino":
+                    found[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
             except Exception as error:  # a tool may fail in any way it likes, or be absent
                 print(f"# {engine}: {error}", flush=True)
     return found

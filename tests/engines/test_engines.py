@@ -159,6 +159,26 @@ def test_batch_sizes_are_checked() -> None:
         torchq.deploy(calibrated_detector(), images(1), batch_sizes=[0])
 
 
+class Casting(nn.Module):
+    """A model that begins with a cast of its input, as vision towers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.layer(pixels.to(dtype=self.layer.weight.dtype))
+
+
+def test_openvino_finds_an_input_behind_an_idle_cast() -> None:
+    available(OpenVino())
+    model = Casting().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [images(2)], progress=False)
+    deployed = torchq.deploy(model, images(1), engine="openvino")
+    assert sqnr(deployed(images(2)), model(images(2))) > BOUND_DB
+
+
 def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     available(OpenVino())
     compiled: list[Shapes | None] = []

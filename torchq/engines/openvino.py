@@ -137,7 +137,8 @@ class OpenVino(GraphEngine):
 def _bound(compiled: Any) -> Run:
     """Return a compiled graph as a function that several threads may call."""
     tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
-    names = [port.get_any_name() for port in compiled.inputs]
+    # An input has the names of what only hands it on as well, such as those of idle casts.
+    names = [port.get_names() for port in compiled.inputs]
     count = len(compiled.outputs)
     requests = [compiled.create_infer_request()]  # append and pop are atomic
 
@@ -147,8 +148,8 @@ def _bound(compiled: Any) -> Run:
         except IndexError:  # another thread computes with the last one
             request = compiled.create_infer_request()
         try:
-            for index, name in enumerate(names):
-                array = feeds[name].numpy()
+            for index, known in enumerate(names):
+                (array,) = (value.numpy() for name, value in feeds.items() if name in known)
                 request.set_input_tensor(index, tensor_of(array, shared_memory=True))
             request.infer()
             # Copies, because the next call overwrites what a request returns.
