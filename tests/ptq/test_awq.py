@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -249,3 +250,24 @@ def test_an_interrupt_changes_nothing(function: Any) -> None:
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())
+
+
+def test_calibration_afterwards_is_silent_if_a_layer_was_left_alone() -> None:
+    """A layer that runs twice keeps its weights; the others have ranges that stay."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.once, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.twice(torch.tanh(self.twice(self.once(x))))
+
+    model = Twice().eval()
+    torchq.quantize_(model, torchq.recipes.integer(4, 8))
+    data = [torch.randn(16, 8)]
+    assert "twice" in awq_(model, data, progress=False).skipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = torchq.calibrate(model, data, progress=False)
+    assert report.kept == ("once.weight_quantizer",)

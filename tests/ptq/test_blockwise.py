@@ -223,3 +223,12 @@ def test_the_store_keeps_structures_and_frees_what_is_dropped() -> None:
         assert store.in_memory == 8
         store.drop("key")
         assert store.in_memory == 0 and "key" not in store
+
+
+def test_a_store_returns_copies_of_objects_that_a_block_may_write_to() -> None:
+    """A cache of keys and values is such an object; a function stays the same."""
+    cache = {1, 2}
+    with TensorStore(1 << 20) as store:
+        store.put("arguments", ((torch.ones(2),), {"cache": cache, "mask": torch.add}))
+        store.get("arguments")[1]["cache"].add(3)
+        assert store.get("arguments")[1] == {"cache": {1, 2}, "mask": torch.add}

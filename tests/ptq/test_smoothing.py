@@ -186,3 +186,19 @@ def test_layers_before_convolutions_take_the_factors() -> None:
         torchq.calibrate(net, x, progress=False)
         errors.append((net(x[0]) - expected).norm().item())
     assert errors[0] < 0.9 * errors[1]
+
+
+def test_factors_that_would_be_worse_than_none_are_left_out() -> None:
+    """Inputs and weights that have codes without an error, which every exponent would change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64))
+    with torch.no_grad():
+        model[0].weight.sign_()
+        model[0].weight[:, 3] *= 2 / 127
+    before = model[0].weight.detach().clone()
+    torchq.quantize_(model, torchq.recipes.integer(8, 3))
+    report = smooth_(model, [torch.rand(64, 8).round() * 2 - 1], progress=False)
+    assert report.groups[0].alpha is None and "none" in str(report)
+    assert torch.equal(model[0].weight, before)
+    assert model[0].input_quantizer.pre_quant_scale is None
+    assert report.groups[0].spread_before == report.groups[0].spread_after

@@ -120,10 +120,10 @@ def correct_bias_(
             float_means = stream.means(layers, of_inputs=method == "analytic")
         reached = {name: layers[name] for name in float_means}
         skipped |= dict.fromkeys(layers.keys() - reached.keys(), "no batch reached it")
-        corrections = {}
+        corrections, last = {}, stream.calls_once
         for name, layer in reached.items():
             if method == "empirical":
-                found = stream.means({name: layer}, of_inputs=False)[name]
+                found = stream.means({name: layer}, of_inputs=False, stop=name in last)[name]
                 change = float_means[name] - found
                 size = float_means[name]
             else:
@@ -160,7 +160,7 @@ def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[st
 
 
 class _Reached(Exception):
-    """Ends a forward pass once the layer of interest has run."""
+    """Ends a forward pass once the layer of interest has run for the only time."""
 
 
 @dataclass
@@ -174,24 +174,30 @@ class _Stream:
     progress: bool
     group: Group
     count: int = field(default=0, init=False)
+    calls_once: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         checked_batches("correct_bias_", self.batches)
         if isinstance(self.batches, Iterator):
             self.batches = list(islice(self.batches, self.num_batches))
 
-    def means(self, layers: Mapping[str, nn.Module], *, of_inputs: bool) -> dict[str, Tensor]:
+    def means(
+        self, layers: Mapping[str, nn.Module], *, of_inputs: bool, stop: bool = False
+    ) -> dict[str, Tensor]:
         """Return the float64 mean of each channel of the layers that run, in running order.
 
+        :attr:`calls_once` then names those that ran no more than once in any batch.
+
         Args:
-            layers: with a single layer, the passes end after it.
+            layers: path of each layer -> the layer.
             of_inputs: True for the inputs of the layers, False for their outputs.
+            stop: end each pass after the first call of any of the layers.
         """
         sums: dict[str, _Mean] = {}
         device, self.count = device_of(self.model), 0
         with ExitStack() as stack:
             for name, layer in layers.items():
-                hook = _mean_hook(sums, name, of_inputs, stop=len(layers) == 1)
+                hook = _mean_hook(sums, name, of_inputs, stop)
                 stack.callback(layer.register_forward_hook(hook).remove)
             chosen = islice(self.batches, self.num_batches)
             what = next(iter(layers)) if len(layers) == 1 else "float model"
@@ -201,20 +207,33 @@ class _Stream:
                 with suppress(_Reached):
                     call_model(self.model, batch, forward=self.forward, device=device)
                 self.count += 1
+                for mean in sums.values():
+                    mean.end_batch()
         if not self.count:
             raise CalibrationError("correct_bias_: got no batch; expected at least one")
+        self.calls_once = frozenset(name for name, mean in sums.items() if mean.most_calls <= 1)
         return {name: mean.value(name, self.group) for name, mean in sums.items()}
 
 
 class _Mean:
-    """The running mean of each channel."""
+    """The running mean of each channel.
+
+    Attributes:
+        most_calls: the largest number of tensors that were added for one batch.
+    """
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
         self.number = 0
+        self.most_calls = self._calls = 0
+
+    def end_batch(self) -> None:
+        """Count from 0 again."""
+        self.most_calls, self._calls = max(self.most_calls, self._calls), 0
 
     def add(self, x: Tensor, channel_axis: int) -> None:
         """Add all positions of ``x``."""
+        self._calls += 1
         rows = x.detach().movedim(channel_axis, 0).flatten(1).double()
         total = rows.sum(1)
         self.total = total if self.total is None else self.total + total

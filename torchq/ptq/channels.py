@@ -14,6 +14,7 @@ __all__ = [
     "LAYERS",
     "TRANSPOSED",
     "input_ranges",
+    "largest_change",
     "output_ranges",
     "scale_inputs_",
     "restored_on_error",
@@ -26,6 +27,20 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 #: Layers with a weight of two or more dimensions that are channels.
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+
+
+# What factors and rotations may change of 16-bit weights, in units in the last place.
+_ULPS = 8
+
+
+def largest_change(least: float, dtype: torch.dtype) -> float:
+    """Return the relative change of a float output that rounding of the new weights explains.
+
+    Args:
+        least: that for float32.
+        dtype: of the weights.
+    """
+    return max(least, _ULPS * torch.finfo(dtype).eps)
 
 
 def _by_groups(layer: Any) -> Tensor:

@@ -28,6 +28,7 @@ from torchq.ptq.channel_clip import CLIP_MODULES, may_clip, replace_clips
 from torchq.ptq.channels import (
     LAYERS,
     input_ranges,
+    largest_change,
     output_ranges,
     scale_inputs_,
     scale_outputs_,
@@ -95,7 +96,7 @@ def equalize_(
     *,
     iterations: int = 20,
     absorb_biases: bool = False,
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
 ) -> EqualizeReport:
     """Equalize the ranges of channels between layers of ``model``, in place.
 
@@ -118,7 +119,8 @@ def equalize_(
             layer, so that the range of the activation shrinks (section 4.1.3). What a channel needs
             is measured on the example, so give some typical images or rows; other inputs may come
             out slightly different. Layers that pad their input with zeros take none.
-        tolerance: the largest relative change of the float output that is accepted.
+        tolerance: the largest relative change of the float output that is accepted; None means
+            1e-5 for float32, and 8 units in the last place for dtypes of 16 bits.
 
     Returns:
         The report.
@@ -146,16 +148,18 @@ def equalize_(
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
         expected = [t.double() for t in tensors_in(call_model(model, example))]
+        most = _most_change(pairs) if tolerance is None else tolerance
         with ExitStack() as undo, tensors_restored_on_error(_changed(model, pairs)):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
             _equalize_all(model, pairs, iterations, undo)
             counts = _absorb(model, flow, pairs, example) if absorb_biases else [0] * len(pairs)
             found = [t.double() for t in tensors_in(call_model(model, example))]
             error = _relative_error(found, expected)
-            if not error <= tolerance:
+            if not error <= most:
                 raise QuantizationError(
                     f"equalize_: the float output changed by {error:.1e}, relative; expected at "
-                    f"most {tolerance:.1e}. The model is as before"
+                    f"most {most:.1e}. The model is as before. Pass tolerance={2 * error:.0e} if "
+                    "rounding explains it, as in a network that magnifies small changes"
                 )
             after = [
                 EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)), count)
@@ -173,6 +177,11 @@ class _Pair:
     first: Any
     second: Any
     clips: tuple[str, ...]
+
+
+def _most_change(pairs: list[_Pair]) -> float:
+    """Return the change of the float output that is accepted without being asked for."""
+    return largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
 
 
 def _changed(model: nn.Module, pairs: list[_Pair]) -> list[nn.Module]:

@@ -245,10 +245,10 @@ def _unexpected(
 ) -> set[str]:
     """Return the quantizers with known ranges that a caller may not expect.
 
-    Where all weights and no inputs have ranges, an algorithm has set those of the weights.
+    Where weights and no inputs have ranges, an algorithm has set those of the weights.
     """
     of_inputs = {name for name, q in live.items() if id(q) not in weights}
-    is_algorithm = of_inputs and done == live.keys() - of_inputs
+    is_algorithm = of_inputs and done.isdisjoint(of_inputs)
     return set() if is_algorithm else done
 
 

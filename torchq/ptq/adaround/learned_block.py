@@ -110,7 +110,7 @@ class LearnedBlock:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the output of the block with its soft weights; differentiable."""
-        with self._learned_forwards(lambda soft: soft.value()):
+        with self._learned_forwards(SoftWeight.value):
             return self.block.module(*args, **kwargs)
 
     @contextmanager
@@ -118,7 +118,7 @@ class LearnedBlock:
         with ExitStack() as stack:
             for name, soft in self.weights.items():
                 quantizer = weight_quantizer(self.block.layers[name])
-                stack.enter_context(replaced_forward(quantizer, lambda _, s=soft: value(s)))
+                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: value(s).to(w)))
             for learned in self.ranges:
                 stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
             yield

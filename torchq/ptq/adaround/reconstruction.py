@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -120,8 +121,10 @@ def learn(
         *({"params": parameters, "lr": rate} for parameters, rate in rates),
     ]
     with torch.enable_grad(), biases_learned(learned.biases):
-        optimizer = torch.optim.Adam(groups)
         parameters = [parameter for group in groups for parameter in group["params"]]
+        # Steps of 16-bit values would be rounded away, and their squares would be 0.
+        exact = [_in_float32(parameter) for parameter in parameters]
+        optimizer = _adam(groups, exact)
         steps = progress_bar(
             range(settings.steps),
             description=settings.where,
@@ -139,16 +142,31 @@ def learn(
                     "steps; expected finite inputs and outputs. The block keeps its former weights"
                 )
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = _averaged(gradient, parameter, settings.group)
+            for copy, gradient in zip(exact, gradients, strict=True):
+                copy.grad = _averaged(gradient, copy, settings.group)
             optimizer.step()
+            for parameter, copy in zip(parameters, exact, strict=True):
+                parameter.detach().copy_(copy)
+
+
+def _adam(groups: list[dict[str, Any]], parameters: list[Tensor]) -> torch.optim.Adam:
+    """Return the optimizer of ``groups`` with other parameters, as many and in the same order."""
+    rest = iter(parameters)
+    return torch.optim.Adam(
+        [{**group, "params": list(islice(rest, len(group["params"])))} for group in groups]
+    )
+
+
+def _in_float32(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter in float32 at least: its own memory, or else a copy."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _averaged(gradient: Tensor | None, parameter: Tensor, group: Group) -> Tensor | None:
-    """Return the mean gradient over the processes of ``group``."""
+    """Return the mean gradient over the processes of ``group``, in the dtype of the parameter."""
     if group is None:
-        return gradient
-    own = torch.zeros_like(parameter) if gradient is None else gradient
+        return None if gradient is None else gradient.to(parameter.dtype)
+    own = torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
     (total,) = all_sums([own], group)
     return total / dist.get_world_size(group)
 

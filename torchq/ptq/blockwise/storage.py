@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 import tempfile
@@ -16,7 +17,10 @@ __all__ = ["TensorStore", "map_tensors"]
 
 
 def map_tensors(
-    value: Any, change: Callable[[Any], Any], leaves: tuple[type, ...] = (Tensor,)
+    value: Any,
+    change: Callable[[Any], Any],
+    leaves: tuple[type, ...] = (Tensor,),
+    other: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
 
@@ -24,6 +28,7 @@ def map_tensors(
         value: anything.
         change: from a leaf to what takes its place.
         leaves: the types to replace.
+        other: from anything else to what takes its place; None keeps it.
 
     Example:
         >>> map_tensors((torch.ones(2), [3]), lambda t: t.sum().item())
@@ -31,7 +36,7 @@ def map_tensors(
     """
 
     def inside(item: Any) -> Any:
-        return map_tensors(item, change, leaves)
+        return map_tensors(item, change, leaves, other)
 
     if isinstance(value, leaves):
         return change(value)
@@ -45,7 +50,14 @@ def map_tensors(
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return type(value)(**{name: inside(getattr(value, name)) for name in names})
-    return value
+    return value if other is None else other(value)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an object that a block may write to, such as a cache of keys and values."""
+    if callable(value):  # a module, or a method of one
+        return value
+    return copy.deepcopy(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +133,7 @@ class TensorStore:
             self._values[key],
             lambda kept: kept.clone() if isinstance(kept, Tensor) else kept.read(),
             (Tensor, _OnDisk, _Blank),
+            _copied,
         )
 
     def blank(self, key: Any) -> None:

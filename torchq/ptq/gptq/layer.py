@@ -24,8 +24,9 @@ from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
 __all__ = ["GPTQLayer", "Options", "round_layer_"]
 
-# The pull of the regression towards the float weights, as a fraction of the mean diagonal.
-_RIDGE = 0.1
+# The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
+# samples for each input it is larger: what cancels their errors by chance does not on others.
+_RIDGE, _RIDGE_OF_FEW = 0.1, 3.0
 
 Target = Literal["weight", "layer", "block"]
 
@@ -90,13 +91,15 @@ def round_layer_(
     moments = sums.take_moments(centred=fits_bias)
     error = OutputError(layer, moments)
     _check(name, moments, sums.count, error)
+    scarcity = moments.xx.shape[2] / sums.count
     w0, grid = weight_matrix(layer, layer.weight.detach()), grid_of(layer)
     before = error.of(lambda part: grid.rows(part).nearest(w0[:, part].double()))
-    rounded = _wanted(w0, moments)
+    rounded = _wanted(w0, moments, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
     if keep is not None:
         keep(rounded.clone())
     quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
-    used = max(damp_(matrix, options.damping) for matrix in h)
+    least = options.damping if options.target == "weight" else max(options.damping, scarcity)
+    used = max(damp_(matrix, least) for matrix in h)
     old = quantizer.descriptor, quantizer.amax.detach().clone()
     try:
         rounded = _round_with_ranges_(layer, rounded, h, options)
@@ -120,14 +123,14 @@ def _diagonals(h: Tensor) -> Tensor:
     return h.diagonal(dim1=1, dim2=2)
 
 
-def _wanted(weight: Tensor, moments: Moments) -> Tensor:
+def _wanted(weight: Tensor, moments: Moments, ridge: float) -> Tensor:
     """Return the weight matrix that is to be rounded, in float64."""
     if moments.tx is None:
         return weight.double()
     wanted = torch.empty_like(moments.tx)
     for group in range(len(weight)):
         xx, tx = moments.xx[group], moments.tx[group]
-        wanted[group] = ridge_regression(weight[group], xx, tx, _RIDGE)
+        wanted[group] = ridge_regression(weight[group], xx, tx, ridge)
     return wanted
 
 

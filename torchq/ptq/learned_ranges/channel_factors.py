@@ -111,7 +111,7 @@ def start_at_power_(
 
     def hook_for(key: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            x = args[0].detach()
+            x = args[0].detach().float()
             axis = ranges[key].layer.module
             dim = x.dim() - 1 if isinstance(axis, nn.Linear) else 1
             power[key] = x.square().mean([d for d in range(x.dim()) if d != dim])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
-from torchq.ptq.channels import tensors_restored_on_error
+from torchq.ptq.channels import largest_change, tensors_restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.rotation.heads import HeadSizes, find_heads
 from torchq.ptq.rotation.online import rotate_online
@@ -29,9 +29,6 @@ from torchq.utils import NotebookText, device_of, evaluating
 from torchq.workflow import is_quantized, quantizers
 
 __all__ = ["RotationReport", "hadamard_"]
-
-# The rounding of rotated weights may change outputs by some units in the last place.
-_ULPS = 8
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def _most_error(stream: Stream) -> float:
     dtype = next(iter(stream.embeddings.values())).weight.dtype
-    return max(1e-5, _ULPS * torch.finfo(dtype).eps)
+    return largest_change(1e-5, dtype)
 
 
 def _check_modules(model: nn.Module, stream: Stream) -> None:

@@ -40,14 +40,15 @@ class SmoothedGroup:
         layers: their paths.
         source: path of the norm or layer that took the inverse factors; None if the input
             quantizers did.
-        alpha: the share of the difficulty that moved to the weights.
+        alpha: the share of the difficulty that moved to the weights; None if no factors were
+            better than any, so that nothing changed.
         spread_before: the largest over the median magnitude of the input channels.
         spread_after: the same afterwards.
     """
 
     layers: tuple[str, ...]
     source: str | None
-    alpha: float
+    alpha: float | None
     spread_before: float
     spread_after: float
 
@@ -71,7 +72,8 @@ class SmoothReport(NotebookText):
         for group in self.groups:
             change = f"{group.spread_before:.3g} -> {group.spread_after:.3g}"
             where = group.source or "input quantizer"
-            rows.append((", ".join(group.layers), where, f"{group.alpha:g}", change))
+            alpha = "none" if group.alpha is None else f"{group.alpha:g}"
+            rows.append((", ".join(group.layers), where, alpha, change))
         header = ("layers", "factors in", "alpha", "spread of channels")
         last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
         return report_text(header, rows, self.skipped, last)
@@ -82,7 +84,7 @@ def smooth_(
     batches: Iterable[Any],
     *,
     alpha: float | Literal["auto"] = "auto",
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     run: RunOptions | None = None,
     progress: bool = True,
 ) -> SmoothReport:
@@ -102,8 +104,9 @@ def smooth_(
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
         alpha: 0 leaves all difficulty in the activations, 1 moves all of it to the weights.
             ``"auto"`` searches 0.0, 0.1, ... 0.9 for each input, for the least error of the layers'
-            outputs.
-        tolerance: the largest relative change of the float output that is accepted.
+            outputs, and leaves an input as it is if no factors are better than any.
+        tolerance: the largest relative change of the float output that is accepted; None means
+            1e-4 for float32, and 8 units in the last place for dtypes of 16 bits.
         run: how the model is run; see :class:`RunOptions`.
         progress: show a progress bar.
 
@@ -139,17 +142,23 @@ def smooth_(
     return SmoothReport(*found)
 
 
-def _smooth(group: ChannelGroup, inputs: Inputs, alpha: float | str) -> SmoothedGroup:
+def _smooth(group: ChannelGroup, inputs: Inputs, asked: float | str) -> SmoothedGroup:
     """Smooth one group in place."""
     columns = torch.stack([input_ranges(layer).float() for _, layer in group.layers]).amax(0)
 
-    def factors(exponent: float) -> Tensor:
+    def factors(exponent: float | None) -> Tensor:
+        if exponent is None:
+            return torch.ones_like(columns)
         return channel_factors(inputs.largest, columns, exponent)
 
-    if isinstance(alpha, str):
-        alpha, _ = best_alpha(group, inputs, factors, _ALPHAS)
+    alpha: float | None
+    if isinstance(asked, str):
+        alpha, _ = best_alpha(group, inputs, factors, (None, *_ALPHAS))
+    else:
+        alpha = asked
     found = factors(alpha)
-    fold_(group, found)
+    if alpha is not None:
+        fold_(group, found)
     source = None if group.source is None else group.source[0]
     before, after = spread(inputs.largest), spread(inputs.largest / found)
     return SmoothedGroup(group.names, source, alpha, before, after)

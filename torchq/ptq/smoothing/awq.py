@@ -84,7 +84,7 @@ def awq_(
     batches: Iterable[Any],
     *,
     clip: bool = True,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     run: RunOptions | None = None,
     progress: bool = True,
 ) -> AWQReport:
@@ -103,7 +103,8 @@ def awq_(
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
         clip: search the ranges of the weights for the least error of the outputs; False takes the
             largest magnitudes.
-        tolerance: the largest relative change of the float output that is accepted.
+        tolerance: the largest relative change of the float output that is accepted; None means
+            1e-4 for float32, and 8 units in the last place for dtypes of 16 bits.
         run: how the model is run; see :class:`RunOptions`.
         progress: show a progress bar.
 

@@ -12,6 +12,7 @@ from torch import nn
 from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.ptq.blockwise import RunOptions
+from torchq.ptq.channels import largest_change
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
 from torchq.ptq.smoothing.factors import model_outputs, relative_error, restored_on_error
@@ -20,6 +21,9 @@ from torchq.utils import evaluating, progress_bar
 from torchq.workflow import quantizers
 
 __all__ = ["check_not_calibrated", "fold_all"]
+
+# The change of a float32 output that is accepted without being asked for.
+_TOLERANCE = 1e-4
 
 Folded = TypeVar("Folded")
 Result = TypeVar("Result")
@@ -43,7 +47,7 @@ def fold_all(
     finish: Callable[[ChannelGroup, Inputs, Folded], Result],
     *,
     weights: bool,
-    tolerance: float,
+    tolerance: float | None,
     run: RunOptions,
     progress: bool,
 ) -> tuple[tuple[Result, ...], dict[str, str], float]:
@@ -56,7 +60,7 @@ def fold_all(
         fold: changes one group in place, in float.
         finish: what follows for each group, once the output is verified.
         weights: which groups: all with quantized weights; or those with quantized inputs.
-        tolerance: the largest relative change of the float output.
+        tolerance: the largest relative change of the float output; None chooses it by the dtype.
         run: how the model is run.
         progress: show progress bars.
 
@@ -73,20 +77,27 @@ def fold_all(
             reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
             raise ConfigError(
                 f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
-                "quantized Linear or Conv layers. Run torchq.quantize_ first"
+                "quantized Linear or Conv layers whose input channels can take factors. Run "
+                "torchq.quantize_ first, or leave this algorithm out"
             )
         seen = observe_inputs(where, model, groups, kept, run, progress)
         expected = model_outputs(model, kept[0], run)
+        most = _largest_change(groups) if tolerance is None else tolerance
         with restored_on_error(groups):
             folded = [fold(group, seen[group.names[0]]) for group in groups]
             error = relative_error(model_outputs(model, kept[0], run), expected, run.group)
-            if not error <= tolerance:
+            if not error <= most:
                 raise QuantizationError(
                     f"{where}: the float output changed by {error:.1e}, relative; expected at most "
-                    f"{tolerance:.1e}. The model is as before. A norm may use its weight in "
+                    f"{most:.1e}. The model is as before. A norm may use its weight in "
                     "another way than as a factor"
                 )
             steps = list(zip(groups, folded, strict=True))
             bar = progress_bar(steps, description=f"{where}: groups", enabled=progress)
             done = [finish(group, seen[group.names[0]], one) for group, one in bar]
     return tuple(done), skipped, error
+
+
+def _largest_change(groups: list[ChannelGroup]) -> float:
+    """Return the change of the float output that is accepted without being asked for."""
+    return largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)

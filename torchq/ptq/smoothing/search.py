@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,22 @@ from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 __all__ = ["best_alpha", "entry_factors", "quantized"]
 
 
+Exponent = TypeVar("Exponent", float, float | None)
+
+
 def best_alpha(
     group: ChannelGroup,
     inputs: Inputs,
-    factors: Callable[[float], Tensor],
-    alphas: Sequence[float],
-) -> tuple[float, dict[float, float]]:
+    factors: Callable[[Exponent], Tensor],
+    alphas: Sequence[Exponent],
+) -> tuple[Exponent, dict[Exponent, float]]:
     """Return the exponent with the least squared error of the outputs of a group, and all errors.
 
     Args:
         group: its layers have quantizers, whose formats are tried with the largest magnitudes.
         inputs: what it reads.
         factors: from an exponent to the factor of each channel.
-        alphas: the exponents.
+        alphas: the exponents; of several with the same error the first one is returned.
 
     Returns:
         The exponent, and for each exponent the error over the power of the outputs.

@@ -1,0 +1,115 @@
+"""Every algorithm on models whose weights are no float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.ptq import (
+    adaround_,
+    awq_,
+    correct_bias_,
+    equalize_,
+    gptq_,
+    learn_ranges_,
+    smooth_,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+# Factors change 16-bit weights by half a unit in the last place each, and the output with them.
+MOST_CHANGE = {torch.float16: 8e-3, torch.bfloat16: 6e-2, torch.float64: 1e-5}
+
+
+class Net(nn.Module):
+    """Two convolutions, and behind a norm two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+        )
+        self.norm, self.hidden, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.features(x).mean((2, 3)))
+        return self.head(torch.tanh(self.hidden(x)))
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net().eval()
+    with torch.no_grad():
+        model.features[0].weight[1] *= 7.0  # type: ignore[index]
+        model.norm.weight[2] = 9.0
+    return model.to(dtype)
+
+
+def batches(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 3, 8, 8, generator=generator).to(dtype) for _ in range(4)]
+
+
+def outputs(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(x) for x in batches(dtype)]).double()
+
+
+def error(model: nn.Module, expected: Tensor, dtype: torch.dtype) -> float:
+    found = outputs(model, dtype)
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+AFTER: dict[str, Callable[[Any, list[Tensor]], object]] = {
+    "correct_bias_": lambda m, b: correct_bias_(m, b, progress=False),
+    "gptq_": lambda m, b: gptq_(m, b, progress=False),
+    "adaround_": lambda m, b: adaround_(m, b, steps=15, finish=5, progress=False),
+    "learn_ranges_": lambda m, b: learn_ranges_(m, b, steps=10, progress=False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", AFTER)
+def test_what_follows_calibration_makes_the_output_no_worse(name: str, dtype: torch.dtype) -> None:
+    model = net(dtype)
+    expected = outputs(model, dtype)
+    torchq.quantize_(model, torchq.recipes.integer(3, 8))
+    torchq.calibrate(model, batches(dtype), progress=False)
+    before, kinds = error(model, expected, dtype), dtypes_of(model)
+    AFTER[name](model, batches(dtype))
+    # Biases of single layers are corrected for their own mean, not for the output of the model.
+    most = before * (1.1 if name == "correct_bias_" else 1.0 + 1e-6)
+    assert error(model, expected, dtype) <= most
+    assert dtypes_of(model) == kinds
+
+
+BEFORE: dict[str, Callable[[Any, list[Tensor]], object]] = {
+    "smooth_": lambda m, b: smooth_(m, b, alpha=0.5, progress=False),
+    "awq_": lambda m, b: awq_(m, b, progress=False),
+    "equalize_": lambda m, b: equalize_(m, b[0]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_precedes_calibration_keeps_the_float_output(name: str, dtype: torch.dtype) -> None:
+    model = net(dtype)
+    torchq.quantize_(model, torchq.recipes.integer(4, 8))
+    floats = copy.deepcopy(model)
+    with torchq.disabled(model):
+        expected = outputs(model, dtype)
+        BEFORE[name](model, batches(dtype))
+        found = outputs(model, dtype)
+    changed = [n for n, p in model.named_parameters() if not p.equal(floats.get_parameter(n))]
+    assert changed
+    assert (found - expected).norm() <= MOST_CHANGE[dtype] * expected.norm()
+    assert dtypes_of(model) == dtypes_of(floats)
