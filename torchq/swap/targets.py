@@ -26,6 +26,7 @@ class IntegerGains:
         image_product: As ``product``, where the convolution reads an image.
         image_result: As ``result``, where the convolution reads an image.
         depthwise: For each element of the result of a depthwise convolution.
+        unaligned_depthwise: As ``depthwise``, where the channels are no multiple of 4.
         modules: For each element of the result of other modules, by the names of their classes.
         boundary: The cost of each element that changes from float to integers.
         pooled_boundary: The same where max pooling computes or reads them.
@@ -37,6 +38,7 @@ class IntegerGains:
     image_product: float
     image_result: float
     depthwise: float
+    unaligned_depthwise: float
     modules: Mapping[str, float] = field(default_factory=dict)
     boundary: float = 0.0
     pooled_boundary: float = 0.0

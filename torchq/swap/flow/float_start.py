@@ -28,6 +28,9 @@ from torchq.utils import evaluating
 __all__ = ["float_start"]
 
 _IMAGE_CHANNELS = 4
+#: Float kernels compute depthwise channels in multiples of the first number alone, and the input
+#: channels of other convolutions in blocks of the second.
+_ALIGNMENT, _BLOCK = 4, 16
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
@@ -158,8 +161,10 @@ def _gain(module: nn.Module, gains: IntegerGains, *, is_first: bool) -> float:
         assert isinstance(module, QuantModule)
         return gains.modules.get(type(module).float_class.__name__, 0.0)
     if is_depthwise(module):
-        return gains.depthwise
-    products = module.in_channels // module.groups * math.prod(module.kernel_size)
+        is_aligned = module.groups % _ALIGNMENT == 0
+        return gains.depthwise if is_aligned else gains.unaligned_depthwise
+    channels, size = module.in_channels // module.groups, math.prod(module.kernel_size)
     if is_first and module.in_channels <= _IMAGE_CHANNELS:
-        return gains.image_product * products + gains.image_result
-    return gains.product * products + gains.result
+        return gains.image_product * channels * size + gains.image_result
+    read = -(-channels // _BLOCK) * _BLOCK
+    return gains.product * read * size + gains.result
