@@ -24,6 +24,7 @@ from benchmarks.deploy_onnx import (
     build,
     export_float,
     export_quantized,
+    quantized_for,
 )
 from benchmarks.harness import Reporter, parse, parser
 from benchmarks.vendors import VENDORS
@@ -74,7 +75,7 @@ def kernels(report: Reporter, name: str, target: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             plain, own = Path(folder, "float.onnx"), Path(folder, "own.onnx")
             export_float(model, x, plain)
-            export_quantized(model, x, own, target)
+            export_quantized(quantized_for(target, model, x), x, own, target)
             quantize, suffix = VENDORS[target]
             peer = Path(folder, "peer").with_suffix(suffix)
             maker = quantize(plain, peer, [x, torch.randn_like(x)], name in TRANSFORMERS)

@@ -1,12 +1,13 @@
 """INT8 files in ONNX Runtime and OpenVINO: speed, and agreement with the simulation.
 
-Speed: files of batch 1, random weights with the statistics of BatchNorm taken from random images.
-Every model is fused, quantized with ``target=`` and an example, calibrated and exported; the float
-file is the fused model. The baseline of each ratio is the same runtime in float32. The peer is the
-quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the same float file and images,
-timed in the same rounds. Models of timm, named ``timm:NAME``, are left out where timm is not
-installed; the learned factors of HGNetV2 and ConvNeXt are random, as 1 and 0 would be deleted.
-OpenVINO computes in float32, but for the candidate bfloat16, its own default on CPUs that have it.
+Speed: files of each ``--batch`` size, random weights with the statistics of BatchNorm taken from
+random images. Every model is fused, quantized with ``target=`` and an example, calibrated and
+exported; the float file is the fused model. The baseline of each ratio is the same runtime in
+float32. The peer is the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the
+same float file and images, timed in the same rounds. Models of timm, named ``timm:NAME``, are left
+out where timm is not installed; the learned factors of HGNetV2 and ConvNeXt are random, as 1 and 0
+would be deleted. OpenVINO computes in float32, but for the candidate bfloat16, its own default on
+CPUs that have it.
 
 Each file is also run on the image of the example, and compared with the simulation in dB: by its
 runtime, and unoptimised in ONNX Runtime. Beside it is what the simulation in float64 differs by,
@@ -45,7 +46,8 @@ MODELS = (
     *("mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0", "efficientnet_b0"),
     *("timm:ghostnet_050", "timm:ghostnet_100", "timm:hgnetv2_b0", "timm:convnext_atto"),
     *("regnet_y_400mf", "resnext50_32x4d", "densenet121", "googlenet"),
-    *("mnasnet1_0", "squeezenet1_1"),
+    *("mnasnet1_0", "squeezenet1_1", "regnet_x_400mf", "alexnet", "vgg11", "inception_v3"),
+    *("timm:mobilenetv4_conv_small", "timm:repvgg_a0"),
     *("convnext_tiny", "vit_b_16", "swin_t"),
 )
 TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
@@ -78,9 +80,8 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     """A fused float model in eval mode, and one input."""
     torch.manual_seed(0)
     if name == "encoder":
-        return nn.Sequential(*(EncoderBlock(384, 6) for _ in range(4))).eval(), torch.randn(
-            1, 196, 384
-        )
+        blocks = (EncoderBlock(384, 6) for _ in range(4))
+        return nn.Sequential(*blocks).eval(), torch.randn(1, 196, 384)
     if name.startswith("timm:"):
         import timm
 
@@ -88,7 +89,8 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     else:
         import torchvision
 
-        options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+        branched = name in ("googlenet", "inception_v3")
+        options = {"init_weights": False, "aux_logits": False} if branched else {}
         model = getattr(torchvision.models, name)(**options)
     if name == "vit_b_16":
         nn.init.normal_(model.heads.head.weight, std=0.02)  # is zero, as is every result then
@@ -115,17 +117,21 @@ def export_float(model: nn.Module, x: Tensor, path: Path) -> None:
         torch.onnx.export(model, (x,), str(path), dynamo=False, opset_version=20, input_names=["x"])
 
 
-def export_quantized(model: nn.Module, x: Tensor, path: Path, target: str) -> nn.Module:
-    """A quantized copy of the model, written for a runtime."""
+def quantized_for(target: str, model: nn.Module, x: Tensor) -> nn.Module:
+    """A quantized and calibrated copy of the model, for a runtime."""
     quantized = copy.deepcopy(model)
     torchq.quantize_(quantized, target=target, example=x)
     torchq.calibrate(quantized, [x, torch.randn_like(x)], progress=False)
+    return quantized
+
+
+def export_quantized(quantized: nn.Module, x: Tensor, path: Path, target: str) -> None:
+    """Write a quantized model for a runtime, for inputs of the shape of ``x``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torchq.export_onnx(
             quantized, x, path, target=target, dynamo=False, input_names=["x"], dynamic_batch=False
         )
-    return quantized
 
 
 def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Call:
@@ -166,40 +172,49 @@ def speed(report: Reporter, name: str, target: str, options: argparse.Namespace)
     """Float against INT8, torchq's and the maker's, of one model in one runtime."""
     try:
         model, x = build(name)
+        quantized = quantized_for(target, model, x)
+        for batch in options.batch:
+            images = x if batch == 1 else torch.randn(batch, *x.shape[1:])
+            with tempfile.TemporaryDirectory() as folder:
+                compare_files(report, name, target, (model, quantized), images, folder, options)
     except ImportError as error:
         report.value(model=name, runtime=target, skipped=str(error))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        plain, integer = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
-        export_float(model, x, plain)
-        quantized = export_quantized(model, x, integer, target)
-        run = RUNTIMES[target]
-        try:
-            calls = {
-                "float32": run(plain, x, options.threads),
-                "int8": run(integer, x, options.threads),
-            }
-        except ImportError as error:
-            report.value(model=name, runtime=target, skipped=str(error))
-            return
+
+
+def compare_files(
+    report: Reporter,
+    name: str,
+    target: str,
+    models: tuple[nn.Module, nn.Module],
+    x: Tensor,
+    folder: str,
+    options: argparse.Namespace,
+) -> None:
+    """Report the time and agreement of a float and a quantized model for one input."""
+    (model, quantized), run = models, RUNTIMES[target]
+    plain, integer = Path(folder, "float.onnx"), Path(folder, "int8.onnx")
+    export_float(model, x, plain)
+    export_quantized(quantized, x, integer, target)
+    calls = {"float32": run(plain, x, options.threads), "int8": run(integer, x, options.threads)}
+    case = {"model": name, "runtime": target, "batch": len(x)}
+    if len(x) == 1:
         found = agreement_db(model, quantized, x, first_result(calls["int8"]()), integer)
-        report.value(model=name, runtime=target, agreement_db=found)
-        if options.agree_only:
-            return
-        if target == "openvino":
-            calls["bfloat16"] = openvino_call(plain, x, options.threads, "bf16")
-        quantize, suffix = VENDORS[target]
-        peer = Path(folder, "peer").with_suffix(suffix)
-        try:
-            maker = quantize(plain, peer, [x, torch.randn_like(x)], name in TRANSFORMERS)
-            calls[maker] = run(peer, x, options.threads)
-        except ImportError as error:
-            report.value(model=name, runtime=target, skipped=str(error))
-        clock = time.process_time if options.cpu_time else time.perf_counter
-        for row in compare(calls, baseline="float32", clock=clock, **timing(options)):
-            case = {"runtime": target, "threads": options.threads, "clock": clock.__name__}
-            report.timing(row, model=name, **case)
-        report.value(model=name, runtime=target, **contents(plain, integer))
+        report.value(**case, agreement_db=found)
+    if options.agree_only:
+        return
+    if target == "openvino":
+        calls["bfloat16"] = openvino_call(plain, x, options.threads, "bf16")
+    quantize, suffix = VENDORS[target]
+    peer = Path(folder, "peer").with_suffix(suffix)
+    try:
+        maker = quantize(plain, peer, [x, torch.randn_like(x)], name in TRANSFORMERS)
+        calls[maker] = run(peer, x, options.threads)
+    except ImportError as error:
+        report.value(**case, skipped=str(error))
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    for row in compare(calls, baseline="float32", clock=clock, **timing(options)):
+        report.timing(row, **case, threads=options.threads, clock=clock.__name__)
+    report.value(**case, **contents(plain, integer))
 
 
 def first_result(outputs: Any) -> Tensor:
@@ -354,6 +369,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     arguments.add_argument("--runtimes", nargs="*", default=list(TARGETS), choices=TARGETS)
+    arguments.add_argument("--batch", nargs="+", type=int, default=[1], help="images in a file")
     arguments.add_argument(
         "--data",
         type=Path,
