@@ -80,28 +80,33 @@ def pool_means(model: Model) -> None:
         replace_value(node.outputs[0], pooled)
 
 
-def quantize_pooled(model: Model) -> None:
-    """Quantize what pooling of codes returns right away, so that its kernel returns codes.
+def quantize_reshaped(model: Model) -> None:
+    """Quantize what pooling and convolutions of codes return in front of reshapes.
+
+    Their kernels then return codes. A convolution would run in float otherwise: the last one of
+    MobileNetV4, whose result is flattened for a linear layer.
 
     Before::
 
-        DequantizeLinear -> pooling -> reshapes -> QuantizeLinear.
+        DequantizeLinear -> pooling or Conv -> activations -> reshapes -> QuantizeLinear.
 
     After::
 
-        A Q/DQ pair with the parameters of that QuantizeLinear follows the pooling.
+        A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
     """
-    for node in nodes_of(model, "GlobalAveragePool", "AveragePool"):
-        reader = _only_reader(node)
-        if dequantized(node.inputs[0]) is None or reader is None:
+    for node in nodes_of(model, "GlobalAveragePool", "AveragePool", "Conv"):
+        if dequantized(node.inputs[0]) is None:
             continue
-        if reader.op_type not in _RESHAPES:
+        last, reader = node, _only_reader(node)
+        while reader is not None and reader.op_type in ("Relu", "Clip"):
+            last, reader = reader, _only_reader(reader)
+        if reader is None or reader.op_type not in _RESHAPES:
             continue
         while reader is not None and reader.op_type in _RESHAPES:
             reader = _only_reader(reader)
         if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
             continue
-        _insert_pair(node, list(reader.inputs[1:]))
+        _insert_pair(last, list(reader.inputs[1:]))
 
 
 def quantize_concatenated(model: Model) -> None:
@@ -320,7 +325,7 @@ ONNXRUNTIME = OnnxTarget(
     passes=(
         fold_affine,
         pool_means,
-        quantize_pooled,
+        quantize_reshaped,
         convolve_averages,
         quantize_concatenated,
         split_gemms,
