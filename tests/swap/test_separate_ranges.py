@@ -45,6 +45,30 @@ def test_very_different_ranges_are_separate() -> None:
     assert model.second.input_quantizer is model.quant_cat.quantizer_of(1)
 
 
+class Branches(nn.Module):
+    """Two layers of very different results that are concatenated alone, as in GoogLeNet."""
+
+    def __init__(self, behind: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right, self.behind = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.left(x), self.right(x) * 0.01], 1)
+        shuffled = joined.view(2, 2, 4, 5, 5).transpose(1, 2).contiguous().view(2, 8, 5, 5)
+        return self.behind(shuffled.chunk(2, 1)[0])
+
+
+@pytest.mark.parametrize(("behind", "ranges"), [(nn.Conv2d(4, 4, 1), 1), (nn.Softmax(1), 2)])
+def test_tensors_that_are_read_together_alone_share_the_range_of_the_next_layer(
+    behind: nn.Module, ranges: int
+) -> None:
+    """Finer codes would be rounded again right away; in float they would count."""
+    torch.manual_seed(0)
+    model = Branches(behind).eval()
+    torchq.quantize_(model, target="onnxruntime", example=torch.randn(2, 4, 5, 5))
+    assert model.quant_cat.ranges == ranges
+
+
 class Stem(nn.Module):
     """DenseNet's beginning: a result of a ReLU is pooled, and concatenated with one without."""
 

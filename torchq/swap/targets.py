@@ -68,8 +68,9 @@ class Target:
         narrow_depthwise: Depthwise convolutions with fewer channels stay float where these cannot
             be padded, because they do not stand between convolutions alone; needs an example.
         most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
-            Where the example shows a larger one, or negative values in some of them alone, each
-            tensor has its own. None always shares.
+            Where the example shows a larger one, and something else reads these tensors or the
+            result in float, or negative values in some of them alone, each tensor has its own.
+            None always shares.
     """
 
     name: str

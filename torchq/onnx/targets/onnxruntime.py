@@ -26,6 +26,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.average_pools import convolve_averages
+from torchq.onnx.passes.channels.gather_shuffled import gather_shuffled
 from torchq.onnx.passes.channels.merge_groups import merge_groups
 from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
@@ -327,6 +328,7 @@ ONNXRUNTIME = OnnxTarget(
         pool_means,
         quantize_reshaped,
         convolve_averages,
+        gather_shuffled,
         quantize_concatenated,
         split_gemms,
         widen_four_bit_weights,
