@@ -199,7 +199,7 @@ def compare_files(
     case = {"model": name, "runtime": target, "batch": len(x)}
     if len(x) == 1:
         found = agreement_db(model, quantized, x, first_result(calls["int8"]()), integer)
-        report.value(**case, agreement_db=found)
+        report.value(**case, agreement_db=found, **contents(plain, integer))
     if options.agree_only:
         return
     if target == "openvino":
@@ -207,14 +207,14 @@ def compare_files(
     quantize, suffix = VENDORS[target]
     peer = Path(folder, "peer").with_suffix(suffix)
     try:
-        maker = quantize(plain, peer, [x, torch.randn_like(x)], name in TRANSFORMERS)
+        seen = [x, torch.randn_like(x)][: 2 if len(x) == 1 else 1]
+        maker = quantize(plain, peer, seen, name in TRANSFORMERS)
         calls[maker] = run(peer, x, options.threads)
     except ImportError as error:
         report.value(**case, skipped=str(error))
     clock = time.process_time if options.cpu_time else time.perf_counter
     for row in compare(calls, baseline="float32", clock=clock, **timing(options)):
         report.timing(row, **case, threads=options.threads, clock=clock.__name__)
-    report.value(**case, **contents(plain, integer))
 
 
 def first_result(outputs: Any) -> Tensor:
