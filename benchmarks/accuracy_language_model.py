@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import torchq
 from benchmarks.harness import Reporter, finished_rows, parse, parser
-from benchmarks.language_model import LENGTH, perplexity, trained_language_model
+from benchmarks.language_model import LENGTH, calibration_pieces, perplexity, trained_language_model
 
 __all__ = ["main"]
 
@@ -112,17 +111,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 perplexity=perplexity(model, test),
             )
         for seed in options.seeds:
-            batches = _batches(text.batch, seed, 2 if options.quick else 6)
+            batches = calibration_pieces(text, seed, 2 if options.quick else 6)
             for widths, name in _CASES:
                 if (widths, name, seed) not in done:
                     found = _measure(model, widths, name, batches, test)
                     report.value(**common, widths=widths, algorithm=name, seed=seed, **found)
-
-
-def _batches(draw: Callable[..., Tensor], seed: int, count: int) -> list[Tensor]:
-    """Return pieces of training text, 16 at a time."""
-    generator = torch.Generator().manual_seed(seed)
-    return [draw(generator, size=16, length=LENGTH)[:, :-1] for _ in range(count)]
 
 
 def _measure(

@@ -3,7 +3,8 @@
 Every library gets the same float model with BatchNorm folded and the same training images without
 labels. Weights have a range of each output channel, activations one range, unsigned behind ReLU
 where the library can; the first and the last layer have 8 bits. Run this with the interpreter of an
-environment that has the libraries; one that is not installed is left out, with the reason.
+environment that has the libraries; one that is not installed is left out, with the reason. With
+``--out`` a run goes on after the rows that the file has already.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20, some_batches
-from benchmarks.harness import Reporter, parse, parser
+from benchmarks.harness import Reporter, finished_rows, parse, parser
 
 __all__ = ["main"]
 
 _WIDTHS = ((8, 8), (4, 8), (4, 4))
 _COUNT = 512
 _ENDS = ("conv1", "linear")
+# What tells one row from another.
+_KEY = ("package", "algorithm", "seed", "widths", "images")
 
 
 def _torchq(model: nn.Module, batches: list[Tensor], weight: int, input: int) -> nn.Module:
@@ -90,8 +93,13 @@ def _modelopt_rules(path: str, weight: int, input: int, unsigned: bool) -> list[
     ]
 
 
-def _brevitas(gptq: bool) -> Any:
-    """Return the function of Brevitas, with its GPTQ or bias correction alone."""
+def _brevitas(rounding: str | None) -> Any:
+    """Return the function of Brevitas.
+
+    Args:
+        rounding: ``"gptq"`` or ``"gpfq"``, its algorithms that round weights before its bias
+            correction, or None for bias correction alone.
+    """
 
     def quantize(model: nn.Module, batches: list[Tensor], weight: int, input: int) -> nn.Module:
         calibrate = import_module("brevitas.graph.calibrate")
@@ -100,13 +108,13 @@ def _brevitas(gptq: bool) -> Any:
         with calibrate.calibration_mode(model):
             for batch in batches:
                 model(batch)
-        if gptq:
-            mode = import_module("brevitas.graph.gptq").gptq_mode
-            with mode(model, act_order=True, use_quant_activations=True) as rounding:
-                for _ in range(rounding.num_layers):
+        if rounding is not None:
+            mode = getattr(import_module(f"brevitas.graph.{rounding}"), f"{rounding}_mode")
+            with mode(model, act_order=True, use_quant_activations=True) as algorithm:
+                for _ in range(algorithm.num_layers):
                     for batch in batches:
-                        rounding.model(batch)
-                    rounding.update()
+                        algorithm.model(batch)
+                    algorithm.update()
         with calibrate.bias_correction_mode(model):
             for batch in batches:
                 model(batch)
@@ -150,8 +158,9 @@ _METHODS: dict[tuple[str | None, str], Method] = {
     ("nncf", "fast bias correction"): _nncf,
     ("nvidia-modelopt", "max"): _modelopt("max"),
     ("nvidia-modelopt", "mse"): _modelopt("mse"),
-    ("brevitas", "bias correction"): _brevitas(gptq=False),
-    ("brevitas", "GPTQ, bias correction"): _brevitas(gptq=True),
+    ("brevitas", "bias correction"): _brevitas(None),
+    ("brevitas", "GPTQ, bias correction"): _brevitas("gptq"),
+    ("brevitas", "GPFQ, bias correction"): _brevitas("gpfq"),
 }
 
 
@@ -178,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = resnet20(options.data)
     torchq.fuse_(model, test.images[:4])
     packages = list(dict.fromkeys(package for package, _ in _METHODS if package))
+    done = finished_rows(options.out, *_KEY)
     with Reporter("accuracy_ptq_peers", options.out, packages=packages) as report:
         for seed in options.seeds:
             batches = some_batches(pool, _COUNT, seed)
@@ -188,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for weight, input in _WIDTHS:
                     row = {"package": name, "algorithm": algorithm, "seed": seed}
                     row |= {"widths": f"W{weight}A{input}", "images": options.images}
-                    if row["widths"] in options.widths:
+                    if row["widths"] in options.widths and tuple(row.values()) not in done:
                         found = _measure(method, model, batches, (weight, input), test)
                         report.value(**row, **found)
 

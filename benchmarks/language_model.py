@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from benchmarks.qat_networks import CODES, Text, kept, read_text
 from benchmarks.qat_training import Training, fit
 
-__all__ = ["LENGTH", "LlamaLike", "perplexity", "trained_language_model"]
+__all__ = [
+    "LENGTH",
+    "LlamaLike",
+    "calibration_pieces",
+    "perplexity",
+    "trained_language_model",
+]
 
 #: Bytes that the model reads at once.
 LENGTH = 128
@@ -135,6 +141,12 @@ def _train(text: Text, steps: int) -> nn.Module:
 
     plan = Training(steps, 3e-3, optimizer="adam", weight_decay=0.01, clip=1.0)
     return fit(model, loss, plan, label="language model")
+
+
+def calibration_pieces(text: Text, seed: int, count: int) -> list[Tensor]:
+    """Return ``count`` batches of 16 pieces of training text that a seed chooses."""
+    generator = torch.Generator().manual_seed(seed)
+    return [text.batch(generator, size=16, length=LENGTH)[:, :-1] for _ in range(count)]
 
 
 @torch.no_grad()
