@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ from torchq.engines import (
     TorchEngine,
     graph_engine,
 )
+from torchq.engines.as_written import runs_as_written
 from torchq.engines.module import Run, Shapes
+from torchq.engines.task import Task
 from torchq.errors import ConfigError, ExportError, InputError, MissingExtraError
 
 pytest.importorskip("onnx")
@@ -260,6 +264,52 @@ def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_engine, "_file_agrees", lambda *_: False)
     with pytest.raises(ExportError, match="engine 'onnxruntime quantized': result 0 has relative"):
         torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
+
+
+def test_an_engine_that_computes_something_else_than_its_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        OnnxRuntime, "open", spoiled(lambda run, feeds: [2 * y for y in run(feeds)])
+    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [images(2)], progress=False)
+    with pytest.raises(ExportError, match="computes something else than its file says"):
+        torchq.deploy(model, images(1), engine="onnxruntime")
+
+
+def spoiled(change: Callable[[Run, Mapping[str, Tensor]], list[Tensor]]) -> Callable[..., Run]:
+    """Return ``OnnxRuntime.open`` with a run that is changed."""
+    original = OnnxRuntime.open
+
+    def opened(self: OnnxRuntime, *args: Any) -> Run:
+        run = original(self, *args)
+        return lambda feeds: change(run, feeds)
+
+    return opened
+
+
+class Amplifying(nn.Module):
+    """A model whose result depends on the last digits of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(1e5 * x)
+
+
+@pytest.mark.parametrize(("model", "expected"), [(Amplifying(), True), (nn.Identity(), False)])
+def test_what_a_model_amplifies_is_no_fault_of_an_engine(
+    model: nn.Module, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    layers = nn.Sequential(model, nn.Linear(16, 4)).eval()
+    torchq.quantize_(layers)
+    torchq.calibrate(layers, [x], progress=False)
+    module = OnnxRuntime().build(Task(layers, x))
+    assert runs_as_written(module, layers, x)
+    shifted = spoiled(lambda run, feeds: run({n: x + 0.5 for n, x in feeds.items()}))
+    monkeypatch.setattr(OnnxRuntime, "open", shifted)
+    assert runs_as_written(copy.deepcopy(module), layers, x) is expected
 
 
 class Counting(nn.Module):

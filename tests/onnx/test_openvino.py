@@ -72,7 +72,9 @@ PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def compiled(path: Path, x: Tensor) -> Tensor:
     core = openvino.Core()
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-    request = core.compile_model(core.read_model(str(path)), "CPU", settings)
+    model = core.read_model(str(path))
+    model.reshape(list(x.shape))
+    request = core.compile_model(model, "CPU", settings)
     return torch.from_numpy(request.create_infer_request().infer([x.numpy()])[0].copy())
 
 
@@ -112,6 +114,68 @@ def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
     assert sqnr(compiled(path, x), torch.as_tensor(expected)) > ALIKE_DB
 
 
+#: Results of reductions whose quantization OpenVINO would compute in the same kernel.
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "largest": lambda a, b: a.amax((2, 3), keepdim=True) + b,
+    "largest, halved": lambda a, b: 0.5 * a.amax((2, 3), keepdim=True) + b,
+    "least": lambda a, b: a.amin((2, 3), keepdim=True) + b,
+    "of channels": lambda a, b: cat(a.amax(1, keepdim=True), b.mean(1, keepdim=True)),
+    "of rows": lambda a, b: (a.flatten(2).mean(1) + b.flatten(2).sum(1)).unflatten(1, (1, 10, 10)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_results_of_reductions_are_quantized_right(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = Net(REDUCTIONS[name]).eval()
+    model(x)
+    model = calibrated(model, x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
+    expected = run_file(path, x)[0]
+    assert sqnr(compiled(path, x), torch.as_tensor(expected)) > ALIKE_DB
+
+
+class Pooled(nn.Module):
+    """Max pooling of values that may be negative, and a concatenation behind another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3, padding=1)
+        self.third, self.last = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(64, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.max_pool2d(F.leaky_relu(self.first(x)), 2))
+        return self.last(torch.cat([x, F.leaky_relu(self.third(x))], 1))
+
+
+def test_pooled_values_are_read_right_beside_a_concatenation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 20, 20)
+    model = calibrated(Pooled().eval(), x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
+    assert sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0])) > ALIKE_DB
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, -0.5])
+@pytest.mark.parametrize("shape", [(2, 64), (2, 5, 64)])
+def test_linear_layers_with_equal_biases_read_no_foreign_memory(
+    bias: float | None, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    first, last = (nn.Linear(64, width, bias=bias is not None) for width in (64, 16))
+    if bias is not None:
+        nn.init.constant_(first.bias, bias)
+    x = torch.randn(shape)
+    model = nn.Sequential(first, nn.ReLU(), last).eval()
+    model = calibrated(model, x, target="openvino", example=x)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=True)
+    assert sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0])) > ALIKE_DB
+
+
 class Dense(nn.Module):
     """Two layers whose results are concatenated, and a norm or nothing in front of a third."""
 
@@ -129,7 +193,7 @@ class Dense(nn.Module):
     ("norm", "dtype"),
     [
         (nn.Identity(), "UINT8"),
-        (nn.BatchNorm2d(16), "INT8"),
+        (nn.BatchNorm2d(16), "UINT8"),
         (nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()), "INT8"),
     ],
     ids=["nothing", "norm", "norm and ReLU"],

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchq.engines.as_written import runs_as_written
 from torchq.engines.export import OpenLengths, tensor_shapes, with_rows
 from torchq.engines.module import EngineModule, Run, Shapes
 from torchq.engines.registry import Engine
@@ -94,6 +95,11 @@ class GraphEngine(Engine):
         text = f"deploy: engine {self.label!r}: {found}"
         if not self.quantized or not _file_agrees(module, task):
             raise ExportError(f"{text}. Use another engine")
+        if not runs_as_written(module, task.model, task.example):
+            raise ExportError(
+                f"{text}, while the file agrees where it is run node by node: the engine computes "
+                "something else than its file says. Use another engine"
+            )
         warnings.warn(
             f"{text}, though every layer of the file agrees when given the same input: the model "
             "amplifies values that are rounded the other way at a tie. Its quantized results "

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
 from torchq.onnx.ir import (
     Model,
     Node,
     Value,
     add_initializer,
+    add_node,
+    attribute,
     computed_by,
     data_type,
+    fresh_name,
     is_constant,
     names,
     nodes_of,
@@ -16,10 +21,16 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.qdq import shared_name
+from torchq.onnx.qdq import pair_name, shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
-from torchq.onnx.targets.checks import LAYERS, check_fused_norms, check_one_range_per_tensor
+from torchq.onnx.targets.checks import (
+    LAYERS,
+    check_fused_norms,
+    check_one_range_per_tensor,
+    leads_only_to_quantizers,
+    weight_of,
+)
 
 __all__ = ["OPENVINO"]
 
@@ -28,37 +39,56 @@ _TRANSPARENT = names(
     "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
     "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
 )
+#: What OpenVINO may make a part of the layer behind it.
+_AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
+#: Reductions whose kernel computes what follows along with them.
+_LARGEST = names("ReduceMax ReduceMin GlobalMaxPool")
+_MEANS = names("ReduceMean ReduceSum")
+#: A bias that changes no result, and is none of the numbers that OpenVINO rounds to 0.
+_LEAST = 1e-30
 
 
-def unsigned_concatenations(model: Model) -> None:
-    """Write concatenated tensors, and what is computed from them at once, with unsigned codes.
+def unsigned_codes(model: Model) -> None:
+    """Write unsigned codes where OpenVINO computes wrong numbers with signed ones.
 
-    OpenVINO 2026.4 computes wrong numbers where a convolution reads a concatenation with signed
-    codes: it makes them unsigned, and forgets what it has added. Unsigned codes with a zero point
-    are right, and as fast there. Where no layer reads such codes, as in front of the BatchNorm of
-    DenseNet, signed ones are the faster ones.
+    OpenVINO 2026.4 makes signed codes unsigned, as its kernels read these, and forgets what it has
+    added where a convolution or linear layer reads a concatenation or, beside a concatenation, the
+    result of max pooling. Unsigned codes with a zero point are right, and as fast there. Where no
+    layer reads a concatenation, as in front of the BatchNorm and ReLU of DenseNet, signed ones are
+    the faster ones.
 
     Before::
 
-        A Concat between Q/DQ pairs with signed codes, whatever moves elements beside it, and
-        a layer that reads these codes.
+        A Concat or MaxPool between Q/DQ pairs with signed codes, whatever moves elements beside
+        it, and a layer that reads these codes, or reads them behind a norm.
 
     After::
 
         These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
     """
     values: set[Value] = set()
-    for node in nodes_of(model, "Concat"):
+    for node in nodes_of(model, "Concat", "MaxPool"):
         if node.outputs[0] not in values:
-            found = _moved_together(node)
-            if any(user.op_type in LAYERS for value in found for user in readers(value)):
-                values |= found
+            values |= _until_layers(_moved_together(node))
     shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
     retype_activations(model, ActivationTypes("unsigned", "unsigned"), shared)
 
 
+def _until_layers(values: set[Value]) -> set[Value]:
+    """Return values with what norms compute from them; none if no layer reads any of all these."""
+    pending, found, is_read = list(values), set(values), False
+    while pending:
+        for user in readers(pending.pop()):
+            result = user.outputs[0]
+            is_read |= user.op_type in LAYERS
+            if user.op_type in _AFFINE and result not in found:
+                found.add(result)
+                pending.append(result)
+    return found if is_read else set()
+
+
 def _moved_together(node: Node) -> set[Value]:
-    """Return the operands and results of a Concat, and whatever has the same codes as these."""
+    """Return the operands and results of a node, and whatever has the same codes as these."""
     pending, values = [*node.inputs, *node.outputs], set()
     while pending:
         value = pending.pop()
@@ -72,6 +102,39 @@ def _moved_together(node: Node) -> set[Value]:
             if user.op_type in _TRANSPARENT:
                 pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
     return values
+
+
+def separate_reductions(model: Model) -> None:
+    """Keep quantization out of the kernels of reductions.
+
+    OpenVINO 2026.4 quantizes largest values wrongly in the kernel that computes them, and sums of
+    other dimensions than those of an image as well: results have errors of a tenth and more. It
+    has no such kernel for the larger one of two values.
+
+    Before::
+
+        ReduceMax, or ReduceMean that keeps the last dimension.
+
+    After::
+
+        Max(x, x), which is x, follows.
+    """
+    for node in nodes_of(model, *_LARGEST, *_MEANS):
+        if node.op_type in _LARGEST or not _of_images(node):
+            result = node.outputs[0]
+            uses = list(result.uses())
+            name = fresh_name(node.graph, f"{result.name}/larger")
+            larger = add_node(node, "Max", [result, result], name)
+            for user, index in uses:
+                user.replace_input_with(index, larger)
+
+
+def _of_images(node: Node) -> bool:
+    """Return True if a reduction is one over the last dimensions."""
+    axes = attribute(node, "axes")
+    if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
+        axes = value_of(node.inputs[1]).tolist()
+    return axes is not None and bool({-1, 3} & set(axes))
 
 
 def own_zero_points(model: Model) -> None:
@@ -101,6 +164,47 @@ def own_zero_points(model: Model) -> None:
         read.add(zero_points)
 
 
+def unequal_biases(model: Model) -> None:
+    """Give linear layers whose results are quantized a bias with two values at least.
+
+    OpenVINO 2026.4 makes one kernel of a product of two dimensions and the quantization of its
+    result. Where that kernel has no bias, or one number for all channels, it reads memory that
+    nobody has written, with one thread and fixed shapes.
+
+    Before::
+
+        Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with equal ones.
+
+    After::
+
+        The bias of the first channel is larger by the least step that float32 makes, or by 1e-30.
+    """
+    for node in nodes_of(model, "Gemm", "MatMul"):
+        weight, result = weight_of(node), node.outputs[0]
+        if weight is None or not leads_only_to_quantizers(result, "Relu", "Clip"):
+            continue
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        codes = value_of(weight.inputs[0])
+        old = torch.zeros(codes.shape[0 if attribute(node, "transB", 0) else -1])
+        if bias is not None:
+            old = value_of(bias) if is_constant(bias) else torch.arange(2.0)
+        if len(old) < 2 or not bool((old == old.flatten()[0]).all()):
+            continue
+        new, first = old.clone(), old[..., :1]
+        larger = torch.nextafter(first, torch.full_like(first, torch.inf))
+        new[..., :1] = torch.where(first == 0, torch.full_like(first, _LEAST), larger)
+        name = f"{pair_name(weight)}/bias"
+        stored = add_initializer(node.graph, name, new)
+        if node.op_type == "Gemm":
+            node.resize_inputs(3)
+            node.replace_input_with(2, stored)
+        else:
+            uses = list(result.uses())
+            total = add_node(node, "Add", [result, stored], f"{name}/added")
+            for user, index in uses:
+                user.replace_input_with(index, total)
+
+
 OPENVINO = OnnxTarget(
     name="openvino",
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
@@ -111,7 +215,13 @@ OPENVINO = OnnxTarget(
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
     # Without the second one it would quantize each operand of a concatenation again.
-    passes=(unsigned_concatenations, drop_idle_pairs, own_zero_points),
+    passes=(
+        unsigned_codes,
+        drop_idle_pairs,
+        own_zero_points,
+        separate_reductions,
+        unequal_biases,
+    ),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(
         "OpenVINO computes the float parts in bfloat16 on CPUs that have it; "
