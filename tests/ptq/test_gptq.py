@@ -254,6 +254,6 @@ def test_a_layer_with_few_samples_is_no_worse_on_others(bits: tuple[int, int]) -
     report = gptq_(model, few.split(16), progress=False)
     # By chance it may be a little worse; with a fixed pull it is 1.5 to 2.6 times as large.
     assert (model(others) - expected).square().mean().item() < 1.1 * before
-    assert report.layers["0"].damping == pytest.approx(96 / 64)
+    assert report.layers["0"].damping == pytest.approx(96 / 64 - 0.05)
     published = gptq_(model, few.split(16), target="weight", refine=False, progress=False)
     assert published.layers["0"].damping == 0.01

@@ -100,8 +100,8 @@ def gptq_(
         act_order: round columns in the order of falling diagonals of the Hessian.
         damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
             > 0. Where the sum is not positive definite, it grows tenfold; the report has it. Unless
-            the target is ``"weight"``, it is at least the number of inputs of a layer over that
-            of its samples, as moments of few samples say little about others.
+            the target is ``"weight"``, it grows for layers with less than 20 samples for each
+            input, as moments of few samples say little about others.
         refine: search the ranges of the weights for the least error of the output, and improve
             the rounding by coordinate descent. Without it the ranges are those of calibration.
         block: patterns of the modules that are blocks; None finds them in the structure.

@@ -27,6 +27,8 @@ __all__ = ["GPTQLayer", "Options", "round_layer_"]
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
 # samples for each input it is larger: what cancels their errors by chance does not on others.
 _RIDGE, _RIDGE_OF_FEW = 0.1, 3.0
+# The inputs for each sample that moments bear without more damping than asked for.
+_FEW = 0.05
 
 Target = Literal["weight", "layer", "block"]
 
@@ -98,7 +100,8 @@ def round_layer_(
     if keep is not None:
         keep(rounded.clone())
     quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
-    least = options.damping if options.target == "weight" else max(options.damping, scarcity)
+    published = options.target == "weight"
+    least = options.damping if published else max(options.damping, scarcity - _FEW)
     used = max(damp_(matrix, least) for matrix in h)
     old = quantizer.descriptor, quantizer.amax.detach().clone()
     try:
