@@ -60,6 +60,22 @@ class Repeated(nn.Module):
         return self.again(self.deep(x))
 
 
+class Transformer(nn.Module):
+    """A stem of patches, and blocks of linear layers with additions behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 4, stride=4)
+        self.wide = nn.ModuleList(nn.Linear(64, 256) for _ in range(12))
+        self.narrow = nn.ModuleList(nn.Linear(256, 64) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        for wide, narrow in zip(self.wide, self.narrow, strict=True):
+            x = x + narrow(wide(x).relu())
+        return x
+
+
 def quantize(model: nn.Module, pixels: int = PIXELS, **options: object) -> torchq.SwapReport:
     x = torch.randn(1, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))
     return torchq.quantize_(model, example=x, **{"target": "onnxruntime", **options})
@@ -72,6 +88,13 @@ def float_parts(model: nn.Module) -> set[str]:
         for name, m in model.named_modules()
         if isinstance(m, (nn.Conv2d, nn.SiLU, nn.Hardswish)) and not isinstance(m, QuantModule)
     }
+
+
+def test_what_linear_layers_save_counts() -> None:
+    model = Transformer().eval()
+    report = quantize(model)
+    assert not [d.path for d in report.decisions if "faster in float" in d.reason]
+    assert all(isinstance(m, QuantModule) for m in (*model.wide, *model.narrow))
 
 
 def test_layers_of_many_results_and_few_products_stay_float() -> None:

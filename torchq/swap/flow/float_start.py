@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq.graph import call_model, state_kept, tensors_in
-from torchq.nn import QuantConv2d, QuantModule, TensorQuantizer
+from torchq.nn import QuantConv2d, QuantLinear, QuantModule, TensorQuantizer
 from torchq.swap.decision import Decision
 from torchq.swap.flow.calls import is_depthwise
 from torchq.swap.targets import IntegerGains, Target
@@ -157,6 +157,8 @@ class _Run:
 
 def _gain(module: nn.Module, gains: IntegerGains, *, is_first: bool) -> float:
     """Return the nanoseconds that integers save for each element of the result of a module."""
+    if isinstance(module, QuantLinear):
+        return gains.product * module.in_features + gains.result
     if not isinstance(module, QuantConv2d):
         assert isinstance(module, QuantModule)
         return gains.modules.get(type(module).float_class.__name__, 0.0)
