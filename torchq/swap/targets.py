@@ -17,8 +17,9 @@ __all__ = ["TARGETS", "IntegerGains", "Target"]
 class IntegerGains:
     """The time that a runtime saves on integers, in nanoseconds; below 0 where float is faster.
 
-    A convolution saves ``product`` for each product of each element of its result, and ``result``
-    for the element itself. The figures are measured on one thread of one CPU; their ratios decide.
+    A convolution or linear layer saves ``product`` for each product of each element of its result,
+    and ``result`` for the element itself. The figures are measured on one thread of one CPU; their
+    ratios decide.
 
     Attributes:
         product: For each product of a convolution.
