@@ -31,6 +31,7 @@ from torchq.onnx.passes.channels.merge_groups import merge_groups
 from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
+from torchq.onnx.passes.integer_biases import fit_biases
 from torchq.onnx.passes.integer_offsets import quantize_offsets
 from torchq.onnx.passes.matmul_layout import split_gemms
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
@@ -336,6 +337,7 @@ ONNXRUNTIME = OnnxTarget(
         fold_code_factors,
         quantize_offsets,
         store_float_weights,
+        fit_biases,
         pad_depthwise,
         merge_groups,
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
+from torchq.onnx.passes.integer_biases import fit_biases
 from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -78,6 +79,7 @@ QNN = OnnxTarget(
         "type:torch.nn.modules.activation.MultiheadAttention",
     ),
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned", widths=(8, 16)),
+    passes=(fit_biases,),
     checks=(
         check_activation_types,
         check_weights,
@@ -85,5 +87,5 @@ QNN = OnnxTarget(
         check_one_range_per_tensor,
         check_fused_norms,
     ),
-    limits=("Biases stay float; the provider quantizes them.",),
+    limits=("Biases stay float; the provider rounds them to int32.",),
 )

@@ -31,6 +31,7 @@ from torchq.onnx.ir import (
 from torchq.onnx.passes.channels.merge_groups import split_groups
 from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
+from torchq.onnx.passes.integer_biases import raised_channels
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
@@ -147,6 +148,7 @@ class _File:
         self._graph = load_model(path)
         # What a target added to layers is taken away: the rest must be the model's own.
         self._added = [*split_groups(self._graph), *remove_padding(self._graph)]
+        self._raised = raised_channels(self._graph)
         unfold_code_factors(self._graph)
         unfold_weight_factors(self._graph)
         known = quantizers(model)
@@ -223,7 +225,7 @@ class _File:
         if self._forced is None:
             return ()
         rows = [codes.result() for codes in self._codes.values()]
-        rows += _compare_weights(model, self._weights, self._float_weights)
+        rows += _compare_weights(model, self._weights, self._float_weights, self._raised)
         rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
         rows += [
             LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
@@ -271,7 +273,10 @@ def _same_input(one: Node, other: Node, index: int) -> bool:
 
 
 def _compare_weights(
-    model: nn.Module, nodes: Mapping[str, Node], floats: Mapping[str, Tensor]
+    model: nn.Module,
+    nodes: Mapping[str, Node],
+    floats: Mapping[str, Tensor],
+    raised: Mapping[str, list[int]],
 ) -> list[LayerAgreement]:
     """Compare stored weights, their codes and their values, with those of the model."""
     paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
@@ -282,7 +287,8 @@ def _compare_weights(
         for quantizer, weight in module.quantized_weights():
             name = paths[id(quantizer)]
             if quantizer.quantizing and name in nodes:
-                rows.append(_compare_weight(name, quantizer, weight.detach(), nodes[name]))
+                node, channels = nodes[name], raised.get(name, [])
+                rows.append(_compare_weight(name, quantizer, weight.detach(), node, channels))
             elif quantizer.quantizing and name in floats:
                 rows.append(_compare_float(name, quantizer, weight.detach(), floats[name]))
     return rows
@@ -303,8 +309,9 @@ def _compare_float(
 
 
 def _compare_weight(
-    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node
+    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node, raised: list[int]
 ) -> LayerAgreement:
+    """Compare a weight that is stored as codes; channels in ``raised`` have scales of the file."""
     d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
     codes = quantize(weight, amax, d.format, d.granularity, amin=amin).float().cpu()
     values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
@@ -315,6 +322,9 @@ def _compare_weight(
     dequantized = found.dequantize(centered)
     if str(node.inputs[0].name).endswith(TRANSPOSED):
         centered, dequantized = centered.t(), dequantized.t()
+    elif raised:
+        rounded = found.round(found.scaled(values))
+        codes[raised], values[raised] = rounded[raised], found.dequantize(rounded)[raised]
     difference = ""
     if centered.shape == codes.shape:
         same = torch.isclose(dequantized, values, rtol=_WEIGHT_RTOL, atol=0)
