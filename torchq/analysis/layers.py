@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, RoutedModule, TensorQuantizer, site_descriptors
+from torchq.nn import QuantModule, RoutedModule, TensorQuantizer, modes_kept, site_descriptors
 from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = [
@@ -170,15 +170,11 @@ def quantizing(
 
     Afterwards all do what they did before, also after an exception.
     """
-    before = [(quantizer, quantizer.mode) for quantizer in known]
-    wanted = {id(quantizer) for quantizer in chosen}
-    try:
-        for quantizer, _ in before:
+    known, wanted = list(known), {id(quantizer) for quantizer in chosen}
+    with modes_kept(known):
+        for quantizer in known:
             quantizer.mode = "quantize" if id(quantizer) in wanted else "off"
         yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode
 
 
 @contextmanager

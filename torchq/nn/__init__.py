@@ -96,7 +96,7 @@ from torchq.nn.operator_modules import (
     trace_forward,
 )
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
-from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.nn.tensor_quantizer import TensorQuantizer, modes_kept
 
 __all__ = [
     "FROZEN_NORMS",
@@ -172,6 +172,7 @@ __all__ = [
     "find_calls_alone",
     "freeze_norm_",
     "is_weight_quantizer",
+    "modes_kept",
     "quantized_as",
     "quantized_class",
     "recording_operators",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchq.errors import ConfigError
 from torchq.functional import fake_quantize, learned_fake_quantize, quantize
 from torchq.nn.quantizer_calibration import QuantizerCalibration
 
-__all__ = ["Delegate", "TensorQuantizer"]
+__all__ = ["Delegate", "TensorQuantizer", "modes_kept"]
 
 # Keeps these calls whole when a model is traced with torch.fx.
 torch.fx.wrap("fake_quantize")
@@ -160,3 +161,14 @@ class TensorQuantizer(QuantizerCalibration):
 # Trainers that know NVIDIA ModelOpt recognise its quantizers by the name of their class, and ask
 # them for ModelOpt's state (Ultralytics 8.4). The qualified name, which pickle uses, stays.
 TensorQuantizer.__name__ = "TorchqQuantizer"
+
+
+@contextmanager
+def modes_kept(quantizers: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Let a ``with`` block change the modes of quantizers; give them back at the end."""
+    before = [(quantizer, quantizer.mode) for quantizer in quantizers]
+    try:
+        yield
+    finally:
+        for quantizer, mode in before:
+            quantizer.mode = mode

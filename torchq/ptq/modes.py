@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from torchq.nn import modes_kept
 from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = ["quantizers_off"]
@@ -24,11 +25,7 @@ def quantizers_off(model: nn.Module, *, weights_only: bool = False) -> Iterator[
     if weights_only:
         weights = weight_quantizers(model)
         found = [quantizer for quantizer in found if id(quantizer) in weights]
-    before = [(quantizer, quantizer.mode) for quantizer in found]
-    try:
-        for quantizer, _ in before:
+    with modes_kept(found):
+        for quantizer in found:
             quantizer.mode = "off"
         yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode

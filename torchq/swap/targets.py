@@ -22,8 +22,8 @@ class IntegerGains:
     ratios decide.
 
     Attributes:
-        product: For each product of a convolution.
-        result: For each element of the result of a convolution.
+        product: For each product of a convolution or linear layer.
+        result: For each element of its result.
         image_product: As ``product``, where the convolution reads an image.
         image_result: As ``result``, where the convolution reads an image.
         depthwise: For each element of the result of a depthwise convolution.
@@ -31,7 +31,7 @@ class IntegerGains:
         modules: For each element of the result of other modules, by the names of their classes.
         boundary: The cost of each element that changes from float to integers.
         pooled_boundary: The same where max pooling computes or reads them.
-        least: What must be saved so that layers stay float.
+        least: What float must save in all for the first layers to stay float.
     """
 
     product: float
@@ -69,9 +69,9 @@ class Target:
         narrow_depthwise: Depthwise convolutions with fewer channels stay float where these cannot
             be padded, because they do not stand between convolutions alone; needs an example.
         most_unequal: The largest ratio of the ranges of concatenated tensors that share one range.
-            Where the example shows a larger one, and something else reads these tensors or the
-            result in float, or negative values in some of them alone, each tensor has its own.
-            None always shares.
+            Each has its own where the example shows a larger ratio and another quantizer reads
+            one of the tensors, or something reads the result in float; and where only some of the
+            tensors have negative values. None: they always share one.
     """
 
     name: str

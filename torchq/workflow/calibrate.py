@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer, modes_kept
 from torchq.utils import evaluating
 from torchq.workflow.batch_stream import BatchStream
 from torchq.workflow.calibration_report import CalibrationReport
@@ -337,18 +337,18 @@ def _observing(
 
     Afterwards all are as they were, but for their ranges.
     """
-    before = [(q, q.mode) for q in quantizers(model).values()]
-    try:
-        for quantizer in chosen.values():
-            quantizer.start_calibration(starting_method(quantizer, asked.inputs), **asked.options)
-        for quantizer, _ in before:
-            quantizer.quantizing = False
-        yield
-    finally:
-        for quantizer, mode in before:
-            quantizer.mode = mode
-        for quantizer in chosen.values():
-            quantizer.calibrator = None
+    known = list(quantizers(model).values())
+    with modes_kept(known):
+        try:
+            for quantizer in chosen.values():
+                method = starting_method(quantizer, asked.inputs)
+                quantizer.start_calibration(method, **asked.options)
+            for quantizer in known:
+                quantizer.quantizing = False
+            yield
+        finally:
+            for quantizer in chosen.values():
+                quantizer.calibrator = None
 
 
 def _set_ranges(chosen: dict[str, TensorQuantizer], by_name: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer, modes_kept
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
 __all__ = [
@@ -117,14 +117,10 @@ def disabled(model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*") -> I
         off quantize
     """
     chosen = list(select_quantizers(model, patterns).values())
-    before = [q.mode for q in chosen]
-    try:
+    with modes_kept(chosen):
         for q in chosen:
             q.mode = "off"
         yield
-    finally:
-        for q, mode in zip(chosen, before, strict=True):
-            q.mode = mode
 
 
 def freeze_(model: nn.Module) -> tuple[str, ...]:

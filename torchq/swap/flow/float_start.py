@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchq.graph import call_model, state_kept, tensors_in
-from torchq.nn import QuantConv2d, QuantLinear, QuantModule, TensorQuantizer
+from torchq.graph import call_model, tensors_in
+from torchq.nn import QuantConv2d, QuantLinear, QuantModule
 from torchq.swap.decision import Decision
 from torchq.swap.flow.calls import is_depthwise
+from torchq.swap.flow.float_runs import computing_in_float
 from torchq.swap.targets import IntegerGains, Target
-from torchq.utils import evaluating
 
 __all__ = ["float_start"]
 
 _IMAGE_CHANNELS = 4
-#: Float kernels compute depthwise channels in multiples of the first number alone, and the input
-#: channels of other convolutions in blocks of the second.
+#: Float kernels are slow for depthwise convolutions whose channels are no multiple of the first
+#: number. They fill up the input channels of other convolutions to a multiple of the second one.
 _ALIGNMENT, _BLOCK = 4, 16
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
@@ -100,23 +100,13 @@ class _Run:
 
     def record(self, model: nn.Module, example: Any) -> None:
         """Run a model on an example with all quantizers off, and note what its modules do."""
-        quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-        modes = [(quantizer, quantizer.mode) for quantizer in quantizers]
-        handles = [
-            module.register_forward_hook(partial(self._note, name))
-            for name, module in model.named_modules()
-            if isinstance(module, QuantModule) and not module.is_container and module.slots()
-        ]
-        try:
-            for quantizer in quantizers:
-                quantizer.mode = "off"
-            with torch.no_grad(), evaluating(model), state_kept(model):
-                call_model(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for quantizer, mode in modes:
-                quantizer.mode = mode
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if isinstance(module, QuantModule) and not module.is_container and module.slots():
+                    note = partial(self._note, name)
+                    stack.callback(module.register_forward_hook(note).remove)
+            stack.enter_context(computing_in_float(model))
+            call_model(model, example)
 
     def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         index, pooled = len(self.names), isinstance(module, _MAX_POOLS)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
-from torchq.graph import Call, Flow, call_model, record, state_kept
+from torchq.graph import Call, Flow, call_model, record
 from torchq.nn import QuantCat, TensorQuantizer
 from torchq.swap.flow.calls import is_leaf, moves_elements, quantizes
-from torchq.utils import evaluating
+from torchq.swap.flow.float_runs import computing_in_float
 
 __all__ = ["separate_ranges_"]
 
-#: Where the elements of a tensor lie, and how many they are: views of all of it have the same.
+#: The address of a tensor's elements, and their number. Views of all of them have the same key.
 _Key: TypeAlias = tuple[int, int]
+#: Functions that return parts of a tensor.
 _PARTS = frozenset(["chunk", "split", "tensor_split", "getitem", "__getitem__"])
 
 
@@ -32,24 +32,26 @@ class _Range:
 
 
 def separate_ranges_(model: nn.Module, example: Any, most_unequal: float) -> list[str]:
-    """Give each tensor of a concatenation its own range where their ranges differ much, in place.
+    """Give each tensor of a concatenation its own range where that gains something, in place.
 
-    A tensor whose range is a third of the shared one has a third of the codes. The layers that
-    read the tensor get its own range too, so a chain of layers whose results are concatenated, as
-    in HGNetV2, gains most. Where nothing else reads the tensors, and the concatenation is quantized
-    with one range right away, as in GoogLeNet and ShuffleNet, nothing is gained: they share it.
+    A tensor whose own range is a third of the shared one is left with a third of the codes. So are
+    the other layers that read it, so a chain of layers whose results are concatenated, as in
+    HGNetV2, gains most from own ranges. Where nothing else reads the tensors, and all that reads
+    the result quantizes it with one range, as in GoogLeNet and ShuffleNet, nothing is gained.
 
-    Tensors of which only some have negative values have their own as well: codes that begin at 0
-    include the ReLU in front of them, and others leave it, with the convolution before it, in
-    float.
+    Codes that begin at 0 include the ReLU in front of them. If only some of the tensors have
+    negative values, a shared range leaves the ReLU in front of the others, and the convolution
+    before it, in float.
 
-    Before: the tensors of each quantized concatenation have one range. After: those with a ratio
-    of ranges above ``most_unequal`` on the example, or with and without negative values, have one
-    each.
+    Before: the tensors of each quantized concatenation have one range. After: they have one each
+    where, on the example, only some of them have negative values, or where the ratio of their
+    ranges is above ``most_unequal`` and another quantizer reads one of them, or a function or
+    module reads the result in float.
 
     Args:
-        model: quantized; it runs once on ``example`` with all quantizers off, in eval mode, and
-            once with all on where there are concatenations.
+        model: quantized. If it has concatenations, it runs on ``example`` twice in eval mode: as it
+            is, which shows what reads their results, and with all quantizers off, which shows the
+            ranges.
         example: the arguments of one call; see :func:`torchq.graph.call_arguments`.
         most_unequal: the largest ratio of two ranges that are still shared.
 
@@ -79,29 +81,28 @@ class _Seen:
     Attributes:
         ranges: id of a concatenation -> the ranges of its tensors, in each call.
         operands: id of a concatenation -> its tensors.
-        readers: tensor -> ids of the concatenations, and of other quantizers, that read it.
+        readers: tensor -> the ids of what reads it: of concatenations for their own quantizers,
+            and of all other quantizers.
     """
 
     ranges: dict[int, list[list[_Range]]] = field(default_factory=dict)
     operands: dict[int, set[_Key]] = field(default_factory=dict)
     readers: dict[_Key, set[int]] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)  # Memory is not used again meanwhile.
+    # Tensors that are kept during the run, so that no two have one address.
+    _alive: list[Tensor] = field(default_factory=list)
 
     def run(self, model: nn.Module, example: Any, concatenations: Sequence[QuantCat]) -> None:
         """Run a model with all quantizers off, and note what its concatenations read."""
-        quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-        modes = [(quantizer, quantizer.mode) for quantizer in quantizers]
         owners = {id(q): id(cat) for cat in concatenations for q in cat.modules()}
         with ExitStack() as stack:
-            for quantizer, mode in modes:
-                stack.callback(setattr, quantizer, "mode", mode)
-                quantizer.mode = "off"
-                note = partial(self._note_reader, owners.get(id(quantizer), id(quantizer)))
-                stack.callback(quantizer.register_forward_pre_hook(note).remove)
+            for quantizer in model.modules():
+                if isinstance(quantizer, TensorQuantizer):
+                    note = partial(self._note_reader, owners.get(id(quantizer), id(quantizer)))
+                    stack.callback(quantizer.register_forward_pre_hook(note).remove)
             for module in concatenations:
                 stack.callback(module.register_forward_pre_hook(self._note).remove)
-            with torch.no_grad(), evaluating(model), state_kept(model):
-                call_model(model, example)
+            stack.enter_context(computing_in_float(model))
+            call_model(model, example)
         self._alive.clear()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -132,6 +133,7 @@ def _is_float(flow: Flow, concatenation: int) -> bool:
 
 
 def _leads_to_float(flow: Flow, call: Call) -> bool:
+    """Return True if a result, or a part of it, is returned by the model or read in float."""
     if call.index in flow.outputs:
         return True
     return any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.formats import PerTensor
-from torchq.graph import MAX_POOLING, REARRANGING, call_model, state_kept
+from torchq.graph import MAX_POOLING, REARRANGING, call_model
 from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
-from torchq.utils import evaluating
+from torchq.swap.flow.float_runs import computing_in_float
 
 __all__ = ["share_common_ranges_"]
 
@@ -43,18 +44,13 @@ def share_common_ranges_(model: nn.Module, example: Any) -> list[list[str]]:
             paths[id(module)] = path
     chosen = {key: path for key, path in paths.items() if key not in of_weights}
     flow = _ValueFlow()
-    modes = [(m, m.mode) for m in model.modules() if isinstance(m, TensorQuantizer)]
-    handles = [m.register_forward_pre_hook(flow.note) for m, _ in modes if id(m) in chosen]
-    try:
-        for quantizer, _ in modes:
-            quantizer.mode = "off"
-        with state_kept(model), evaluating(model), torch.no_grad(), flow:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if id(module) in chosen:
+                stack.callback(module.register_forward_pre_hook(flow.note).remove)
+        stack.enter_context(computing_in_float(model))
+        with flow:
             call_model(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for quantizer, mode in modes:
-            quantizer.mode = mode
     return [_share_(model, group, chosen) for group in flow.groups() if len(group) > 1]
 
 
