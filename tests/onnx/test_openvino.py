@@ -136,6 +136,35 @@ def test_results_of_reductions_are_quantized_right(name: str, tmp_path: Path) ->
     assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
 
 
+#: Average pooling over padding that counts.
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,
+    "with steps": lambda a, b: F.avg_pool2d(a, 3, 2, 1),
+    "of a concatenation": lambda a, b: F.avg_pool2d(cat(a, b), 3, 2, 1),
+    "beside a layer": lambda a, b: cat(F.avg_pool2d(a, 3, 1, 1), a),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_padding_counts_as_zero_in_averages(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = Net(AVERAGES[name]).eval()
+    model(x)
+    model = calibrated(model, x, target="openvino", example=x)
+    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+
+
+def test_averages_of_codes_that_begin_at_zero_stay_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = Net(lambda a, b: F.avg_pool2d(a.relu(), 3, 1, 1)).eval()
+    model(x)
+    model = calibrated(model, x, target="openvino", example=x)
+    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert not nodes_of(load_model(tmp_path / "model.onnx"), "Max")
+
+
 class Pooled(nn.Module):
     """Max pooling of values that may be negative, and a concatenation behind another layer."""
 

@@ -21,7 +21,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.qdq import pair_name, shared_name
+from torchq.onnx.qdq import pair_name, qparams_of, shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
@@ -105,28 +105,56 @@ def _moved_together(node: Node) -> set[Value]:
 
 
 def separate_reductions(model: Model) -> None:
-    """Keep quantization out of the kernels of reductions.
+    """Keep quantization out of the kernels of reductions and of padded average pooling.
 
     OpenVINO 2026.4 quantizes largest values wrongly in the kernel that computes them, and sums of
     other dimensions than those of an image as well: results have errors of a tenth and more. It
-    has no such kernel for the larger one of two values.
+    makes signed codes unsigned, and average pooling then takes padding for the code 0, which is
+    the least value. It has no such kernel for the larger one of two values.
 
     Before::
 
-        ReduceMax, or ReduceMean that keeps the last dimension.
+        ReduceMax, or ReduceMean that keeps the last dimension; AveragePool of values that may be
+        negative, with padding that counts.
 
     After::
 
-        Max(x, x), which is x, follows.
+        Max(x, x), which is x, stands behind the reduction, or in front of the pooling.
     """
     for node in nodes_of(model, *_LARGEST, *_MEANS):
         if node.op_type in _LARGEST or not _of_images(node):
-            result = node.outputs[0]
-            uses = list(result.uses())
-            name = fresh_name(node.graph, f"{result.name}/larger")
-            larger = add_node(node, "Max", [result, result], name)
-            for user, index in uses:
-                user.replace_input_with(index, larger)
+            _separate(node, node.outputs[0])
+    for node in nodes_of(model, "AveragePool"):
+        before = node.inputs[0].producer()
+        if before is not None and _counts_padding(node) and not _is_nonnegative(node.inputs[0]):
+            _separate(before, node.inputs[0], node)
+
+
+def _separate(producer: Node, value: Value, reader: Node | None = None) -> None:
+    """Let all readers of a value, or one of them, read the larger one of it and itself."""
+    uses = [use for use in value.uses() if reader in (None, use[0])]
+    name = fresh_name(producer.graph, f"{value.name}/larger")
+    larger = add_node(producer, "Max", [value, value], name)
+    for user, index in uses:
+        user.replace_input_with(index, larger)
+
+
+def _counts_padding(pool: Node) -> bool:
+    padded = any(attribute(pool, "pads", ())) or attribute(pool, "auto_pad", "NOTSET") != "NOTSET"
+    return padded and bool(attribute(pool, "count_include_pad", 0))
+
+
+def _is_nonnegative(value: Value) -> bool:
+    """Return True if codes that begin at 0, or a ReLU, show that no value is negative."""
+    moved = computed_by(value, "Concat", "MaxPool")
+    if moved is not None:
+        return all(map(_is_nonnegative, moved.inputs))
+    dequantize = computed_by(value, "DequantizeLinear")
+    quantize = None if dequantize is None else computed_by(dequantize.inputs[0], "QuantizeLinear")
+    if quantize is None or not is_constant(quantize.inputs[1]):
+        return computed_by(value, "Relu") is not None
+    qparams = qparams_of(quantize)
+    return qparams.has_zero_point(qparams.quant_min)
 
 
 def _of_images(node: Node) -> bool:
