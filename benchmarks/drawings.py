@@ -47,8 +47,9 @@ def _weights_and_codes(place: Any, theme: Theme) -> None:
     edges = (torch.arange(-22, 24) - 0.5) * step / 3
     counts, _ = torch.histogram(weights, edges)
     codes, totals = fake_quantize(weights, amax, form).unique(return_counts=True)
-    place.bar(edges[:-1], counts, width=step / 3, align="edge", color=theme.quiet)
-    place.bar(codes, -totals, width=step / 6, color=theme.accent)
+    starts = edges[:-1].tolist()
+    place.bar(starts, counts.tolist(), width=step / 3, align="edge", color=theme.quiet)
+    place.bar(codes.tolist(), (-totals).tolist(), width=step / 6, color=theme.accent)
     place.axhline(0, color=theme.quiet, linewidth=0.8)
     place.set_title("float weights above,\nINT4 codes below")
     place.set_xticks([])
@@ -131,7 +132,7 @@ def granularity(measured: Measured, theme: Theme) -> Any:
         amax = torchq.functional.reduce_amax(weight, kept)
         error = fake_quantize(weight, amax, torchq.formats.INT4, kept) - weight
         relative = error.norm(dim=1) / weight.norm(dim=1)
-        place.bar(range(16), relative, color=theme.accent)
+        place.bar(range(16), relative.tolist(), color=theme.accent)
         place.set_ylim(0, 1.05)
         place.set_xticks([0, 15], ["channel 0, large", "channel 15, small"])
         place.set_title(title)

@@ -41,8 +41,8 @@ class Measured:
 
 def read_results(folder: Path = RESULTS) -> Measured:
     """Return every result line below ``folder``."""
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.open()]
-    rows = [json.loads(line) for line in lines if line.strip()]
+    files = sorted(folder.glob("*.jsonl"))
+    rows = [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines()]
     return Measured([row for row in rows if row["kind"] == "result"])
 
 
@@ -65,13 +65,14 @@ def fake_quantization(measured: Measured, theme: Theme) -> Any:
 
 
 def speed(measured: Measured, theme: Theme) -> Any:
-    """Draw how much faster deployed networks are than FP32 in PyTorch."""
+    """Draw how much faster networks on the engines of ``deploy`` are than FP32 in PyTorch."""
     networks = {"ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2"}
     fig, axes = figure(theme, len(networks), (8.0, 2.4))
     engines = {
         "FP32 eager": None,
-        "torchq": "int8 residual",
-        "ONNX Runtime INT8": "int8 onnxruntime",
+        "INT8, torch": "torch quantized, own placement",
+        "INT8, ONNX Runtime": "onnxruntime quantized",
+        "INT8, OpenVINO": "openvino quantized",
     }
     for place, (title, model) in zip(axes, networks.items(), strict=True):
         lookup = {"bench": "deploy_native", "model": model, "batch": 1, "threads": 1}
@@ -87,14 +88,19 @@ def speed(measured: Measured, theme: Theme) -> Any:
 def accuracy(measured: Measured, theme: Theme) -> Any:
     """Draw the accuracy of ResNet-20 in several formats, none of them trained."""
     trained = {"bench": "accuracy_qat", "network": "resnet20"}
-    solved = {"bench": "accuracy_ptq", "network": "resnet20", "algorithm": "gptq_", "seed": 0}
     float_row = {"bench": "accuracy_ptq", "network": "resnet20", "widths": "FP32"}
+
+    def solved(widths: str, algorithm: str) -> float:
+        wanted = {"widths": widths, "algorithm": algorithm, "network": "resnet20", "seed": 0}
+        found: float = measured.value("accuracy", "accuracy_ptq", **wanted)
+        return 100 * found
+
     bars_by_name = {
         "FP32": 100 * measured.value("accuracy", **float_row),
         "INT8": measured.value("accuracy", widths="w8a8", method="ptq mse", **trained),
-        "W4A4": measured.value("accuracy", widths="w4a4", method="ptq mse", **trained),
-        "W4A4, gptq_": 100 * measured.value("accuracy", widths="W4A4", **solved),
-        "W2A4, gptq_": 100 * measured.value("accuracy", widths="W2A4", **solved),
+        "W4A4": solved("W4A4", "recipes.w4a4()"),
+        "W4A4, gptq_": solved("W4A4", "gptq_"),
+        "W2A4, gptq_": solved("W2A4", "gptq_"),
     }
     fig, axes = figure(theme, 1, (6.4, 2.4))
     bars(axes[0], list(bars_by_name), list(bars_by_name.values()), theme, "{:.1f} %")
