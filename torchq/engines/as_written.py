@@ -1,8 +1,9 @@
 """Comparison of an engine with the file that it runs, node by node.
 
-Engines fuse nodes and choose other integer types for them, and some do it wrongly. A deep network
-may also amplify a code that falls the other way at a tie, so a difference alone proves nothing:
-how far results move where the inputs change a little says what the network amplifies.
+Engines fuse nodes and choose other integer types for them, and some do it wrongly. A difference
+alone proves nothing, as a deep network may amplify one value that is rounded the other way at a
+tie. How far the results of the file move where its inputs change a little shows how much the
+network amplifies.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ __all__ = ["runs_as_written"]
 
 #: The relative error against the file that is always allowed: -20 dB.
 _TOLERANCE = 0.1
-#: The standard deviation of the changes of inputs, relative to each value. Engines round the biases
-#: of convolutions to integers, which moves a thousandth of a code, and float32 far less.
+#: The standard deviation of the changes of inputs, relative to each value. Engines that round the
+#: biases of convolutions to integers change about as much; the rounding of float32 is far less.
 _CHANGE = 1e-3
 #: How many changed inputs are tried, and how much larger an error may be than their largest one.
 _TRIES, _FACTOR = 4, 2.0
@@ -68,7 +69,7 @@ def _results(module: EngineModule, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _changed(feeds: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return inputs whose floating-point numbers are changed a little; codes of words stay."""
+    """Return inputs with floating-point numbers that are changed a little; others stay."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: value * (1 + _CHANGE * torch.randn(value.shape, generator=generator))

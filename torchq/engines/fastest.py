@@ -33,8 +33,8 @@ _MOST, _LEAST = 80, 7
 #: programs run, the least of a few samples may be three times what a call takes.
 _FIRST, _HOPELESS = 8, 2.5
 _LATER, _CLOSE = 30, 1.3
-#: Samples of a candidate once it is built. One that takes this many times as long as another, at
-#: each batch size, gives its memory back before the next one is built.
+#: Samples of a candidate once it is built. One that takes more than this many times as long as
+#: another, at every batch size, is dropped before the next one is built, which frees its memory.
 _LOOKS, _HEAVY = 3, 4.0
 
 

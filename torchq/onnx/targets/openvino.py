@@ -41,21 +41,21 @@ _TRANSPARENT = names(
 )
 #: What OpenVINO may make a part of the layer behind it.
 _AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
-#: Reductions whose kernel computes what follows along with them.
+#: Reductions whose kernels also compute the operators behind them.
 _LARGEST = names("ReduceMax ReduceMin GlobalMaxPool")
 _MEANS = names("ReduceMean ReduceSum")
-#: A bias that changes no result, and is none of the numbers that OpenVINO rounds to 0.
+#: A bias too small to change a result, and large enough that OpenVINO does not take it for 0.
 _LEAST = 1e-30
 
 
 def unsigned_codes(model: Model) -> None:
     """Write unsigned codes where OpenVINO computes wrong numbers with signed ones.
 
-    OpenVINO 2026.4 makes signed codes unsigned, as its kernels read these, and forgets what it has
-    added where a convolution or linear layer reads a concatenation or, beside a concatenation, the
-    result of max pooling. Unsigned codes with a zero point are right, and as fast there. Where no
-    layer reads a concatenation, as in front of the BatchNorm and ReLU of DenseNet, signed ones are
-    the faster ones.
+    The kernels of OpenVINO 2026.4 read unsigned codes, so it adds an offset to signed ones. It does
+    not subtract the offset again where a convolution or linear layer reads a concatenation or,
+    beside a concatenation, the result of max pooling. Files with unsigned codes and a zero point
+    are computed right there, and as fast. Signed codes stay where no layer reads a concatenation,
+    as in front of the BatchNorm and ReLU of DenseNet: they are right there, and faster.
 
     Before::
 
@@ -75,7 +75,7 @@ def unsigned_codes(model: Model) -> None:
 
 
 def _until_layers(values: set[Value]) -> set[Value]:
-    """Return values with what norms compute from them; none if no layer reads any of all these."""
+    """Return values with what norms compute from them; nothing if no layer reads any of these."""
     pending, found, is_read = list(values), set(values), False
     while pending:
         for user in readers(pending.pop()):
@@ -107,10 +107,11 @@ def _moved_together(node: Node) -> set[Value]:
 def separate_reductions(model: Model) -> None:
     """Keep quantization out of the kernels of reductions and of padded average pooling.
 
-    OpenVINO 2026.4 quantizes largest values wrongly in the kernel that computes them, and sums of
-    other dimensions than those of an image as well: results have errors of a tenth and more. It
-    makes signed codes unsigned, and average pooling then takes padding for the code 0, which is
-    the least value. It has no such kernel for the larger one of two values.
+    OpenVINO 2026.4 quantizes largest values wrongly in the kernel that computes them, and means and
+    sums of other dimensions than those of an image as well: results have errors of a tenth and
+    more. It also makes signed codes unsigned, and average pooling then takes padding for the code
+    0, which is the least value. It computes the larger one of two values in a kernel that does not
+    quantize.
 
     Before::
 
@@ -205,7 +206,7 @@ def unequal_biases(model: Model) -> None:
 
     After::
 
-        The bias of the first channel is larger by the least step that float32 makes, or by 1e-30.
+        The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
     for node in nodes_of(model, "Gemm", "MatMul"):
         weight, result = weight_of(node), node.outputs[0]
@@ -242,7 +243,7 @@ OPENVINO = OnnxTarget(
     one_branch=True,
     # The kernels of CPUs without AMX multiply uint8 by int8.
     activation_types=ActivationTypes(nonnegative="unsigned", others="signed"),
-    # Without the second one it would quantize each operand of a concatenation again.
+    # Without drop_idle_pairs OpenVINO would quantize concatenated codes again, operand by operand.
     passes=(
         unsigned_codes,
         drop_idle_pairs,

@@ -25,16 +25,16 @@ from torchq.onnx.passes.fold_shapes import Shape, known_shapes
 
 __all__ = ["gather_shuffled"]
 
-#: A value, and which of the channels before the shuffle it has.
+#: A value, and the indices of its channels before the shuffle.
 _Part: TypeAlias = tuple[Value, Tensor]
 
 
 def gather_shuffled(model: Model) -> None:
     """Write the channel shuffle of ShuffleNet as a Gather, together with the split behind it.
 
-    ONNX Runtime moves the channels of integer convolutions to the end, and the shuffle of a
-    concatenation of their results with them. Transposing single bytes there took 12 % of the time
-    of ShuffleNetV2. A Gather stays where it is, and copies whole images.
+    ONNX Runtime computes integer convolutions with their channels last in memory, and does the same
+    with a shuffle between them, which then transposes single bytes. It leaves a Gather as it is,
+    which copies whole channels.
 
     Before::
 
@@ -88,7 +88,7 @@ def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
 
 
 def _read_parts(value: Value, channels: Tensor) -> list[_Part]:
-    """Return the slices of a value where these are all that reads it, or else the value."""
+    """Return the slices of a value if nothing else reads it, or else the value itself."""
     parts: list[_Part] = []
     for reader in readers(value):
         found = _parts_of(reader, channels)
