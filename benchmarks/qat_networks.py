@@ -19,6 +19,7 @@ __all__ = [
     "LanguageModel",
     "Text",
     "depthwise",
+    "image_loss",
     "kept",
     "read_text",
     "train_depthwise",
@@ -51,16 +52,22 @@ def depthwise() -> nn.Module:
     )
 
 
-def train_depthwise(data: Images, steps: int) -> nn.Module:
-    """Return :func:`depthwise` trained from seed 0 on batches of 64."""
-    torch.manual_seed(0)
-    model = depthwise().to(memory_format=torch.channels_last)
+def image_loss(model: nn.Module, data: Images) -> Callable[[torch.Generator], Tensor]:
+    """Return the loss of a classifier on 64 augmented images that a generator chooses."""
 
     def loss(generator: torch.Generator) -> Tensor:
         index = torch.randint(len(data.labels), (64,), generator=generator)
         images, labels = data.augmented(index, generator)
         return F.cross_entropy(model(images), labels)
 
+    return loss
+
+
+def train_depthwise(data: Images, steps: int) -> nn.Module:
+    """Return :func:`depthwise` trained from seed 0 on batches of 64."""
+    torch.manual_seed(0)
+    model = depthwise().to(memory_format=torch.channels_last)
+    loss = image_loss(model, data)
     return fit(model, loss, Training(steps, 0.1, weight_decay=5e-4), label="float depthwise")
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cifar import read_split
-from benchmarks.qat_networks import kept
+from benchmarks.qat_networks import image_loss, kept
 from benchmarks.qat_training import Training, fit
 
 __all__ = ["ShuffleNet", "shufflenet_cifar"]
@@ -93,13 +93,7 @@ def shufflenet_cifar(folder: Path) -> nn.Module:
         data = read_split(folder, "train", 50_000)
         torch.manual_seed(0)
         model = ShuffleNet().to(memory_format=torch.channels_last)
-
-        def loss(generator: torch.Generator) -> Tensor:
-            index = torch.randint(len(data.labels), (64,), generator=generator)
-            images, labels = data.augmented(index, generator)
-            return F.cross_entropy(model(images), labels)
-
-        state = folder / "shufflenet.state"
+        loss, state = image_loss(model, data), folder / "shufflenet.state"
         return fit(model, loss, _TRAINING, label="float ShuffleNet", checkpoint=state)
 
     return kept(folder / "shufflenet.pt", ShuffleNet(), train)

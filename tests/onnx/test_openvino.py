@@ -85,6 +85,15 @@ def agreement(model: nn.Module, x: Tensor, path: Path, **options: Any) -> float:
     return sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0]))
 
 
+def net_agreement(pattern: Callable[[Tensor, Tensor], Tensor], path: Path) -> float:
+    """Return the agreement of a :class:`Net` with random weights on a random image."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    model = Net(pattern).eval()
+    model(x)
+    return agreement(calibrated(model, x, target="openvino", example=x), x, path)
+
+
 #: Sums alone: above 130 dB each, and below 45 dB where both operands are quantized.
 SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two convolutions": lambda a, b: a + b,
@@ -98,22 +107,12 @@ SUMS_ALIKE_DB = 100
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_rounded_as_in_the_file(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = Net(SUMS[name]).eval()
-    model(x)
-    model = calibrated(model, x, target="openvino", example=x)
-    assert agreement(model, x, tmp_path / "model.onnx") > SUMS_ALIKE_DB
+    assert net_agreement(SUMS[name], tmp_path / "model.onnx") > SUMS_ALIKE_DB
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_concatenated_tensors_are_read_right(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = Net(PATTERNS[name]).eval()
-    model(x)
-    model = calibrated(model, x, target="openvino", example=x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert net_agreement(PATTERNS[name], tmp_path / "model.onnx") > ALIKE_DB
 
 
 #: Results of reductions whose quantization OpenVINO would compute in the same kernel.
@@ -128,12 +127,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_results_of_reductions_are_quantized_right(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = Net(REDUCTIONS[name]).eval()
-    model(x)
-    model = calibrated(model, x, target="openvino", example=x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert net_agreement(REDUCTIONS[name], tmp_path / "model.onnx") > ALIKE_DB
 
 
 #: Average pooling over padding that counts.
@@ -147,22 +141,13 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_padding_counts_as_zero_in_averages(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = Net(AVERAGES[name]).eval()
-    model(x)
-    model = calibrated(model, x, target="openvino", example=x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+    assert net_agreement(AVERAGES[name], tmp_path / "model.onnx") > ALIKE_DB
 
 
 def test_averages_of_codes_that_begin_at_zero_stay_as_they_are(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, 10, 10)
-    model = Net(lambda a, b: F.avg_pool2d(a.relu(), 3, 1, 1)).eval()
-    model(x)
-    model = calibrated(model, x, target="openvino", example=x)
-    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
-    assert not nodes_of(load_model(tmp_path / "model.onnx"), "Max")
+    path = tmp_path / "model.onnx"
+    assert net_agreement(lambda a, b: F.avg_pool2d(a.relu(), 3, 1, 1), path) > ALIKE_DB
+    assert not nodes_of(load_model(path), "Max")
 
 
 class Pooled(nn.Module):
