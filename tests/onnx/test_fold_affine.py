@@ -46,9 +46,13 @@ class Scaled(nn.Module):
         return self.last(self.factor * self.first(x).relu() + self.offset)
 
 
-def exported(model: nn.Module, x: Tensor, path: Path, perchannel: bool = True) -> list[str]:
+def exported(
+    model: nn.Module, x: Tensor, path: Path, perchannel: bool = True, weight_bits: int = 8
+) -> list[str]:
     """Write a model for ONNX Runtime; return its float operators other than Q and DQ."""
     config = torchq.recipes.int8()
+    if weight_bits < 8:
+        config = torchq.recipes.integer(weight_bits, 8, first_last=weight_bits)
     if not perchannel:
         weight = torchq.Rule("*", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor())
         config = torchq.QuantConfig((weight,))
@@ -79,6 +83,17 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) * self.gamma
+
+
+def test_negative_factors_of_the_least_code_of_four_bits(tmp_path: Path) -> None:
+    """Its negative needs a fifth bit."""
+    torch.manual_seed(0)
+    model, x, path = Unfused().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx"
+    nn.init.constant_(model.norm.weight, -1.0)
+    with torch.no_grad():
+        model.first.weight.copy_(-model.first.weight.abs())
+    assert not {"Mul", "BatchNormalization"} & {*exported(model, x, path, weight_bits=4)}
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
 def test_weights_of_float_convolutions_include_factors_too(tmp_path: Path) -> None:

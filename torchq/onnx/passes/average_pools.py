@@ -1,4 +1,4 @@
-"""Average pooling of codes as a depthwise convolution."""
+"""Average pooling of codes as a depthwise convolution, or of their values."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
     replace_value,
 )
 from torchq.onnx.passes.fold_shapes import Shape, known_shapes
+from torchq.onnx.passes.separate import separate
 
 __all__ = ["convolve_averages"]
 
@@ -30,7 +31,8 @@ def convolve_averages(model: Model) -> None:
 
     ONNX Runtime's kernel for average pooling of codes takes about five times as long as its
     depthwise convolution, and longer than pooling in float. A mean over whole images has a fast
-    one.
+    one. Where the last window stands over the edge of the image (``ceil_mode``), that kernel
+    divides by the area of a whole one, and a convolution would too.
 
     Before::
 
@@ -39,7 +41,8 @@ def convolve_averages(model: Model) -> None:
     After::
 
         DequantizeLinear -> Conv of each channel by itself, with the codes 1 and the scale 1 /
-        (height * width) of the kernel -> QuantizeLinear.
+        (height * width) of the kernel -> QuantizeLinear. Or the pooling in float, behind Max(x, x),
+        where a window may stand over the edge.
     """
     pools = [node for node in nodes_of(model, "AveragePool") if _is_between_codes(node)]
     shapes = known_shapes(model) if pools else {}
@@ -47,6 +50,8 @@ def convolve_averages(model: Model) -> None:
         shape = shapes.get(str(node.inputs[0].name), ())
         if len(shape) == 4 and isinstance(shape[1], int) and _is_regular(node, shape[2:]):
             replace_value(node.outputs[0], _convolution(node, shape[1]))
+        elif attribute(node, "ceil_mode", 0):
+            separate(node.inputs[0], node)
 
 
 def _is_between_codes(node: Node) -> bool:

@@ -210,7 +210,8 @@ def _can_multiply(weight: Node, factor: Tensor) -> bool:
     codes = value_of(weight.inputs[0])
     zero_point = weight.inputs[2] if len(weight.inputs) > 2 else None
     symmetric = zero_point is None or not bool(value_of(zero_point).any())
-    has_negatives = codes.dtype == torch.int8 and symmetric and int(codes.min()) > -128
+    least = -(2 ** (data_type(weight.inputs[0]).bitwidth - 1))
+    has_negatives = codes.dtype == torch.int8 and symmetric and int(codes.min()) > least
     by_channel = len(weight.inputs[1].const_value.shape) <= 1
     return by_channel and (has_negatives or bool((factor > 0).all()))
 

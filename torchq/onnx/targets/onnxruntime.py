@@ -34,6 +34,7 @@ from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.integer_biases import fit_biases
 from torchq.onnx.passes.integer_offsets import quantize_offsets
 from torchq.onnx.passes.matmul_layout import split_gemms
+from torchq.onnx.passes.separate import separate_float8
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -326,6 +327,8 @@ ONNXRUNTIME = OnnxTarget(
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
     passes=(
+        # Negated codes of 4 bits may need 8.
+        widen_four_bit_weights,
         fold_affine,
         pool_means,
         quantize_reshaped,
@@ -333,8 +336,8 @@ ONNXRUNTIME = OnnxTarget(
         gather_shuffled,
         quantize_concatenated,
         split_gemms,
-        widen_four_bit_weights,
         drop_idle_relus,
+        separate_float8,
         fold_code_factors,
         quantize_offsets,
         store_float_weights,

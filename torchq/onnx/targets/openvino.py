@@ -13,7 +13,6 @@ from torchq.onnx.ir import (
     attribute,
     computed_by,
     data_type,
-    fresh_name,
     is_constant,
     names,
     nodes_of,
@@ -21,6 +20,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
+from torchq.onnx.passes.separate import separate
 from torchq.onnx.qdq import pair_name, qparams_of, shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
@@ -124,20 +124,11 @@ def separate_reductions(model: Model) -> None:
     """
     for node in nodes_of(model, *_LARGEST, *_MEANS):
         if node.op_type in _LARGEST or not _of_images(node):
-            _separate(node, node.outputs[0])
+            separate(node.outputs[0])
     for node in nodes_of(model, "AveragePool"):
-        before = node.inputs[0].producer()
-        if before is not None and _counts_padding(node) and not _is_nonnegative(node.inputs[0]):
-            _separate(before, node.inputs[0], node)
-
-
-def _separate(producer: Node, value: Value, reader: Node | None = None) -> None:
-    """Let all readers of a value, or one of them, read the larger one of it and itself."""
-    uses = [use for use in value.uses() if reader in (None, use[0])]
-    name = fresh_name(producer.graph, f"{value.name}/larger")
-    larger = add_node(producer, "Max", [value, value], name)
-    for user, index in uses:
-        user.replace_input_with(index, larger)
+        value = node.inputs[0]
+        if value.producer() and _counts_padding(node) and not _is_nonnegative(value):
+            separate(value, node)
 
 
 def _counts_padding(pool: Node) -> bool:

@@ -117,6 +117,8 @@ class VerifyReport(NotebookText):
         layers: Every quantizer, the worst first; empty where the file has no names of quantizers.
         last_layers: Every output, computed from the model's own codes: what the layers behind the
             last quantizers do. Empty where ``layers`` is.
+        misread: Outputs of a file for ONNX Runtime that its optimisations change by more than small
+            changes of the inputs explain: it computes something else than the file says.
     """
 
     path: str
@@ -125,13 +127,17 @@ class VerifyReport(NotebookText):
     optimized: tuple[OutputAgreement, ...]
     layers: tuple[LayerAgreement, ...]
     last_layers: tuple[LayerAgreement, ...] = ()
+    misread: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """True if all codes are equal except ties, and all outputs follow from them.
 
         Without layers: True if every output is within 40 dB of the model, or agrees on 99.9 %.
+        False if ONNX Runtime's optimisations compute something else.
         """
+        if self.misread:
+            return False
         if self.layers:
             return all(layer.ok for layer in (*self.layers, *self.last_layers))
         return all(output.ok for output in self.unaltered)
@@ -154,6 +160,9 @@ class VerifyReport(NotebookText):
                 figures = (f"{o.sqnr_db:.1f}", f"{o.max_diff:.3g}")
                 rows.append((o.name, run, o.measure, share, *figures))
         lines = [f"{self.path}: {'agrees' if self.ok else 'DIFFERS'}", table(rows)]
+        if self.misread:
+            names = ", ".join(self.misread)
+            lines.append(f"ONNX Runtime's optimisations compute something else: {names}")
         return "\n".join([*lines, *self._layer_lines()])
 
     def _layer_lines(self) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchq.formats import by_name
 from torchq.functional.onnx_ops import onnx_type
 from torchq.nn import TensorQuantizer
 from torchq.onnx.qdq import NodeQParams
@@ -162,8 +163,8 @@ def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
     """Return how the parameters in a file differ from all that a target may write; "" if not."""
     own = _own_layout(quantizer, found)
     stored = onnx_type(own.format)[0]
-    if stored.bits == 4:  # Activations of 4 bits are written as 8 bits, clipped.
-        stored = onnx_type(found.format)[0] if found.format.bits == 8 else stored
+    if stored.bits == 4 and found.format.bits == 8:  # Written as 8 bits, clipped.
+        stored = by_name("int8" if own.format.signed else "uint8")
     own = NodeQParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
     candidates = derived_qparams(own) if own.scale.numel() == 1 else (own,)
     for candidate in candidates:

@@ -1,0 +1,79 @@
+"""Whether a difference is more than a network makes of small changes.
+
+Runtimes fuse nodes and choose other integer types for them, and some do it wrongly. A difference
+alone proves nothing, as a deep network may amplify one value that is rounded the other way at a
+tie. How far results move where the inputs change a little shows how much the network amplifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["too_different"]
+
+#: The relative error that is always allowed: -20 dB.
+_TOLERANCE = 0.1
+#: The standard deviation of the changes of inputs, relative to each value. Runtimes round the
+#: biases of convolutions to integers, which moves a thousandth of a code, and float32 far less.
+_CHANGE = 1e-3
+#: How many changed inputs are tried, and how much larger an error may be than their largest one.
+_TRIES, _FACTOR = 4, 2.0
+
+Results = Sequence[Tensor]
+
+
+def too_different(
+    found: Results,
+    expected: Results,
+    run: Callable[[Mapping[str, Tensor]], Results],
+    feeds: Mapping[str, Tensor],
+) -> list[int]:
+    """Return the numbers of the results that differ more than small changes of the inputs explain.
+
+    Args:
+        found: results of one way to run a file.
+        expected: those of the other.
+        run: this other way, from inputs to results; called where a relative error is above 0.1.
+        feeds: the inputs of both.
+    """
+    suspects = [
+        number
+        for number, (got, wanted) in enumerate(zip(found, expected, strict=True))
+        if not _distance(got, wanted)
+        <= _TOLERANCE * float(wanted[wanted.isfinite()].double().norm())
+    ]
+    if not suspects:
+        return []
+    moved = [run(_changed(feeds, seed)) for seed in range(_TRIES)]
+    return [
+        number
+        for number in suspects
+        if not _distance(found[number], expected[number])
+        <= _FACTOR * max(_distance(others[number], expected[number]) for others in moved)
+    ]
+
+
+def _changed(feeds: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return inputs whose floating-point numbers are changed a little; codes of words stay."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value * (1 + _CHANGE * torch.randn(value.shape, generator=generator))
+        if value.is_floating_point()
+        else value
+        for name, value in feeds.items()
+    }
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference; equal NaNs and infinities have none.
+
+    It is infinite for results of unlike shapes.
+    """
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, a - b).norm())
