@@ -25,16 +25,16 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
-from torchq.onnx.passes.average_pools import convolve_averages
 from torchq.onnx.passes.channels.gather_shuffled import gather_shuffled
 from torchq.onnx.passes.channels.merge_groups import merge_groups
 from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
-from torchq.onnx.passes.integer_biases import fit_biases
-from torchq.onnx.passes.integer_offsets import quantize_offsets
+from torchq.onnx.passes.kernels.average_pools import convolve_averages
+from torchq.onnx.passes.kernels.integer_biases import fit_biases
+from torchq.onnx.passes.kernels.integer_offsets import quantize_offsets
+from torchq.onnx.passes.kernels.separate import separate_float8
 from torchq.onnx.passes.matmul_layout import split_gemms
-from torchq.onnx.passes.separate import separate_float8
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget

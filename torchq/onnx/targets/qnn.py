@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
-from torchq.onnx.passes.integer_biases import fit_biases
+from torchq.onnx.passes.kernels.integer_biases import fit_biases
 from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget

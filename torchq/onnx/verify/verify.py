@@ -31,7 +31,7 @@ from torchq.onnx.ir import (
 from torchq.onnx.passes.channels.merge_groups import split_groups
 from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
-from torchq.onnx.passes.integer_biases import raised_channels
+from torchq.onnx.passes.kernels.integer_biases import raised_channels
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.amplified import too_different
@@ -95,22 +95,14 @@ def verify_onnx(
     model, path = unwrap(model), Path(path)
     with named_errors(path):
         file = _File(model, path, layers)
-    plain, fast = Session(path, optimize=False), _optimized(path)
-    exact, unaltered, optimized = (Outputs(plain.outputs, measure) for _ in range(3))
-    misread: dict[str, None] = {}
+    runs = _Runs(path, measure)
+    unaltered = Outputs(runs.plain.outputs, measure)
     count = 0
     with torch.no_grad(), evaluating(model), file.simulation.active(model):
         for batch in _shown(batches, num_batches, progress):
-            feeds = plain.feeds(nested_tensors(model, *call_arguments(model, batch)))
+            feeds = runs.plain.feeds(nested_tensors(model, *call_arguments(model, batch)))
             expected = file.simulated(model, batch)
-            found = plain.run(feeds)
-            exact.add(expected, found)
-            if fast is not None:
-                results = fast.run(feeds)
-                optimized.add(expected, results)
-                if file.for_onnxruntime:
-                    wrong = too_different(results, found, plain.run, feeds)
-                    misread.update((plain.outputs[number], None) for number in wrong)
+            found = runs.add(feeds, expected, compare=file.for_onnxruntime)
             with named_errors(path):
                 file.compare(feeds, expected)
             unaltered.add(file.as_it_is(model, batch, expected), found)
@@ -121,13 +113,41 @@ def verify_onnx(
         rows = file.rows(model)
     return VerifyReport(
         os.fspath(path),
-        exact.result(),
+        runs.exact.result(),
         unaltered.result(),
-        () if fast is None else optimized.result(),
+        () if runs.fast is None else runs.optimized.result(),
         rows,
         file.last_layers(),
-        tuple(misread),
+        tuple(runs.misread),
     )
+
+
+class _Runs:
+    """The runs of a file, as it is written and with ONNX Runtime's optimisations."""
+
+    def __init__(self, path: Path, measure: Measure | None) -> None:
+        self.plain, self.fast = Session(path, optimize=False), _optimized(path)
+        self.exact, self.optimized = (Outputs(self.plain.outputs, measure) for _ in range(2))
+        self.misread: dict[str, None] = {}
+
+    def add(
+        self, feeds: Mapping[str, Tensor], expected: list[Tensor], *, compare: bool
+    ) -> list[Tensor]:
+        """Run both on one batch; return the outputs of the file as it is written.
+
+        Args:
+            feeds: The inputs.
+            expected: What the simulation returns.
+            compare: Note which outputs the optimisations change.
+        """
+        found = self.plain.run(feeds)
+        self.exact.add(expected, found)
+        if self.fast is not None:
+            results = self.fast.run(feeds)
+            self.optimized.add(expected, results)
+            wrong = too_different(results, found, self.plain.run, feeds) if compare else []
+            self.misread.update((self.plain.outputs[number], None) for number in wrong)
+        return found
 
 
 def _shown(batches: Iterable[Any], num_batches: int | None, progress: bool) -> Iterator[Any]:
@@ -166,11 +186,7 @@ class _File:
             if name.partition("#")[0] in known
         }
         self._weights = _weight_nodes(self._graph)
-        self._float_weights = {
-            name.removesuffix(FLOAT_WEIGHT): value_of(value)
-            for name, value in self._graph.graph.initializers.items()
-            if name.endswith(FLOAT_WEIGHT)
-        }
+        self._float_weights = _float_weights(self._graph)
         self._merged = dict(read_record(self._graph).get("merged", {}))
         self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
         self.simulation = Simulation(known, self._qparams, self._merged)
@@ -252,6 +268,15 @@ def _weight_nodes(model: Model) -> dict[str, Node]:
         pair_name(node): node
         for node in nodes_of(model, "DequantizeLinear")
         if is_constant(node.inputs[0])
+    }
+
+
+def _float_weights(model: Model) -> dict[str, Tensor]:
+    """Return each weight that is stored as float values by the name of its quantizer."""
+    return {
+        name.removesuffix(FLOAT_WEIGHT): value_of(value)
+        for name, value in model.graph.initializers.items()
+        if name.endswith(FLOAT_WEIGHT)
     }
 
 
