@@ -100,7 +100,7 @@ def gptq_(
         act_order: round columns in the order of falling diagonals of the Hessian.
         damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
             > 0. Where the sum is not positive definite, it grows tenfold; the report has it. Unless
-            the target is ``"weight"``, it grows for layers with less than 20 samples for each
+            the target is ``"weight"``, it grows for layers with fewer than 20 samples for each
             input, as moments of few samples say little about others.
         refine: search the ranges of the weights for the least error of the output, and improve
             the rounding by coordinate descent. Without it the ranges are those of calibration.
