@@ -40,8 +40,8 @@ class SmoothedGroup:
         layers: their paths.
         source: path of the norm or layer that took the inverse factors; None if the input
             quantizers did.
-        alpha: the share of the difficulty that moved to the weights; None if no factors were
-            better than any, so that nothing changed.
+        alpha: the share of the difficulty that moved to the weights; None if nothing changed,
+            because all factors would have made the error larger.
         spread_before: the largest over the median magnitude of the input channels.
         spread_after: the same afterwards.
     """
@@ -104,7 +104,7 @@ def smooth_(
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
         alpha: 0 leaves all difficulty in the activations, 1 moves all of it to the weights.
             ``"auto"`` searches 0.0, 0.1, ... 0.9 for each input, for the least error of the layers'
-            outputs, and leaves an input as it is if no factors are better than any.
+            outputs, and leaves an input as it is if all of these make the error larger.
         tolerance: the largest relative change of the float output that is accepted; None means
             1e-4 for float32, and 8 units in the last place for dtypes of 16 bits.
         run: how the model is run; see :class:`RunOptions`.
