@@ -33,7 +33,7 @@ from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.kernels.average_pools import convolve_averages
 from torchq.onnx.passes.kernels.integer_biases import fit_biases
 from torchq.onnx.passes.kernels.integer_offsets import quantize_offsets
-from torchq.onnx.passes.kernels.separate import separate_float8
+from torchq.onnx.passes.kernels.separation import separate_float8
 from torchq.onnx.passes.matmul_layout import split_gemms
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes

@@ -20,7 +20,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.passes.kernels.separate import separate
+from torchq.onnx.passes.kernels.separation import separate
 from torchq.onnx.qdq import pair_name, qparams_of, shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget

@@ -19,7 +19,7 @@ from torchq.onnx.ir import (
     replace_value,
 )
 from torchq.onnx.passes.fold_shapes import Shape, known_shapes
-from torchq.onnx.passes.kernels.separate import separate
+from torchq.onnx.passes.kernels.separation import separate
 
 __all__ = ["convolve_averages"]
 
