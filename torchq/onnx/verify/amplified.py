@@ -16,8 +16,8 @@ __all__ = ["too_different"]
 
 #: The relative error that is always allowed: -20 dB.
 _TOLERANCE = 0.1
-#: The standard deviation of the changes of inputs, relative to each value. Runtimes round the
-#: biases of convolutions to integers, which moves a thousandth of a code, and float32 far less.
+#: The standard deviation of the changes of inputs, relative to each value. Runtimes that round the
+#: biases of convolutions to integers change about as much; the rounding of float32 is far less.
 _CHANGE = 1e-3
 #: How many changed inputs are tried, and how much larger an error may be than their largest one.
 _TRIES, _FACTOR = 4, 2.0
@@ -57,14 +57,17 @@ def too_different(
 
 
 def _changed(feeds: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return inputs whose floating-point numbers are changed a little; codes of words stay."""
+    """Return inputs with floating-point numbers that are changed a little; others stay."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: value * (1 + _CHANGE * torch.randn(value.shape, generator=generator))
-        if value.is_floating_point()
-        else value
+        name: _noisy(value, generator) if value.is_floating_point() else value
         for name, value in feeds.items()
     }
+
+
+def _noisy(value: Tensor, generator: torch.Generator) -> Tensor:
+    size = max(_CHANGE, torch.finfo(value.dtype).eps)  # bfloat16 would round less away.
+    return (value * (1 + size * torch.randn(value.shape, generator=generator))).to(value)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
