@@ -137,7 +137,7 @@ class OpenVino(GraphEngine):
 def _bound(compiled: Any) -> Run:
     """Return a compiled graph as a function that several threads may call."""
     tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
-    # An input has the names of what only hands it on as well, such as those of idle casts.
+    # An input also has the names of nodes that only pass it on, such as casts that change nothing.
     names = [port.get_names() for port in compiled.inputs]
     count = len(compiled.outputs)
     requests = [compiled.create_infer_request()]  # append and pop are atomic

@@ -120,10 +120,10 @@ def correct_bias_(
             float_means = stream.means(layers, of_inputs=method == "analytic")
         reached = {name: layers[name] for name in float_means}
         skipped |= dict.fromkeys(layers.keys() - reached.keys(), "no batch reached it")
-        corrections, last = {}, stream.calls_once
+        corrections, once = {}, stream.calls_once
         for name, layer in reached.items():
             if method == "empirical":
-                found = stream.means({name: layer}, of_inputs=False, stop=name in last)[name]
+                found = stream.means({name: layer}, of_inputs=False, stop=name in once)[name]
                 change = float_means[name] - found
                 size = float_means[name]
             else:
