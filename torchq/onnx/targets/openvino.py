@@ -16,92 +16,28 @@ from torchq.onnx.ir import (
     is_constant,
     names,
     nodes_of,
-    readers,
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
 from torchq.onnx.passes.kernels.separation import separate
-from torchq.onnx.qdq import pair_name, qparams_of, shared_name
-from torchq.onnx.targets.activations import ActivationTypes, retype_activations
+from torchq.onnx.qdq import pair_name, qparams_of
+from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
-    LAYERS,
     check_fused_norms,
     check_one_range_per_tensor,
     leads_only_to_quantizers,
     weight_of,
 )
+from torchq.onnx.targets.openvino_codes import unsigned_codes
 
 __all__ = ["OPENVINO"]
 
-#: What OpenVINO moves quantization across.
-_TRANSPARENT = names(
-    "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
-    "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
-)
-#: What OpenVINO may make a part of the layer behind it.
-_AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
 #: Reductions whose kernels also compute the operators behind them.
 _LARGEST = names("ReduceMax ReduceMin GlobalMaxPool")
 _MEANS = names("ReduceMean ReduceSum")
 #: A bias too small to change a result, and large enough that OpenVINO does not take it for 0.
 _LEAST = 1e-30
-
-
-def unsigned_codes(model: Model) -> None:
-    """Write unsigned codes where OpenVINO computes wrong numbers with signed ones.
-
-    The kernels of OpenVINO 2026.4 read unsigned codes, so it adds an offset to signed ones. It does
-    not subtract the offset again where a convolution or linear layer reads a concatenation or,
-    beside a concatenation, the result of max pooling. Files with unsigned codes and a zero point
-    are computed right there, and as fast. Signed codes stay where no layer reads a concatenation,
-    as in front of the BatchNorm and ReLU of DenseNet: they are right there, and faster.
-
-    Before::
-
-        A Concat or MaxPool between Q/DQ pairs with signed codes, whatever moves elements beside
-        it, and a layer that reads these codes, or reads them behind a norm.
-
-    After::
-
-        These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
-    """
-    values: set[Value] = set()
-    for node in nodes_of(model, "Concat", "MaxPool"):
-        if node.outputs[0] not in values:
-            values |= _until_layers(_moved_together(node))
-    shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
-    retype_activations(model, ActivationTypes("unsigned", "unsigned"), shared)
-
-
-def _until_layers(values: set[Value]) -> set[Value]:
-    """Return values with what norms compute from them; nothing if no layer reads any of these."""
-    pending, found, is_read = list(values), set(values), False
-    while pending:
-        for user in readers(pending.pop()):
-            result = user.outputs[0]
-            is_read |= user.op_type in LAYERS
-            if user.op_type in _AFFINE and result not in found:
-                found.add(result)
-                pending.append(result)
-    return found if is_read else set()
-
-
-def _moved_together(node: Node) -> set[Value]:
-    """Return the operands and results of a node, and whatever has the same codes as these."""
-    pending, values = [*node.inputs, *node.outputs], set()
-    while pending:
-        value = pending.pop()
-        if value is None or value in values:
-            continue
-        values.add(value)
-        producer = computed_by(value, *_TRANSPARENT)
-        if producer is not None:
-            pending += producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
-        for user in readers(value):
-            if user.op_type in _TRANSPARENT:
-                pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
-    return values
 
 
 def separate_reductions(model: Model) -> None:
