@@ -130,6 +130,38 @@ def test_results_of_reductions_are_quantized_right(name: str, tmp_path: Path) ->
     assert net_agreement(REDUCTIONS[name], tmp_path / "model.onnx") > ALIKE_DB
 
 
+class Tokens(nn.Module):
+    """Two linear layers, ``pattern`` of their results, and a linear layer that reads it."""
+
+    def __init__(self, pattern: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.LazyLinear(8)
+        self.pattern = pattern
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pattern(self.left(x), self.right(x)))
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of a sequence": lambda a, b: torch.cat([a[0], b[0]], 1),
+    "of one sign": lambda a, b: torch.cat([a[0].relu(), b[0]], 1),
+    "of images": cat,
+    "of a batch": lambda a, b: torch.cat([a, b], 0),
+    "moved around": lambda a, b: torch.roll(a, (1, 2), (1, 2)),
+    "features": lambda a, b: torch.cat([a, b], -1),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_products_read_joined_tokens(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 5, 16)
+    model = Tokens(JOINED[name]).eval()
+    model(x)
+    model = calibrated(model, x, target="openvino", example=x)
+    assert agreement(model, x, tmp_path / "model.onnx") > ALIKE_DB
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,
