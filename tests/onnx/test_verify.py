@@ -232,14 +232,37 @@ def test_weights_that_overflow_without_vnni_are_counted(
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn"])
-def test_activations_of_four_bits_verify_with_every_sign(target: str, tmp_path: Path) -> None:
-    """Files hold them as 8 bits; targets that want unsigned codes move those by 128."""
+MODERN_ONLY = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn", "tensorrt"])
+def test_activations_of_four_bits_verify_with_every_sign(
+    target: str, dynamo: bool, tmp_path: Path
+) -> None:
+    """Files hold them as 8 bits. Signed codes may be moved by 128; those up to 15 fit int8."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     config = torchq.recipes.integer(8, 4, first_last=4)
     model = calibrated(model, x, target=target, example=x, config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target, dynamo=dynamo)
+    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    assert report.ok
+    assert report.unaltered[0].sqnr_db > 100  # The grid is that of the model.
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_zero_points_in_the_middle_verify_with_every_sign(target: str, tmp_path: Path) -> None:
+    """Codes with the zero point 128 may be written as signed ones."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))
+    config = torchq.recipes.int8(symmetric=False)
+    model = calibrated(model, x, target=target, example=x, config=config)
+    model[0].input_quantizer.set_ends((torch.tensor(-1.28), torch.tensor(1.27)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torchq.export_onnx(model, x, tmp_path / "m.onnx", target=target, dynamo=False)

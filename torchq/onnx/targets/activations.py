@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from torchq.formats import IntFormat, by_name
-from torchq.onnx.ir import Model, Node, Value, attribute, is_constant, names, nodes_of, value_of
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    attribute,
+    computed_by,
+    is_constant,
+    names,
+    nodes_of,
+    value_of,
+)
 from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
 
 __all__ = ["ActivationTypes", "derived_qparams", "nonnegative_values", "retype_activations"]
@@ -92,7 +102,8 @@ def retype_activations(
     After::
 
         The wanted sign. Unsigned codes of a tensor that cannot be negative have the zero point
-        0 and the scale times 127/255: the same range, a finer grid of values. Unsigned codes of
+        0 and the scale times 127/255: the same range, a finer grid of values. Signed codes have the
+        grid of unsigned ones if these end below 128, and else a coarser one. Unsigned codes of
         other tensors have the zero point 128, or 128 more than before: the same grid. Activations
         with several scales stay.
     """
@@ -106,13 +117,26 @@ def retype_activations(
             continue
         if only is not None and shared_name(node) not in only:
             continue
-        positive = shared_name(node) not in signed
-        new = _retyped(qparams_of(node), types, positive)
+        positive, old = shared_name(node) not in signed, qparams_of(node)
+        new = _retyped(old, types, positive, _highest_code(node, old))
         if new is not None:
             set_qparams(node, new)
 
 
-def _retyped(old: NodeQParams, types: ActivationTypes, positive: bool) -> NodeQParams | None:
+def _highest_code(quantize: Node, qparams: NodeQParams) -> float:
+    """Return the highest code; formats that are narrower than their ONNX type are clipped."""
+    clip = computed_by(quantize.inputs[0], "Clip", "Min")
+    bounds = () if clip is None else clip.inputs[2:] if clip.op_type == "Clip" else clip.inputs
+    for bound in bounds:
+        if is_constant(bound) and bound.const_value.size == 1:
+            code = value_of(bound) / qparams.scale + qparams.zero_point
+            return min(round(float(code)), qparams.quant_max)
+    return qparams.quant_max
+
+
+def _retyped(
+    old: NodeQParams, types: ActivationTypes, positive: bool, highest: float
+) -> NodeQParams | None:
     """Return the parameters with the wanted sign; None where they stay as they are."""
     if not isinstance(old.format, IntFormat) or old.format.width not in types.widths:
         return None
@@ -123,19 +147,31 @@ def _retyped(old: NodeQParams, types: ActivationTypes, positive: bool) -> NodeQP
         if old.has_zero_point(_half(old.format)):
             return _signed(old, coarser=False)
         if old.has_zero_point(0) and types.nonnegative == "signed":
-            return _signed(old, coarser=True)
+            return _signed(old, coarser=not _fits_signed(old.format, highest))
     return None
 
 
-def derived_qparams(own: NodeQParams) -> tuple[NodeQParams, ...]:
-    """Return the per-tensor parameters that some target writes for those of a model."""
+def derived_qparams(own: NodeQParams, highest: float) -> tuple[NodeQParams, ...]:
+    """Return the per-tensor parameters that some target writes for those of a model.
+
+    Args:
+        own: Those of the model.
+        highest: The highest code of the model's format, which may be narrower than its ONNX type.
+    """
     if not isinstance(own.format, IntFormat):
         return (own,)
-    if not own.has_zero_point(0):
-        return (own, _unsigned(own, finer=False)) if own.format.signed else (own,)
     if own.format.signed:
-        return own, _unsigned(own, finer=False), _unsigned(own, finer=True)
-    return own, _signed(own, coarser=True)
+        moved = own, _unsigned(own, finer=False)
+        return (*moved, _unsigned(own, finer=True)) if own.has_zero_point(0) else moved
+    if own.has_zero_point(0):
+        return own, _signed(own, coarser=not _fits_signed(own.format, highest))
+    centred = own.has_zero_point(_half(own.format))
+    return (own, _signed(own, coarser=False)) if centred else (own,)
+
+
+def _fits_signed(format: IntFormat, highest: float) -> bool:
+    """Return True if signed codes of the same width hold all codes up to ``highest``."""
+    return highest < _half(format)
 
 
 def _half(format: IntFormat) -> int:

@@ -162,7 +162,10 @@ class VerifyReport(NotebookText):
         lines = [f"{self.path}: {'agrees' if self.ok else 'DIFFERS'}", table(rows)]
         if self.misread:
             names = ", ".join(self.misread)
-            lines.append(f"ONNX Runtime's optimisations compute something else: {names}")
+            lines.append(
+                f"ONNX Runtime's optimisations compute something else: {names}; export with "
+                "target='onnxruntime', or report the fault to its maintainers"
+            )
         return "\n".join([*lines, *self._layer_lines()])
 
     def _layer_lines(self) -> list[str]:

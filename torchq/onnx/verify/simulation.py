@@ -165,8 +165,9 @@ def parameter_difference(quantizer: TensorQuantizer, found: NodeQParams) -> str:
     stored = onnx_type(own.format)[0]
     if stored.bits == 4 and found.format.bits == 8:  # Written as 8 bits, clipped.
         stored = by_name("int8" if own.format.signed else "uint8")
+    highest = own.quant_max
     own = NodeQParams(own.scale, own.zero_point, stored, own.axis, own.block_size)
-    candidates = derived_qparams(own) if own.scale.numel() == 1 else (own,)
+    candidates = derived_qparams(own, highest) if own.scale.numel() == 1 else (own,)
     for candidate in candidates:
         if candidate.format.name == found.format.name and _equal(candidate, found):
             return ""
