@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import calibrated
+from tests.onnx.exported import MODERN, calibrated
 from torchq.onnx.ir import load_model, nodes_of
 
 pytest.importorskip("onnxruntime")
@@ -46,7 +47,20 @@ def whole(x: Tensor) -> list[Tensor]:
     return [x, x]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+#: Dimensions whose lengths are only known when the file runs.
+OPEN: dict[str, dict[str, Any]] = {
+    "none": {"dynamic_batch": False},
+    "batch": {},
+    "all": {"dynamic_shapes": {"x": {2: "height", 3: "width"}}},
+}
+MODERN_ONLY = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+#: With all lengths open, the exporter based on torch.export reads those of the input.
+EXPORTS = [(name, False) for name in OPEN] + [
+    pytest.param(name, True, marks=MODERN_ONLY) for name in ("none", "batch")
+]
+
+
+@pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)
 @pytest.mark.parametrize(
     ("read", "groups", "gathers"), [(halves, 2, 2), (unequal, 3, 2), (whole, 4, 1)]
 )
@@ -54,7 +68,8 @@ def test_a_shuffle_is_a_gather_for_each_part_that_is_read(
     read: Callable[[Tensor], list[Tensor]],
     groups: int,
     gathers: int,
-    dynamic: bool,
+    open_lengths: str,
+    dynamo: bool,
     tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
@@ -64,13 +79,13 @@ def test_a_shuffle_is_a_gather_for_each_part_that_is_read(
     model = calibrated(model, x, target="onnxruntime", example=x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(
-            model, x, path, target="onnxruntime", dynamo=False, dynamic_batch=dynamic
-        )
+        options = OPEN[open_lengths]
+        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo, **options)
     file = load_model(path)
     assert len(nodes_of(file, "Gather")) == gathers
     assert not nodes_of(file, "Transpose", "Reshape", "Slice", "Split")
-    batches = [x, torch.randn(5, 3, 4, 5)] if dynamic else [x]
+    more = {"none": x, "batch": torch.randn(5, 3, 4, 5), "all": torch.randn(5, 3, 6, 3)}
+    batches = [x, more[open_lengths]]
     assert torchq.verify_onnx(model, path, batches, progress=False).ok
 
 
@@ -83,16 +98,20 @@ class Unshuffled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
-        x = x.view(2, 2, 4, 4, 6).transpose(1, 2).reshape(2, 8, 6, 4)
+        n, c, h, w = x.shape
+        x = x.view(n, 2, 4, h, w).transpose(1, 2).reshape(n, c, w, h)
         return self.last(x)
 
 
-def test_other_transpositions_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)
+def test_other_transpositions_stay(open_lengths: str, dynamo: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, path = torch.randn(2, 3, 4, 6), tmp_path / "m.onnx"
     model = calibrated(Unshuffled(), x, target="onnxruntime", example=x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False, dynamic_batch=False)
-    assert not nodes_of(load_model(path), "Gather")
+        options = OPEN[open_lengths]
+        torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo, **options)
+    file = load_model(path)
+    assert not [node for node in nodes_of(file, "Gather") if node.attributes["axis"].value == 1]
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
