@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.deploy_onnx import onnxruntime_call, openvino_call
+from benchmarks.deploy_onnx import onnxruntime_call, openvino_call, vary_constants_
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from benchmarks.vendors import VENDORS
 from torchq.engines import ENGINES, OnnxRuntime
@@ -138,8 +138,7 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
         model = getattr(torchvision.models, name)(weights=None, **options)
     model.train()
     with torch.no_grad():
-        if name == "vit_b_16":
-            model.heads.head.weight.normal_(std=0.02)  # is zero
+        vary_constants_(model)
         for _ in range(3):
             model(torch.randn(4, 3, 224, 224))
     return model.eval(), torch.randn(batch, 3, 224, 224)

@@ -92,15 +92,7 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
         branched = name in ("googlenet", "inception_v3")
         options = {"init_weights": False, "aux_logits": False} if branched else {}
         model = getattr(torchvision.models, name)(**options)
-    if name == "vit_b_16":
-        nn.init.normal_(model.heads.head.weight, std=0.02)  # is zero, as is every result then
-    for module in model.modules():
-        if type(module).__name__ == "LearnableAffineBlock":  # 1 and 0, which runtimes delete.
-            nn.init.uniform_(module.scale, 0.5, 1.5)
-            nn.init.uniform_(module.bias, -0.3, 0.3)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith((".gamma", ".layer_scale")):  # 1e-6, which codes make 0.
-            nn.init.uniform_(parameter, 0.5, 1.5)
+    vary_constants_(model)
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = None  # a plain average of the batches below
@@ -108,6 +100,19 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
         model.train()(torch.randn(8, 3, 224, 224))
     torchq.fuse_(model.eval())
     return model, torch.randn(1, 3, 224, 224)
+
+
+def vary_constants_(model: nn.Module) -> None:
+    """Give random values to what is 0, 1 or tiny before training, and which runtimes delete."""
+    for module in model.modules():
+        if type(module).__name__ == "LearnableAffineBlock":  # HGNetV2: 1 and 0.
+            nn.init.uniform_(module.scale, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.3, 0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".gamma", ".layer_scale")):  # ConvNeXt: 1e-6, which codes make 0.
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        if name == "heads.head.weight":  # torchvision's ViT: 0, as is every result then.
+            nn.init.normal_(parameter, std=0.02)
 
 
 def export_float(model: nn.Module, x: Tensor, path: Path) -> None:
