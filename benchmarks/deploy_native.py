@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.deploy_onnx import onnxruntime_call, openvino_call, vary_constants_
+from benchmarks.deploy_onnx import onnxruntime_call, openvino_call
 from benchmarks.harness import Reporter, compare, parse, parser, timing
+from benchmarks.untrained import vary_constants_
 from benchmarks.vendors import VENDORS
 from torchq.engines import ENGINES, OnnxRuntime
 from torchq.engines.fastest import build_fastest

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import read_split, resnet20
 from benchmarks.harness import Reporter, compare, parse, parser, timing
+from benchmarks.untrained import vary_constants_
 from benchmarks.vendors import VENDORS
 from torchq.cli.demo.data import DemoNet, load_digits, train
 
@@ -100,19 +101,6 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
         model.train()(torch.randn(8, 3, 224, 224))
     torchq.fuse_(model.eval())
     return model, torch.randn(1, 3, 224, 224)
-
-
-def vary_constants_(model: nn.Module) -> None:
-    """Give random values to what is 0, 1 or tiny before training, and which runtimes delete."""
-    for module in model.modules():
-        if type(module).__name__ == "LearnableAffineBlock":  # HGNetV2: 1 and 0.
-            nn.init.uniform_(module.scale, 0.5, 1.5)
-            nn.init.uniform_(module.bias, -0.3, 0.3)
-    for name, parameter in model.named_parameters():
-        if name.endswith((".gamma", ".layer_scale")):  # ConvNeXt: 1e-6, which codes make 0.
-            nn.init.uniform_(parameter, 0.5, 1.5)
-        if name == "heads.head.weight":  # torchvision's ViT: 0, as is every result then.
-            nn.init.normal_(parameter, std=0.02)
 
 
 def export_float(model: nn.Module, x: Tensor, path: Path) -> None:
