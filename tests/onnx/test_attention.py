@@ -9,17 +9,14 @@ import torch
 from torch import nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated, ends
+from tests.onnx.exported import MODERN_ONLY, calibrated, ends
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 EXPORTERS = [
     False,
-    pytest.param(
-        True,
-        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
-    ),
+    pytest.param(True, marks=MODERN_ONLY),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated
+from tests.onnx.exported import MODERN_ONLY, calibrated
 from torchq.onnx.ir import bypass, load_model, nodes_of, replace_stored, save_model, value_of
 from torchq.onnx.qdq import write_record
 
@@ -18,10 +18,7 @@ pytest.importorskip("onnxruntime")
 
 BOTH_EXPORTERS = [
     False,
-    pytest.param(
-        True,
-        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
-    ),
+    pytest.param(True, marks=MODERN_ONLY),
 ]
 IMAGES = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN
+from tests.onnx.exported import MODERN_ONLY
 from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
-pytestmark = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+pytestmark = MODERN_ONLY
 
 DESCRIPTORS = {
     "int8": torchq.QuantDescriptor(),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated
+from tests.onnx.exported import MODERN_ONLY, calibrated
 from torchq.onnx.ir import load_model, nodes_of
 
 pytest.importorskip("onnxruntime")
@@ -53,7 +53,6 @@ OPEN: dict[str, dict[str, Any]] = {
     "batch": {},
     "all": {"dynamic_shapes": {"x": {2: "height", 3: "width"}}},
 }
-MODERN_ONLY = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
 #: With all lengths open, the exporter based on torch.export reads those of the input.
 EXPORTS = [(name, False) for name in OPEN] + [
     pytest.param(name, True, marks=MODERN_ONLY) for name in ("none", "batch")

@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 import torchq
-from tests.onnx.exported import MODERN, Residual, calibrated
+from tests.onnx.exported import MODERN_ONLY, Residual, calibrated
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import add_node, computed_by, load_model, nodes_of, readers, save_model
 from torchq.onnx.timing.layers import FIRST, LayerNames
 from torchq.onnx.timing.report import LayerTime, TimedNode, TimeReport, layer_times
 
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-NEW_EXPORTER = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
 
 
 def nodes(*rows: tuple[str, str, float]) -> list[TimedNode]:
@@ -75,7 +73,7 @@ def exported(model: nn.Module, path: Path, dynamo: bool) -> None:
     torchq.export_onnx(model, IMAGE, path, target="onnxruntime", dynamo=dynamo, progress=False)
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=NEW_EXPORTER)])
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
 def test_layers_have_the_names_of_the_model(tmp_path: Path, dynamo: bool) -> None:
     path = tmp_path / "m.onnx"
     model = calibrated(Tail() if dynamo else Residual(), IMAGE, target="onnxruntime", example=IMAGE)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated
+from tests.onnx.exported import MODERN_ONLY, calibrated
 from torchq.onnx.torch_optimizer import optimize_
 
 ir = pytest.importorskip("onnx_ir")
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
-pytestmark = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+pytestmark = MODERN_ONLY
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logarithm": lambda x: (x.relu() + 1e-10).log(),

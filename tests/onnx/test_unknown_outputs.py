@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated, run_file
+from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-modern = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
 
 
 class Cache:
@@ -32,7 +31,7 @@ class Caches(nn.Module):
         return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(True, marks=modern), False])
+@pytest.mark.parametrize("dynamo", [pytest.param(True, marks=MODERN_ONLY), False])
 def test_what_onnx_has_no_type_for_is_left_out(tmp_path: Path, dynamo: bool) -> None:
     x = torch.randn(3, 4)
     model = calibrated(Caches(), [x])

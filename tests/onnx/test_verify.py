@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, Layers, Residual, calibrated, run_file
+from tests.onnx.exported import MODERN, MODERN_ONLY, Layers, Residual, calibrated, run_file
 from torchq.errors import ExportError
 from torchq.onnx.verify.session import Session
 
@@ -230,9 +230,6 @@ def test_weights_that_overflow_without_vnni_are_counted(
     assert len(report.wide) >= wide if wide else report.wide == ()
     assert ("recipes.int8(reduce_range=True)" in str(report)) == bool(wide)
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
-
-
-MODERN_ONLY = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
 
 
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
