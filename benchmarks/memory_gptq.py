@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def _value(name: str, shape: torch.Size) -> Tensor:
     generator = torch.Generator().manual_seed(sum(name.encode()))
     if len(shape) < 2:
         return torch.ones(shape) if "norm.weight" in name else torch.zeros(shape)
-    return torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    return torch.randn(shape, generator=generator).div_(shape[1] ** 0.5)
 
 
 def _peak() -> int:
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     block = sum(p.numel() * p.element_size() for p in _Block(options.width).parameters())
     with Reporter("memory_gptq", options.out) as report:
         for depth in options.depths:
-            sums = set()
+            sums = []
             for case in _CASES:
                 command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory_gptq"]
                 command += ["--case", case, "--width", str(options.width), "--depths", str(depth)]
@@ -132,14 +133,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 root = Path(__file__).resolve().parents[1]
                 done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
                 found = json.loads(done.stdout.splitlines()[-1])
-                sums.add(found.pop("sum_of_weights"))
+                sums.append(found.pop("sum_of_weights"))
                 sizes = {"block_bytes": block, "model_bytes": depth * block}
                 ratio = round(found["peak_bytes"] / block, 2)
                 form = "published" if options.published else "refined"
                 report.value(
                     case=case, form=form, blocks=depth, **sizes, **found, peak_in_blocks=ratio
                 )
-            assert len(sums) == 1, "the weights of both cases are the same"
+            # Matrices in float32 move a few codes to their neighbours.
+            assert math.isclose(*sums, rel_tol=1e-3), "both cases give the same weights"
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def test_the_statistics_of_one_layer_are_in_memory_at_once(
     alive: WeakSet[MomentSums] = WeakSet()
 
     class Counted(MomentSums):
-        def __init__(self) -> None:
+        def __init__(self, dtype: torch.dtype) -> None:
             nonlocal most
-            super().__init__()
+            super().__init__(dtype)
             alive.add(self)
             most = max(most, len(alive))
 
@@ -96,6 +96,30 @@ def test_the_statistics_of_one_layer_are_in_memory_at_once(
     assert peaks == [3, 1]
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
+
+
+def test_only_large_layers_with_lazy_weights_are_summed_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+
+    class Noted(MomentSums):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__(dtype)
+            seen.append(dtype)
+
+    monkeypatch.setattr("torchq.ptq.gptq.block.MomentSums", Noted)
+    monkeypatch.setattr("torchq.ptq.gptq.block._MANY_INPUTS", 8)  # those of "down"
+    small, large = torch.float64, torch.float32
+    for dtype, expected in ((torch.float32, [small, large] * 3), (torch.float64, [small] * 6)):
+        for is_lazy in (False, True):
+            model = net().blocks.to(dtype)
+            chain, batches = nn.Sequential(*model), [batch.to(dtype) for batch in BATCHES]
+            seen.clear()
+            with LazyWeights(chain, tmp_path) if is_lazy else nullcontext() as weights:
+                report = gptq_(chain, batches, run=RunOptions(weights=weights), progress=False)
+            assert seen == (expected if is_lazy else [small] * 6)
+            assert all(layer.error_after < 1 for layer in report.layers.values())
 
 
 @pytest.mark.parametrize("function", STEPS)

@@ -30,10 +30,10 @@ class Grid:
         self.scale, self.divisor, self.format = scale, divisor, format
 
     def nearest(self, values: Tensor, columns: Tensor | slice | int = slice(None)) -> Tensor:
-        """Return ``values`` of some columns rounded to the nearest grid value, in float64."""
+        """Return ``values`` of some columns rounded to the nearest grid value, in their dtype."""
         scale, divisor = self.scale[..., columns], self.divisor[..., columns]
         codes = self.format.snap_(values.to(scale.dtype) / divisor)
-        return (codes * scale).double()
+        return (codes * scale).to(values.dtype)
 
     def groups(self) -> list[Grid]:
         """Return the grid of each group, for a grid with a first dimension of groups."""

@@ -48,9 +48,9 @@ class LazyWeights:
 
     Inside it a block has its parameters only while it runs, or while an algorithm that was given
     this object (``RunOptions(weights=...)``) changes it. So :func:`gptq_` needs the memory of one
-    block and of a few float64 matrices as large as one layer. At any other time the parameters are
-    NaN, and cannot be written to. Afterwards they are mapped from the files, which the system reads
-    as they are needed; so keep the folder.
+    block and of a few matrices of one layer, which are in float32 if it has many inputs. At any
+    other time the parameters are NaN, and cannot be written to. Afterwards they are mapped from the
+    files, which the system reads as they are needed; so keep the folder.
 
     Ranges of activations are the business of the caller: :func:`torchq.calibrate` reads every
     weight. Weights alone and inputs with dynamic ranges need no calibration.

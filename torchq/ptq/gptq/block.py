@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +16,10 @@ from torchq.ptq.gptq.statistics import MomentSums
 from torchq.workflow.layer_matrices import input_matrix, output_matrix
 
 __all__ = ["BlockRounding"]
+
+# The inputs of a layer from which on its matrices are in float32 if memory counts. One of this size
+# in float64 needs 8 MiB.
+_MANY_INPUTS = 1024
 
 
 class BlockRounding:
@@ -79,7 +84,7 @@ class BlockRounding:
     ) -> None:
         """Treat layers that read the same input."""
         replay = self.replay
-        sums = {name: MomentSums() for name in names}
+        sums = {name: MomentSums(self._dtype(block.layers[name])) for name in names}
         wanted = [name for name in names if name in repairing]
         for index in range(len(replay.batches)):
             got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
@@ -100,6 +105,13 @@ class BlockRounding:
                 repairs_shortcut=name in repairing,
                 keep=partial(self.wanted.__setitem__, name) if self._keep_wanted else None,
             )
+            replay.release_free_memory()
+
+    def _dtype(self, layer: Any) -> torch.dtype:
+        """Return the dtype of the matrices that a layer is solved with."""
+        weight = layer.weight
+        is_large = self.replay.saves_memory and weight[0].numel() >= _MANY_INPUTS
+        return torch.float32 if is_large and weight.dtype != torch.float64 else torch.float64
 
     def _target(self, name: str, layer: Any, index: int, shortcut: Tensor | None) -> Tensor | None:
         """Return the target of a layer for one batch, None where it is that of its weight."""

@@ -17,8 +17,8 @@ from torchq.ptq.blockwise import (
     weight_quantizer,
 )
 from torchq.ptq.gptq.output_error import OutputError
-from torchq.ptq.gptq.ranges import eliminations, round_groups_, round_with_best_ranges_
-from torchq.ptq.gptq.solver import damp_, ridge_regression
+from torchq.ptq.gptq.ranges import round_groups_, round_with_best_ranges_
+from torchq.ptq.gptq.solver import Elimination, ridge_regression
 from torchq.ptq.gptq.statistics import Moments, MomentSums
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
@@ -95,23 +95,23 @@ def round_layer_(
     _check(name, moments, sums.count, error)
     scarcity = moments.xx.shape[2] / sums.count
     w0, grid = weight_matrix(layer, layer.weight.detach()), grid_of(layer)
-    before = error.of(lambda part: grid.rows(part).nearest(w0[:, part].double()))
+    dtype = moments.xx.dtype
+    before = error.of(lambda part: grid.rows(part).nearest(w0[:, part].to(dtype)))
     rounded = _wanted(w0, moments, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
     if keep is not None:
         keep(rounded.clone())
     quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
     published = options.target == "weight"
     least = options.damping if published else max(options.damping, scarcity - _FEW)
-    used = max(damp_(matrix, least) for matrix in h)
     old = quantizer.descriptor, quantizer.amax.detach().clone()
     try:
-        rounded = _round_with_ranges_(layer, rounded, h, options)
+        used = _round_with_ranges_(layer, rounded, h, least, options)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
         _diagonals(h).copy_(diagonals)
         bias = _best_bias(rounded, moments).to(layer.bias.dtype) if fits_bias else None
         new = weight_matrix(layer, weight)
-        after = error.of(lambda part: new[:, part].double(), bias)
+        after = error.of(lambda part: new[:, part], bias)
     except BaseException:
         quantizer.descriptor = old[0]
         quantizer.amax.data = old[1]
@@ -127,9 +127,9 @@ def _diagonals(h: Tensor) -> Tensor:
 
 
 def _wanted(weight: Tensor, moments: Moments, ridge: float) -> Tensor:
-    """Return the weight matrix that is to be rounded, in float64."""
+    """Return the weight matrix that is to be rounded, in the dtype of the moments."""
     if moments.tx is None:
-        return weight.double()
+        return weight.to(moments.xx.dtype, copy=True)
     wanted = torch.empty_like(moments.tx)
     for group in range(len(weight)):
         xx, tx = moments.xx[group], moments.tx[group]
@@ -150,11 +150,15 @@ def _check(name: str, moments: Moments, count: int, error: OutputError) -> None:
         )
 
 
-def _round_with_ranges_(layer: Any, wanted: Tensor, h: Tensor, options: Options) -> Tensor:
-    """Return the rounded weight matrix, after setting the ranges that go with it.
+def _round_with_ranges_(
+    layer: Any, wanted: Tensor, h: Tensor, damping: float, options: Options
+) -> float:
+    """Round a weight matrix in place, and set the ranges that go with it.
 
-    ``wanted`` may be changed.
+    Returns the damping, which is added to ``h``.
     """
+    found = [Elimination.damped_(matrix, damping, act_order=options.act_order) for matrix in h]
+    solved, used = [one for one, _ in found], max(used for _, used in found)
     quantizer = weight_quantizer(layer)
     if options.group_size is not None:
         axis = -1 if layer.weight.dim() == 2 else 1
@@ -162,13 +166,13 @@ def _round_with_ranges_(layer: Any, wanted: Tensor, h: Tensor, options: Options)
             axis=None, block_size=options.group_size, block_axis=axis
         )
     if options.refine:
-        rounded, amax = round_with_best_ranges_(layer, wanted, h, act_order=options.act_order)
+        _, amax = round_with_best_ranges_(layer, wanted, h, solved)
         quantizer.set_amax(amax)
-        return rounded
+        return used
     if options.group_size is not None or not quantizer.calibrated:
         quantizer.calibrate_on(weight_from_matrix(layer, wanted).to(layer.weight.dtype))
-    round_groups_(wanted, eliminations(h, options.act_order), grid_of(layer))
-    return wanted
+    round_groups_(wanted, solved, grid_of(layer))
+    return used
 
 
 def _best_bias(rounded: Tensor, moments: Moments) -> Tensor:

@@ -42,7 +42,7 @@ class OutputError:
         """Return the sum of the variances of some outputs."""
         m = self._moments
         if m.tt is None or m.t is None:
-            weight = self._weight[:, part].double()
+            weight = self._weight[:, part].to(m.xx.dtype)
             mean = (weight @ m.x.unsqueeze(2)).squeeze(2)
             return (quadratic_error(weight, m.xx) - mean.square()).sum()
         tt, t = m.tt[:, part], m.t[:, part]
@@ -52,7 +52,7 @@ class OutputError:
         """Return the relative error of other weights.
 
         Args:
-            rows: from a slice of the rows of the weight matrix to these rows, in float64.
+            rows: from a slice of the rows of the weight matrix to these rows.
             bias: in place of that of the layer.
         """
         bias = self._bias if bias is None else bias.view(len(self._weight), -1)
@@ -62,9 +62,10 @@ class OutputError:
     def _power(self, weight: Tensor, part: slice, bias: Tensor | None) -> Tensor:
         """Return the mean squared error of some outputs."""
         m = self._moments
+        weight = weight.to(m.xx.dtype)
         if m.tx is None or m.tt is None or m.t is None:
-            return quadratic_error(weight - self._weight[:, part].double(), m.xx)
-        shift = torch.zeros_like(m.t) if bias is None else bias.double()
+            return quadratic_error(weight - self._weight[:, part].to(weight.dtype), m.xx)
+        shift = torch.zeros_like(m.t) if bias is None else bias.to(m.t.dtype)
         mean, shift = (weight @ m.x.unsqueeze(2)).squeeze(2), shift[:, part]
         power = m.tt[:, part] - 2 * (weight * m.tx[:, part]).sum(2) + quadratic_error(weight, m.xx)
         if m.centred:

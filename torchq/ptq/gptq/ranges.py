@@ -15,7 +15,7 @@ from torchq.ptq.blockwise.layers import weight_quantizer
 from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
 from torchq.ptq.gptq.statistics import row_parts
 
-__all__ = ["eliminations", "round_groups_", "round_with_best_ranges_"]
+__all__ = ["round_groups_", "round_with_best_ranges_"]
 
 # Ranges that are tried, as fractions of the largest magnitude, down to the smallest one.
 _FRACTIONS = 24
@@ -27,7 +27,7 @@ _MEMORY, _CANDIDATES_MEMORY = 1 << 21, 1 << 23
 
 
 def round_with_best_ranges_(
-    layer: Any, weight: Tensor, h: Tensor, *, act_order: bool
+    layer: Any, weight: Tensor, h: Tensor, solved: list[Elimination]
 ) -> tuple[Tensor, Tensor]:
     """Round a weight matrix in place; return it, and the range of the weight that goes with it.
 
@@ -40,11 +40,10 @@ def round_with_best_ranges_(
 
     Args:
         layer: a quantized Linear or Conv layer.
-        weight: (groups, rows, columns), float64, what is to be rounded.
-        h: (groups, columns, columns), positive definite.
-        act_order: see :class:`Elimination`.
+        weight: (groups, rows, columns), what is to be rounded.
+        h: (groups, columns, columns), positive definite, of the same dtype.
+        solved: the elimination of each group.
     """
-    solved = eliminations(h, act_order)
     if not (len(weight) == 1 and _rows_share_nothing(layer)):
         rounded, amax = _rounded(layer, weight, h, solved, None)
         return weight.copy_(rounded), amax
@@ -132,12 +131,11 @@ def _best_rows(
 
     ``weight`` and ``largest`` hold these rows alone.
     """
-    grids = [grid_of(layer, largest * fraction, part) for fraction in fractions]
+    grids = [_first_column(grid_of(layer, largest * f, part)) for f in fractions]
     count, rows = len(grids), weight.shape[1]
-    # Every column of a row has the same scale, so one column is enough.
     stacked = Grid(
-        torch.cat([grid.scale[..., :1] for grid in grids], 1).expand(-1, -1, weight.shape[2]),
-        torch.cat([grid.divisor[..., :1] for grid in grids], 1).expand(-1, -1, weight.shape[2]),
+        torch.cat([grid.scale for grid in grids], 1).expand(-1, -1, weight.shape[2]),
+        torch.cat([grid.divisor for grid in grids], 1).expand(-1, -1, weight.shape[2]),
         grids[0].format,
     )
     q = weight.repeat(1, count, 1)
@@ -150,28 +148,29 @@ def _best_rows(
     return q.gather(1, index).squeeze(1), largest * fraction
 
 
+def _first_column(grid: Grid) -> Grid:
+    """Return a copy of the first column, which is like the others if a row has one range."""
+    return Grid(grid.scale[..., :1].clone(), grid.divisor[..., :1].clone(), grid.format)
+
+
 def _refit(
     layer: Any, weight: Tensor, h: Tensor, part: slice | None, amax: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
     grid = grid_of(layer, amax, part)
-    codes = q / grid.scale
+    codes = (q.double() / grid.scale).to(q.dtype)  # exact also for float32
     along = codes @ h
     scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
     fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
     new = grid_of(layer, fitted, part)
-    found = _descend_groups((codes.to(new.scale.dtype) * new.scale).double(), weight, h, new)
+    start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)
+    found = _descend_groups(start, weight, h, new)
     is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
     return (
         torch.where(is_better.view(amax.shape), fitted, amax),
         torch.where(is_better.unsqueeze(2), found, q),
     )
-
-
-def eliminations(h: Tensor, act_order: bool) -> list[Elimination]:
-    """Return the elimination of the matrix of each group."""
-    return [Elimination.of(matrix, act_order=act_order) for matrix in h]
 
 
 def round_groups_(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> None:

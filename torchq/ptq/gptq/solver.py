@@ -55,7 +55,7 @@ def damp_(h: Tensor, damping: float) -> float:
     tenfold until the Cholesky decomposition exists. A matrix of zeros becomes the identity.
 
     Args:
-        h: (columns, columns), float64, symmetric; its diagonal is changed.
+        h: (columns, columns), symmetric; its diagonal is changed.
         damping: the fraction to start from, > 0.
     """
     diagonal = h.diagonal().clone()
@@ -74,13 +74,12 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
 
     Args:
         weight: (rows, columns), where the solution is pulled to.
-        xx: (columns, columns), moments of the inputs, in float64; its diagonal is changed and
-            restored.
+        xx: (columns, columns), moments of the inputs; its diagonal is changed and restored.
         tx: (rows, columns), moments of targets and inputs.
         ridge: r as a fraction of the mean of the diagonal of ``xx``.
 
     Returns:
-        (rows, columns), float64.
+        (rows, columns), in the dtype of ``xx``.
     """
     diagonal = xx.diagonal().clone()
     try:
@@ -91,7 +90,7 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
         xx.diagonal().copy_(diagonal)
     found = torch.empty_like(tx)
     for part in row_parts(len(tx), tx[0].nbytes):
-        wanted = tx[part] + r * weight[part].double()
+        wanted = tx[part] + r * weight[part].to(tx.dtype)
         found[part] = torch.linalg.lu_solve(factors, pivots, wanted.T).T
     return found
 
@@ -110,20 +109,49 @@ class Elimination:
 
     @classmethod
     def of(cls, h: Tensor, *, act_order: bool = True) -> Elimination:
-        """Return the elimination for a positive definite matrix H in float64.
+        """Return the elimination for a positive definite matrix H.
 
         Args:
             h: (columns, columns).
             act_order: False takes the columns as they come.
+
+        Raises:
+            torch.linalg.LinAlgError: H is not positive definite, or too little so for its dtype.
         """
         if act_order:
             order = h.diagonal().argsort(descending=True, stable=True)
         else:
             order = torch.arange(len(h), device=h.device)
-        matrix = h[order.unsqueeze(1), order]
-        matrix = torch.linalg.cholesky(matrix)
-        matrix = torch.cholesky_inverse(matrix)
-        return cls(order, torch.linalg.cholesky(matrix, upper=True))
+        # LAPACK works in place where the entries of a column lie next to each other.
+        matrix = h.mT[order.unsqueeze(1), order].mT
+        torch.linalg.cholesky(matrix, out=matrix)
+        torch.cholesky_inverse(matrix, out=matrix)
+        torch.linalg.cholesky(matrix, upper=True, out=matrix)
+        return cls(order, matrix)
+
+    @classmethod
+    def damped_(
+        cls, h: Tensor, damping: float, *, act_order: bool = True
+    ) -> tuple[Elimination, float]:
+        """Return the elimination of H after damping in place, and the fraction that it needed.
+
+        A matrix may be positive definite while its inverse, with the errors of float32, is not.
+
+        Args:
+            h: (columns, columns), symmetric; its diagonal is changed.
+            damping: the fraction to start from, see :func:`damp_`.
+            act_order: False takes the columns as they come.
+        """
+        diagonal = h.diagonal().clone()
+        while True:
+            damping = damp_(h, damping)
+            try:
+                return cls.of(h, act_order=act_order), damping
+            except torch.linalg.LinAlgError:
+                if damping > _MOST_DAMPING:
+                    raise
+            h.diagonal().copy_(diagonal)
+            damping *= 10
 
 
 def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
@@ -134,7 +162,7 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
     Cholesky factor of the inverse of H.
 
     Args:
-        weight: (rows, columns), float64.
+        weight: (rows, columns), in the dtype of H.
         elimination: of H.
         grid: of the rows.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ def row_parts(rows: int, row_bytes: int, memory: int | None = None) -> list[slic
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over all samples, in float64.
+    """Means over all samples, all in the dtype of the sums.
 
     Attributes:
         x: (groups, inputs), the mean input.
@@ -49,13 +48,18 @@ class Moments:
 
 
 class MomentSums:
-    """Running sums of products, exact enough for float64 however many samples there are.
+    """Running sums of products.
 
-    A sum of the products of all pairs of inputs may be as large as the layer, so there is never
+    A sum of the products of all pairs of inputs may be larger than the layer, so there is never
     more than one of each.
+
+    Args:
+        dtype: of the sums of products of all pairs. float32 needs half the memory of float64, and
+            no other matrix for the products of one batch; these are in float32 for both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
         self.sums: list[Tensor] = []
         self.count = 0
 
@@ -66,12 +70,28 @@ class MomentSums:
             x: (groups, inputs, samples).
             t: (groups, outputs, samples); None, for every call, leaves the targets out.
         """
-        for number, product in enumerate(_products(x, t)):
-            if number == len(self.sums):
-                self.sums.append(product.double())
-            else:
-                self.sums[number] += product
+        x, t = x.float(), None if t is None else t.float()
+        self._add(0, x.sum(2, dtype=torch.float64), torch.float64)
+        self._add_product(1, x, x)
+        if t is not None:
+            self._add(2, t.sum(2, dtype=torch.float64), torch.float64)
+            self._add(3, t.square().sum(2), torch.float64)
+            self._add_product(4, t, x)
         self.count += x.shape[2]
+
+    def _add(self, number: int, value: Tensor, dtype: torch.dtype) -> None:
+        """Add to one of the sums, or make it."""
+        if number == len(self.sums):
+            self.sums.append(value.to(dtype))
+        else:
+            self.sums[number] += value
+
+    def _add_product(self, number: int, a: Tensor, b: Tensor) -> None:
+        """Add the products of all pairs of entries of two samples."""
+        if number < len(self.sums) and self.dtype is torch.float32:
+            self.sums[number].baddbmm_(a, b.mT)  # in place, so without a matrix of its own
+        else:
+            self._add(number, a @ b.mT, self.dtype)
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Sum over the processes of ``group``; None leaves everything as it is."""
@@ -88,7 +108,8 @@ class MomentSums:
         Args:
             centred: take the moments about the mean input and the mean target.
         """
-        x, xx, *of_targets = (total.div_(max(self.count, 1)) for total in self.sums)
+        means = (total.div_(max(self.count, 1)) for total in self.sums)
+        x, xx, *of_targets = (mean.to(self.dtype) for mean in means)
         self.sums = []
         if centred:
             _subtract_products_(xx, x, x)
@@ -99,18 +120,6 @@ class MomentSums:
             _subtract_products_(tx, t, x)
             tt -= t.square()
         return Moments(x, t, xx, tx, tt, centred)
-
-
-def _products(x: Tensor, t: Tensor | None) -> Iterator[Tensor]:
-    """Yield what is summed, one after the other, as each may be large."""
-    x = x.float()
-    yield x.sum(2, dtype=torch.float64)
-    yield x @ x.mT
-    if t is not None:
-        t = t.float()
-        yield t.sum(2, dtype=torch.float64)
-        yield t.square().sum(2)
-        yield t @ x.mT
 
 
 def _subtract_products_(matrix: Tensor, a: Tensor, b: Tensor) -> None:
