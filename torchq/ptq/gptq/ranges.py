@@ -22,7 +22,8 @@ _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
-# Bytes of the rows that are treated at the same time, and of all their candidates together.
+# Bytes of the rows that are treated at the same time, and of all their candidates together, in
+# float64; those in float32 need half.
 _MEMORY, _CANDIDATES_MEMORY = 1 << 21, 1 << 23
 
 
@@ -48,7 +49,7 @@ def round_with_best_ranges_(
         rounded, amax = _rounded(layer, weight, h, solved, None)
         return weight.copy_(rounded), amax
     ranges = []
-    for part in row_parts(weight.shape[1], weight[0, 0].nbytes, _MEMORY):
+    for part in row_parts(weight.shape[1], weight.shape[2] * 8, _MEMORY):
         weight[:, part], amax = _rounded(layer, weight[:, part], h, solved, part)
         ranges.append(amax)
     return weight, torch.cat(ranges)
@@ -110,7 +111,7 @@ def _best_of_candidates(
     if part is None:
         return _best_rows(layer, weight, h, solved, None, largest, fractions)
     found = []
-    row_bytes = weight[0, 0].nbytes * len(fractions)
+    row_bytes = weight.shape[2] * 8 * len(fractions)
     for inner in row_parts(weight.shape[1], row_bytes, _CANDIDATES_MEMORY):
         outer = slice(part.start + inner.start, min(part.start + inner.stop, part.stop))
         some = weight[:, inner], h, solved, outer, largest[inner], fractions
