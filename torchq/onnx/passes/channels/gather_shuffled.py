@@ -116,17 +116,13 @@ def _target(
 def _length(part: Value, shapes: dict[str, Shape]) -> _Length:
     """Return one length of a value that the file looks up; None for other numbers."""
     inserted = computed_by(part, "Unsqueeze")
-    part = part if inserted is None else inserted.inputs[0]
-    gather = computed_by(part, "Gather")
-    shape = computed_by(part if gather is None else gather.inputs[0], "Shape")
-    if shape is None:
+    gather = computed_by(part if inserted is None else inserted.inputs[0], "Gather")
+    shape = None if gather is None else computed_by(gather.inputs[0], "Shape")
+    if gather is None or shape is None or {"start", "end"} & set(shape.attributes):
         return None
     lengths = _lengths(shape.inputs[0], shapes)
-    lengths = lengths[attribute(shape, "start", 0) : attribute(shape, "end", len(lengths))]
-    if gather is not None:
-        places = value_of(gather.inputs[1]).view(-1) if is_constant(gather.inputs[1]) else ()
-        lengths = tuple(lengths[int(place)] for place in places) if lengths else ()
-    return lengths[0] if len(lengths) == 1 else None
+    places = value_of(gather.inputs[1]).flatten().tolist() if is_constant(gather.inputs[1]) else []
+    return lengths[places[0]] if lengths and len(places) == 1 else None
 
 
 def _equal(found: tuple[_Length, ...], wanted: tuple[_Length, ...]) -> bool:

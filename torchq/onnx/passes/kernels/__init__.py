@@ -1,1 +1,1 @@
-"""Passes that keep to what the integer kernels of runtimes compute fast, and right."""
+"""Passes that write what the kernels of runtimes compute fast, and avoid what they get wrong."""
