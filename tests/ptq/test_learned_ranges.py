@@ -185,6 +185,17 @@ def test_the_float_model_stays_the_same() -> None:
     torch.testing.assert_close(model(BATCHES[0]), floats(BATCHES[0]), rtol=1e-4, atol=1e-5)
 
 
+def test_factors_may_round_the_weights_of_16_bits(low_dtype: torch.dtype) -> None:
+    """Learning pays here in every dtype, so the factors are folded and the output is verified."""
+    model = net().to(low_dtype)
+    batches = [batch.to(low_dtype) for batch in BATCHES]
+    torchq.quantize_(model, torchq.recipes.integer(8, 4, weight_method="max"))
+    torchq.calibrate(model, batches, progress=False)
+    report = learn_ranges_(model, batches, steps=5, progress=False)
+    assert report.error[1] < report.error[0] and report.channels == 20
+    assert {parameter.dtype for parameter in model.parameters()} == {low_dtype}
+
+
 def test_weight_ranges_fit_the_factors() -> None:
     model = ready()
     learn_ranges_(model, BATCHES, steps=5, progress=False)

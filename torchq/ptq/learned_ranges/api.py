@@ -25,7 +25,7 @@ from torchq.ptq.adaround.finish import WholeModel, layer_biases, output_distance
 from torchq.ptq.adaround.learned_block import LearnedBlock, LearnedRange
 from torchq.ptq.adaround.reconstruction import BlockData, Settings, learn, mean_error
 from torchq.ptq.blockwise import Block, Replay, RunOptions, TensorStore
-from torchq.ptq.channels import LAYERS, tensors_restored_on_error
+from torchq.ptq.channels import LAYERS, largest_change, tensors_restored_on_error
 from torchq.ptq.learned_ranges.channel_classes import ChannelClasses, find_classes
 from torchq.ptq.learned_ranges.channel_factors import (
     ChannelFactors,
@@ -43,7 +43,7 @@ __all__ = ["LearnedRangesReport", "learn_ranges_"]
 
 # Rows of a batch in one step.
 _ROWS = 64
-# The largest relative change of the float output by factors.
+# The largest relative change of a float32 output by factors.
 _TOLERANCE = 1e-4
 # Learning rates of Adam; they fall to 0 by a cosine.
 _RATE_RANGES, _RATE_FACTORS, _RATE_BIASES = 5e-3, 1e-2, 1e-3
@@ -116,7 +116,8 @@ def learn_ranges_(
     Raises:
         ConfigError: no range can be learned, or an argument is invalid.
         CalibrationError: there is no batch, or NaN or infinity appears.
-        QuantizationError: the float output changed with the factors.
+        QuantizationError: the float output changed with the factors, relatively by more than 1e-4
+            for float32, and by more than 8 units in the last place for dtypes of 16 bits.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -316,10 +317,12 @@ class _Work:
             factors.fold_()
             found = model_outputs(self.model, batch, self.run)
         error = relative_error(found, expected, self.settings.group)
-        if not error <= _TOLERANCE:
+        dtypes = {layer.module.weight.dtype for layer in factors.classes.layers.values()}
+        most = max((largest_change(_TOLERANCE, dtype) for dtype in dtypes), default=_TOLERANCE)
+        if not error <= most:
             raise QuantizationError(
                 f"learn_ranges_: the float output changed by {error:.1e}, relative; expected at "
-                f"most {_TOLERANCE:.0e}. The model is as before. Pass factors=False"
+                f"most {most:.1e}. The model is as before. Pass factors=False"
             )
         for one in learned.ranges:
             one.apply_()
