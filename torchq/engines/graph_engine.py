@@ -19,6 +19,7 @@ from torchq.engines.module import EngineModule, Run, Shapes
 from torchq.engines.registry import Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
+from torchq.lowering.ops.onednn import saturates
 from torchq.onnx import verify_onnx
 
 __all__ = ["GraphEngine"]
@@ -98,7 +99,7 @@ class GraphEngine(Engine):
         if not runs_as_written(module, task.model, task.example):
             raise ExportError(
                 f"{text}, while the file agrees where it is run node by node: the engine computes "
-                "something else than its file says. Use another engine"
+                f"something else than its file says. {_advice()}"
             )
         warnings.warn(
             f"{text}, though every layer of the file agrees when given the same input: the model "
@@ -122,6 +123,16 @@ class GraphEngine(Engine):
                 raise ExportError(
                     f"deploy: engine {self.label!r}: for an example of another shape {problem}"
                 )
+
+
+def _advice() -> str:
+    """Return what may help where an engine computes something else than its file says."""
+    if saturates():
+        return (
+            "This CPU has no VNNI instructions, so that products of 8-bit weights can overflow. "
+            "Quantize with torchq.recipes.int8(reduce_range=True)"
+        )
+    return "Use another engine"
 
 
 def _usual(task: Task) -> tuple[Shapes, ...]:

@@ -16,7 +16,9 @@ from torchq.lowering.calls import lower_calls_
 from torchq.lowering.graph.partition import fuse_layers
 from torchq.lowering.graph.traced_module import copy_plain_attributes
 from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.ops.onednn import saturates
+from torchq.lowering.qparams import SIGNED_ZERO_POINT
 from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
@@ -31,6 +33,10 @@ log = logging.getLogger(__name__)
 
 #: What the progress bar shows.
 _STAGES = ("replace layers", "fuse", "compare")
+_OVERFLOW = (
+    "this CPU has no VNNI instructions, its kernels add pairs of products in 16 bits and can "
+    "overflow, with large errors. Pass reduce_range=True for 7-bit weights"
+)
 
 
 def lower_model(
@@ -64,9 +70,11 @@ def lower_model(
         if fuse:
             result = fuse_layers(result, None if check is None else lambda m: check(m).problem)
         next_stage()
-        _warn_of_saturation(result, reduce_range)
+        overflow = not reduce_range and _may_overflow(result)
+        if overflow:
+            warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=5)
         if check is not None:
-            _report(check(result), fuse)
+            _report(check(result), fuse, overflow)
         return result
 
 
@@ -99,10 +107,12 @@ def float_copy(simulated: nn.Module) -> nn.Module:
     return result
 
 
-def _report(verdict: Verdict, fuse: bool) -> None:
+def _report(verdict: Verdict, fuse: bool, overflow: bool) -> None:
     """Raise an error or warn if the deployed model differs from the simulation."""
     if verdict.problem:
         advice = ". Pass fuse=False to keep the forward of every module" if fuse else ""
+        if overflow:
+            advice = f". The likely reason is that {_OVERFLOW}"
         raise ExportError(f"deploy: {verdict.problem}{advice}")
     if verdict.note:
         warnings.warn(
@@ -206,15 +216,16 @@ def _round_weights(module: QuantModule, reason: str) -> None:
                 quantizer.mode = "off"
 
 
-def _warn_of_saturation(model: nn.Module, reduce_range: bool) -> None:
-    """Warn if kernels of this CPU may overflow for the layers of ``model``."""
-    layers = [m for m in model.modules() if isinstance(m, Int8Layer)]
-    wide = any(layer.input_qparams.quant_max > 127 for layer in layers)
-    if reduce_range or not wide or not saturates():
-        return
-    warnings.warn(
-        "deploy: this CPU has no VNNI instructions, its kernels add pairs of products in 16 bits "
-        "and can overflow, with errors of several percent. Pass reduce_range=True for 7-bit "
-        "weights",
-        stacklevel=5,
-    )
+def _may_overflow(model: nn.Module) -> bool:
+    """Return True if kernels of this CPU may overflow for the layers of ``model``."""
+    return any(_largest_code(module) > 127 for module in model.modules()) and saturates()
+
+
+def _largest_code(module: nn.Module) -> int:
+    """Return the largest code that an integer layer multiplies weights by; 0 for others."""
+    if isinstance(module, Int8Layer):
+        return module.input_qparams.quant_max
+    if isinstance(module, DynamicInt8Linear):
+        format = module.descriptor.format
+        return int(format.quant_max) + (SIGNED_ZERO_POINT if format.signed else 0)
+    return 0

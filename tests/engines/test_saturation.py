@@ -1,0 +1,99 @@
+"""Where 8-bit products overflow, on CPUs without VNNI, `deploy` says so and what helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import torchq
+
+SATURATION = """
+import warnings, torch, torchq
+torch.manual_seed(0)
+layers = torch.nn.Linear(256, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+model = torch.nn.Sequential(*layers).eval()
+torch.nn.init.constant_(model[0].weight, 1.0)
+x = torch.rand(16, 256) - 0.1
+torchq.quantize_(model, torchq.recipes.RECIPE())
+torchq.calibrate(model, [x], progress=False)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torchq.deploy(model)
+    texts = [str(w.message) for w in caught]
+reduced = torchq.deploy(model, reduce_range=True)
+assert torchq.lowering.ops.onednn.saturates() == ("EXPECTED" == "yes"), "saturates"
+assert any("no VNNI" in t for t in texts) == ("EXPECTED" == "yes"), texts
+error = (reduced(x) - model(x)).norm() / model(x).norm()
+assert error < 0.05, error  # 7 bits
+"""
+
+WRONG_RESULT = """
+import pytest, torch, torchq
+model = torch.nn.Conv2d(16, 16, 3).eval()
+torch.nn.init.constant_(model.weight, 1.0)  # all products have one sign, so all pairs overflow
+x = torch.rand(1, 16, 8, 8) - 0.1  # codes on both sides of the zero point, up to 255
+torchq.quantize_(model)
+torchq.calibrate(model, [x], progress=False)
+with pytest.warns(match="no VNNI") as warned:
+    with pytest.raises(torchq.errors.ExportError) as caught:
+        torchq.deploy(model, x)
+assert warned[0].filename == "<string>", warned[0].filename  # the line that called deploy
+assert "Pass reduce_range=True" in str(caught.value), caught.value
+assert "fuse=False" not in str(caught.value), caught.value
+torchq.deploy(model, x, reduce_range=True)
+"""
+
+WRONG_ENGINE = """
+import pytest, torch, torchq
+model = torch.nn.Conv2d(16, 16, 3).eval()
+torch.nn.init.constant_(model.weight, 1.0)
+x = torch.rand(1, 16, 8, 8) - 0.1
+torchq.quantize_(model, target="openvino")
+torchq.calibrate(model, [x], progress=False)
+with pytest.raises(torchq.errors.ExportError, match="recipes.int8.reduce_range=True") as caught:
+    torchq.deploy(model, x, engine="openvino")
+"""
+
+
+needs_kernels = pytest.mark.skipif(
+    not torchq.lowering.ops.onednn.available(), reason="no oneDNN kernels"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("isa", "recipe", "expected"),
+    [("AVX2", "int8", "yes"), ("AVX2", "int8_dynamic", "yes"), ("DEFAULT", "int8", "no")],
+)
+def test_cpus_without_vnni_are_noticed(isa: str, recipe: str, expected: str) -> None:
+    if expected == "no" and torchq.lowering.ops.onednn.saturates():
+        pytest.skip("this CPU has no VNNI")
+    run(SATURATION.replace("EXPECTED", expected).replace("RECIPE", recipe), isa)
+
+
+@needs_kernels
+def test_an_error_names_the_overflow() -> None:
+    run(WRONG_RESULT, "AVX2")
+
+
+@needs_kernels
+def test_an_error_of_another_engine_names_the_overflow() -> None:
+    """The kernels of OpenVINO are those of oneDNN too."""
+    for package in ("openvino", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    run(WRONG_ENGINE, "AVX2")
+
+
+def run(program: str, isa: str) -> None:
+    """Run a program whose oneDNN uses no newer instructions than those of ``isa``."""
+    environment = {
+        "ONEDNN_MAX_CPU_ISA": isa,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
