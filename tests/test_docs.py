@@ -6,6 +6,7 @@ the pages in ``FRESH``. ``STAND_INS`` says which names a page may use without de
 in ``COMPLETE`` define everything themselves, as they are to be copied into an empty folder.
 
 A ``text`` block right behind a Python block is what the latter prints; tests/printed.py compares.
+``TRAINED`` names the pages whose numbers another machine may print very differently.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ BLOCK = re.compile(
 COMPLETE = ("docs/quickstart.md", "docs/tutorials/", "docs/howto/")
 # What the pages show was printed by this version of torch or a newer one.
 SHOWN_SINCE = (2, 11)
+# Pages that train and then quantize to few bits, and how far their numbers may be off. A change of
+# the first weights as small as float32 rounding, which sums in another order make, gave 68% to 91%
+# after calibration to two bits and 3.56 to 3.97 mean bits, in twelve trainings of each page.
+TRAINED = {"docs/tutorials/mixed-precision.md": 0.25, "docs/tutorials/qat.md": 0.25}
 IMPORTED = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 PROGRAM = re.compile(r"^import torch(q(\.\w+)*)?$", re.MULTILINE)
 FRESH = {"docs/fuse.md", "docs/migration.md"}
@@ -154,9 +159,15 @@ def test_the_code_runs(
         if "print(" in code:
             assert printed.strip()
         if shown is not None and torch_version() >= SHOWN_SINCE:
-            assert differences(shown, printed) == []
+            assert differences(shown, printed, TRAINED.get(page, 0.1)) == []
         if not page.startswith(COMPLETE):
             check_results(code, names)
+
+
+@pytest.mark.parametrize("page", TRAINED)
+def test_pages_of_trainings_tell_that_machines_differ(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "Another machine trains another network" in " ".join(text.split())
 
 
 def torch_version() -> tuple[int, int]:

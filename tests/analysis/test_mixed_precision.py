@@ -212,7 +212,9 @@ def test_a_quantized_model_is_taken_as_float_and_left_alone() -> None:
 
 def test_the_plan_prints_plots_and_serialises() -> None:
     config = usual()
-    assert "predicted damage" in str(config)
+    *rows, ending = str(config).splitlines()
+    assert ending.endswith(f"predicted damage {config.damage:.2e}")
+    assert [row.split()[-1] for row in rows[1:]] == [f"{c.damage:.2e}" for c in config.choices]
     assert "<table>" in config._repr_html_()
     data = json.loads(json.dumps(config.summary()))
     assert len(data["choices"]) == 4

@@ -90,14 +90,14 @@ class MixedPrecision(QuantConfig):
     def _cells(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("layer", "format", "weights", f"damage ({self.metric})")]
         for choice in self.choices:
-            figures = (f"{choice.weights:,}", f"{choice.damage:.3g}")
+            figures = (f"{choice.weights:,}", f"{choice.damage:.2e}")
             rows.append((choice.name or "(root)", choice.format, *figures))
         return rows
 
     def _ending(self) -> str:
         costs = ", ".join(f"{kind} {value:.4g}" for kind, value in self.costs.items())
         asked = ", ".join(f"{kind} {value:.4g}" for kind, value in self.budget.items())
-        return f"budget {asked}; costs {costs}; predicted damage {self.damage:.3g}"
+        return f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}"
 
     def __str__(self) -> str:
         return f"{table(self._cells())}\n{self._ending()}"
