@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torchq
+from torchq.lowering.ops.onednn import saturates
 
 ROOT = Path(__file__).parent
 
@@ -30,6 +31,30 @@ def fixed_seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests deploy models on CPUs without VNNI, where `deploy` warns of overflow."""
+    config.addinivalue_line("filterwarnings", "ignore:deploy. this CPU has no VNNI:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def results_may_overflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test fail once it has deployed weights of 8 bits on a CPU without VNNI.
+
+    The kernels of such a CPU add pairs of products in 16 bits, so what the test compares may be
+    wrong there. tests/engines/test_saturation.py checks that `deploy` knows such CPUs and models.
+    """
+    if not saturates():
+        return
+
+    def asked() -> bool:
+        reason = "this CPU has no VNNI, its kernels overflow"
+        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+        return True
+
+    for module in ("lowering.api", "engines.graph_engine"):
+        monkeypatch.setattr(f"torchq.{module}.saturates", asked)
 
 
 @pytest.fixture(autouse=True)

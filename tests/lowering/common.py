@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.lowering.ops.onednn import saturates
 
-__all__ = ["calibrated", "Residual", "exported", "sqnr", "stored_state"]
+__all__ = ["calibrated", "Residual", "exported", "sqnr", "stored_state", "weight_codes"]
+
+
+def weight_codes(*shape: int, generator: torch.Generator) -> Tensor:
+    """Return random int8, of 7 bits where 8 would overflow: on CPUs without VNNI."""
+    most = 64 if saturates() else 128
+    return torch.randint(-most, most, shape, generator=generator).to(torch.int8)
 
 
 def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:

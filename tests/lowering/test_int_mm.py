@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import calibrated
+from tests.lowering.common import calibrated, weight_codes
 from torchq.lowering.ops import cuda, cuda_int8, onednn, reference, schemas
 from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.params import Epilogue, Int8Weights
@@ -42,7 +42,7 @@ def cuda_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padded_products_equal_the_definition(
     inner: int, outer: int, generator: torch.Generator
 ) -> None:
-    weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8)
+    weight = weight_codes(outer, inner, generator=generator)
     scale = torch.rand(outer, generator=generator) * 1e-3
     for shape, zero, with_bias in itertools.product(
         ((), (1,), (17,), (3, 11)), (0, 128), (True, False)
@@ -60,7 +60,7 @@ def test_padded_products_equal_the_definition(
 def test_operands_have_the_form_that_cuda_takes(
     inner: int, outer: int, rows: int, cuda_rules: None, generator: torch.Generator
 ) -> None:
-    weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8)
+    weight = weight_codes(outer, inner, generator=generator)
     wide = torch.randint(0, 256, (rows, 2 * inner), generator=generator).to(torch.uint8)
     weights = Int8Weights(weight, torch.ones(outer), None, 1.0, 128)
     for x in (
@@ -77,7 +77,7 @@ def test_operands_have_the_form_that_cuda_takes(
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> None:
     x = torch.randint(0, 256, (4, 16), generator=generator).to(torch.uint8)
-    weight = torch.randint(-128, 128, (8, 16), generator=generator).to(torch.int8)
+    weight = weight_codes(8, 16, generator=generator)
     weights = Int8Weights(weight, torch.full((8,), 1e-3), None, 0.02, 128)
     epilogue = Epilogue(0.05, 3, torch.uint8, name)
     got, expected = (module.linear(x, weights, epilogue) for module in (cuda_int8, reference))
@@ -138,7 +138,7 @@ def test_the_summary_says_why_the_reference_runs(monkeypatch: pytest.MonkeyPatch
 def test_on_a_gpu(inner: int, outer: int, rows: int, generator: torch.Generator) -> None:
     if problem := cuda_int8.obstacle(torch.device("cuda", 0)):
         pytest.skip(problem)
-    weight = torch.randint(-128, 128, (outer, inner), generator=generator).to(torch.int8).cuda()
+    weight = weight_codes(outer, inner, generator=generator).cuda()
     x = torch.randint(0, 256, (rows, inner), generator=generator).to(torch.uint8).cuda()
     weights = Int8Weights(weight, torch.full((outer,), 1e-3, device="cuda"), None, 0.02, 128)
     got = schemas.int8_linear(x, weights, Epilogue())

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.lowering.common import weight_codes
 from torchq.lowering import ACTIVATIONS
 from torchq.lowering.ops import onednn, reference
 from torchq.lowering.ops.kernel_cache import KERNELS
@@ -22,9 +23,7 @@ def conv_case(
     dims: int, groups: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = torch.randint(0, 256, (2, 16, *[7] * dims), generator=generator).to(torch.uint8)
-    weight = torch.randint(-128, 128, (32, 16 // groups, *[3] * dims), generator=generator).to(
-        torch.int8
-    )
+    weight = weight_codes(32, 16 // groups, *[3] * dims, generator=generator)
     scale = torch.rand(32, generator=generator) * 1e-3 + 1e-4
     return x, weight, scale, torch.randn(32, generator=generator)
 
@@ -97,7 +96,7 @@ def test_linear_equals_the_definition(kernel: str, name: str, generator: torch.G
         ((64,), (5, 64), (2, 3, 64)), (0, 128), (torch.uint8, torch.float32), (True, False)
     ):
         x = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
-        weight = torch.randint(-128, 128, (32, 64), generator=generator).to(torch.int8)
+        weight = weight_codes(32, 64, generator=generator)
         scale = torch.rand(32, generator=generator) * 1e-3 + 1e-4
         bias = torch.randn(32, generator=generator) if with_bias else None
         real = F.linear(
