@@ -28,8 +28,10 @@ def has_integers(model: torch.nn.Module) -> bool:
 def test_a_slower_model_stays_float(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, integers=0.02, floats=0.01)
     model, x = calibrated_detector(), images(1)
-    with pytest.warns(UserWarning, match="Detector stays float: 20 ms on integers, 10 ms in float"):
+    text = "Detector stays float: 20 ms on integers, 10 ms in float"
+    with pytest.warns(UserWarning, match=text) as warned:
         deployed = torchq.deploy(model, x)
+    assert warned[0].filename == __file__
     with torchq.disabled(model):
         assert torch.equal(deployed(x).scores, model(x).scores)
     assert deployed.engine == "torch" and not has_integers(deployed)

@@ -94,8 +94,9 @@ def amplifying(flipped: int) -> tuple[nn.Module, Tensor]:
 
 def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
     model, x = amplifying(1)
-    with pytest.warns(UserWarning, match="every layer agrees when given the same input"):
+    with pytest.warns(UserWarning, match="every layer agrees when given the same input") as warned:
         int8 = torchq.deploy(model, x)
+    assert warned[0].filename == __file__
     assert not torch.allclose(int8(x), model(x), rtol=0.5)
 
 

@@ -261,7 +261,9 @@ def test_an_input_that_a_target_left_float_is_named() -> None:
     model = nn.Sequential(*layers).eval()
     torchq.quantize_(model, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
-    with pytest.warns(UserWarning, match="the weight of 2 is quantized, but the input is not"):
+    text = "the weight of 2 is quantized, but the input is not"
+    with pytest.warns(UserWarning, match=text) as warned:
         int8 = torchq.deploy(model, x)
+    assert warned[0].filename == __file__
     assert sqnr(int8(x), model(x)) > 40
     assert [row.kernel for row in torchq.summary(int8).layers].count("simulated") == 1

@@ -105,7 +105,7 @@ class GraphEngine(Engine):
             f"{text}, though every layer of the file agrees when given the same input: the model "
             "amplifies values that are rounded the other way at a tie. Its quantized results "
             "depend on the machine that computes them",
-            stacklevel=5,
+            stacklevel=4,
         )
 
     def _compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:

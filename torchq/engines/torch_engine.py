@@ -104,7 +104,7 @@ def _stay_float(task: Task, integers: float, floats: float) -> nn.Module:
         f"deploy: {type(task.float_model).__name__} {note} for the example. Pass "
         "engine='fastest' for an engine with faster kernels, or "
         "engine=torchq.engines.TorchEngine(measured=False) for integers all the same",
-        stacklevel=5,
+        stacklevel=4,
     )
     result = copy_module(task.float_model)
     result.deploy_note = note  # type: ignore[assignment]

@@ -118,7 +118,7 @@ def _report(verdict: Verdict, fuse: bool, overflow: bool) -> None:
         warnings.warn(
             f"deploy: {verdict.note}: the model amplifies values that are rounded the other way "
             "at a tie. Its quantized results depend on the machine that computes them",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -197,7 +197,7 @@ def _warn_of_float_inputs(names: Sequence[str]) -> None:
             f"deploy: the weight of {', '.join(names)} is quantized, but the input is not, so "
             "nothing there runs on integers. A target without an integer kernel for a layer "
             "leaves its input float. Call torchq.quantize_ without a target for torchq.deploy",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
