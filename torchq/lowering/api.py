@@ -217,8 +217,15 @@ def _round_weights(module: QuantModule, reason: str) -> None:
 
 
 def _may_overflow(model: nn.Module) -> bool:
-    """Return True if kernels of this CPU may overflow for the layers of ``model``."""
-    return any(_largest_code(module) > 127 for module in model.modules()) and saturates()
+    """Return True if two products of a layer overflow the 16 bits that this CPU adds them in."""
+    wide = [m for m in model.modules() if _largest_code(m) > 127]
+    return bool(wide) and saturates() and any(map(_overflows, wide))
+
+
+def _overflows(layer: Any) -> bool:
+    weight = layer.weight_codes.int().abs()
+    largest = int(weight.max()) if weight.numel() else 0
+    return 2 * _largest_code(layer) * largest > torch.iinfo(torch.int16).max
 
 
 def _largest_code(module: nn.Module) -> int:
