@@ -43,18 +43,26 @@ def deployed(x: Tensor, **options: object) -> nn.Module:
     return torchq.deploy(calibrated(Block(**options), x))
 
 
+def flashes(model: nn.Module) -> list[bool]:
+    """Return, for each attention that computes in bfloat16, whether torch's own kernel does."""
+    return [module.flash for module in model.modules() if isinstance(module, BFloat16Attention)]
+
+
 def halves(model: nn.Module) -> int:
     """Return how many attentions compute in bfloat16."""
-    return sum(isinstance(module, BFloat16Attention) for module in model.modules())
+    return len(flashes(model))
 
 
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.1])
-def test_products_are_those_of_bfloat16_numbers(scale: float | None) -> None:
+def test_products_are_those_of_bfloat16_numbers(scale: float | None, flash: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
     # Numbers of 8 bits are off by at most 2**-9 of their size, which is -54 dB.
-    assert 38 < sqnr(attend_in_bfloat16(q, k, v, scale), exact) < 60
+    half = attend_in_bfloat16(q, k, v, scale, flash=flash)
+    assert half.dtype is torch.float32 and 38 < sqnr(half, exact) < 60
+    assert torch.equal(half, attend_in_bfloat16(q, k, v, scale, flash=not flash)) is False
 
 
 def test_what_it_cannot_hold_or_multiply_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +70,10 @@ def test_what_it_cannot_hold_or_multiply_is_left_to_torch(monkeypatch: pytest.Mo
     q, k, v = (torch.randn(2, 3, 7, 8, generator=generator) for _ in "qkv")
     double = attend_in_bfloat16(q.double(), k.double(), v.double())
     assert torch.equal(double, F.scaled_dot_product_attention(q.double(), k.double(), v.double()))
+    flash = attend_in_bfloat16(q, k, v, flash=True)
+    assert not torch.equal(attend_in_bfloat16(q, k, v), flash)
     monkeypatch.setattr(bfloat16_attention, "_MAX_WEIGHTS", 2 * 3 * 7 * 7 - 1)
-    assert torch.equal(attend_in_bfloat16(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(attend_in_bfloat16(q, k, v), flash)
 
 
 @pytest.mark.parametrize(
@@ -82,25 +92,31 @@ def test_plain_attention_is_changed(x: Tensor, options: dict[str, object], expec
         assert torch.equal(twin(x), model(x))
 
 
-def test_multi_head_attention_is_changed_without_a_mask(x: Tensor) -> None:
+@pytest.mark.parametrize("flash", [False, True])
+def test_multi_head_attention_is_changed_without_a_mask(x: Tensor, flash: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
     model = torchq.deploy(calibrated(layer, x), x)
     before, mask = model(x), torch.zeros(8, 8)
     masked = model(x, src_mask=mask) if not hasattr(model, "graph") else None
-    assert use_bfloat16_attention_(model) == 1
+    assert use_bfloat16_attention_(model, flash=flash) == 1
     assert not torch.equal(model(x), before) and sqnr(model(x), before) > 30
     assert masked is None or torch.equal(model(x, src_mask=mask), masked)
 
 
-@pytest.mark.parametrize(("half", "taken"), [(8.0, True), (10.0, False)])
-def test_the_engine_takes_it_where_it_is_faster(
-    x: Tensor, half: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("products", "flash", "taken"),
+    [(8.0, 9.0, [False]), (8.0, 7.0, [True]), (10.0, 8.0, [True]), (10.0, 10.0, [])],
+)
+def test_the_engine_takes_the_fastest(
+    x: Tensor, products: float, flash: float, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(model: nn.Module, example: object) -> float:
-        return (half if halves(model) else 10.0) / 1000 * (1 if hasattr(model, "graph") else 5)
+        kernels = flashes(model)
+        milliseconds = (flash if kernels[0] else products) if kernels else 10.0
+        return milliseconds / 1000 * (1 if hasattr(model, "graph") else 5)
 
     monkeypatch.setattr(torch_engine, "_seconds", seconds)
     torch.manual_seed(0)
     model = calibrated(Block(), x)
-    assert halves(torchq.deploy(model, x)) == int(taken)
+    assert flashes(torchq.deploy(model, x)) == taken

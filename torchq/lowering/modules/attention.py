@@ -38,9 +38,10 @@ class DeployedMultiheadAttention(ProjectedAttention):
     Attributes:
         products_in_bfloat16: compute products without a mask in bfloat16; see
             :func:`attend_in_bfloat16`.
+        flash: its argument of that name.
     """
 
-    products_in_bfloat16 = False
+    products_in_bfloat16, flash = False, False
 
     def __init__(
         self, module: QuantMultiheadAttention, in_proj: Mapping[str, nn.Module], out_proj: nn.Module
@@ -80,7 +81,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     ) -> Tensor:
         if self.products_in_bfloat16 and mask is None and not dropout_p:
-            return attend_in_bfloat16(q, k, v)
+            return attend_in_bfloat16(q, k, v, flash=self.flash)
         return super()._attend(q, k, v, mask, dropout_p)
 
     def _project_out(self, x: Tensor) -> Tensor:
