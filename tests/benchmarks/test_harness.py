@@ -78,6 +78,21 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
     assert (slow.median_s, fast.median_s) == (4.0, 1.0)
 
 
+def test_the_call_behind_another_candidate_is_not_timed() -> None:
+    work = Workload()
+
+    def run(name: str) -> None:
+        found_caches_cold = work.order[-1:] != [name]
+        work.order.append(name)
+        work.now += 10.0 if found_caches_cold else 1.0
+
+    candidates = {name: lambda name=name: run(name) for name in SECONDS}
+    rows = harness.compare(
+        candidates, baseline="slow", rounds=4, warmup=1, min_time=3.0, clock=work.clock
+    )
+    assert [(row.calls, row.median_s) for row in rows] == [(3, 1.0), (3, 1.0)]
+
+
 def test_queued_work_is_waited_for() -> None:
     work = Workload()
     waits: list[float] = []
