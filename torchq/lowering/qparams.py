@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,27 +130,30 @@ class QParams:
             return torch.round(x * (1.0 / self.scale)).add(self.zero_point).to(torch.uint8)
         return self._rounded_(x).to(torch.uint8)
 
-    def quantize_images(self, x: Tensor) -> Tensor:
+    def quantize_images(self, x: Tensor, check: Callable[[Tensor], object] | None = None) -> Tensor:
         """Return the codes of images, channels last in memory.
 
-        A few images at a time: the values computed between stay in the cache, and are not new
-        memory at every call.
+        A few images at a time, in place: the values computed between stay in the cache.
 
         Args:
             x: (N, C, H, W), floating point.
+            check: is called with all values, clamped, in parts; it may raise an error. It is not
+                called where calls are recorded.
 
         Returns:
             uint8, the shape of ``x``.
         """
         last = torch.channels_last
-        whole = calls_are_recorded()
-        count = 1 if whole else max(1, _CACHED // max(1, x.shape[1:].numel()))
-        if whole or len(x) <= count:
+        if calls_are_recorded():
             return self.quantize(x.contiguous(memory_format=last))
+        count = max(1, _CACHED // max(1, x.shape[1:].numel()))
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device, memory_format=last)
-        values = torch.empty((count, *x.shape[1:]), device=x.device, memory_format=last)
+        room = (min(count, len(x)), *x.shape[1:])
+        values = torch.empty(room, dtype=torch.float32, device=x.device, memory_format=last)
         for images, result in zip(x.detach().split(count), codes.split(count), strict=True):
             some = values[: len(images)].copy_(images).clamp_(*self.bounds)
+            if check is not None:
+                check(some)
             result.copy_(self._rounded_(some))
         return codes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchq.errors import QuantizationError
 from torchq.utils import calls_are_recorded
 
-__all__ = ["eager", "require_dtype", "smallest_value"]
+__all__ = ["eager", "require_dtype", "require_numbers", "smallest_value"]
 
 #: The dtypes that float layers accept under autocast.
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,17 +25,21 @@ def eager(x: Tensor) -> bool:
     return not calls_are_recorded() and type(x) is Tensor and x.is_cpu
 
 
-def require_dtype(x: Tensor, dtype: torch.dtype, where: str) -> None:
+def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
     """Refuse an input that the simulation, a float layer of ``dtype``, would refuse.
 
     Args:
         x: the input. Under autocast any floating dtype of at most 32 bits is accepted.
-        dtype: of the layer.
+        dtype: of the layer; None accepts any floating dtype.
         where: the name of the layer, for the error.
 
     Raises:
         TypeError: ``x`` has another dtype.
     """
+    if dtype is None:
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
+        return
     if x.dtype is dtype:
         return
     if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
@@ -48,26 +52,39 @@ def require_dtype(x: Tensor, dtype: torch.dtype, where: str) -> None:
 def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
     """Return the smallest value of an input that is to be quantized.
 
-    Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
-    is compiled or exported, or on GPUs, which would have to be waited for.
-
     Args:
         x: the input.
         dtype: of the layer; None accepts any floating dtype.
         where: the name of the layer, for errors.
 
     Returns:
-        The smallest value, -inf where it is not looked for.
+        See :func:`require_numbers`.
 
     Raises:
         TypeError: ``x`` has another dtype.
+        QuantizationError: see :func:`require_numbers`.
+    """
+    require_dtype(x, dtype, where)
+    return require_numbers(x, where)
+
+
+def require_numbers(x: Tensor, where: str) -> float:
+    """Refuse NaN, and return the smallest value of a tensor that is to be quantized.
+
+    Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
+    is compiled or exported, or on GPUs, which would have to be waited for.
+
+    Args:
+        x: floating point.
+        where: the name of the layer, for errors.
+
+    Returns:
+        The smallest value, -inf where it is not looked for.
+
+    Raises:
         QuantizationError: ``x`` holds NaN. The simulation would return NaN, but no code stands
             for NaN, and any other would be a wrong result that looks right.
     """
-    if dtype is not None:
-        require_dtype(x, dtype, where)
-    elif not x.dtype.is_floating_point:
-        raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
     if not eager(x) or not x.numel():
         return -math.inf
     smallest = float((x.detach() if x.requires_grad else x).amin())

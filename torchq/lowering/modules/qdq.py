@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.lowering.modules.base import Float32ParamsMixin, IntegerModule, QParamsStateMixin
-from torchq.lowering.modules.input_checks import smallest_value
+from torchq.lowering.modules.input_checks import require_dtype, require_numbers
 from torchq.lowering.qparams import QParams
 
 __all__ = ["Dequantize", "GatedSiLU", "QParamsModule", "Quantize"]
+
+
+_require_numbers = partial(require_numbers, where="Quantize")
 
 
 class QParamsModule(QParamsStateMixin):
@@ -67,12 +71,16 @@ class Quantize(QParamsModule, IntegerModule):
 
         Raises:
             TypeError: ``x`` has another dtype.
-            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
+            QuantizationError: ``x`` holds NaN, see :func:`require_numbers`.
         """
-        if not self.finite or x.dtype is not torch.float32:
-            smallest_value(x, self.dtype, "Quantize")
+        check = None if self.finite and x.dtype is torch.float32 else _require_numbers
+        if check is not None:
+            require_dtype(x, self.dtype, "Quantize")
         if self.channels_last and x.dim() == 4:
-            return self.qparams.quantize_images(x)
+            # The values are in the cache behind the first pass over memory.
+            return self.qparams.quantize_images(x, check)
+        if check is not None:
+            check(x)
         return self.qparams.quantize(x)
 
 
