@@ -98,8 +98,13 @@ def test_images_by_parts_are_images(
     assert not codes.numel() or codes.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_quantizing_leaves_its_input_and_needs_no_gradient() -> None:
-    qparams, x = QParams(0.03, 128, 0, 255), torch.randn(2, 3, 4, 4, requires_grad=True)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_quantizing_leaves_its_input_and_needs_no_gradient(
+    channels: int, layout: torch.memory_format
+) -> None:
+    qparams = QParams(0.03, 128, 0, 255)
+    x = torch.randn(2, channels, 4, 4).mul(9).contiguous(memory_format=layout).requires_grad_()
     before = x.detach().clone()
     assert not qparams.quantize(x).requires_grad and not qparams.quantize_images(x).requires_grad
     assert torch.equal(x.detach(), before)

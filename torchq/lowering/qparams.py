@@ -133,7 +133,8 @@ class QParams:
     def quantize_images(self, x: Tensor, check: Callable[[Tensor], object] | None = None) -> Tensor:
         """Return the codes of images, channels last in memory.
 
-        A few images at a time, in place: the values computed between stay in the cache.
+        A few images at a time, in place where ``x`` has another layout: the values computed between
+        stay in the cache, and are not new memory at every call.
 
         Args:
             x: (N, C, H, W), floating point.
@@ -146,11 +147,18 @@ class QParams:
         last = torch.channels_last
         if calls_are_recorded():
             return self.quantize(x.contiguous(memory_format=last))
+        x = x.detach()
         count = max(1, _CACHED // max(1, x.shape[1:].numel()))
+        if len(x) <= count:
+            values = x.to(torch.float32).contiguous(memory_format=last)
+            values = torch.clamp(values, *self.bounds, out=None if values is x else values)
+            if check is not None:
+                check(values)
+            return self._rounded_(values).to(torch.uint8)
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device, memory_format=last)
-        room = (min(count, len(x)), *x.shape[1:])
+        room = (count, *x.shape[1:])
         values = torch.empty(room, dtype=torch.float32, device=x.device, memory_format=last)
-        for images, result in zip(x.detach().split(count), codes.split(count), strict=True):
+        for images, result in zip(x.split(count), codes.split(count), strict=True):
             some = values[: len(images)].copy_(images).clamp_(*self.bounds)
             if check is not None:
                 check(some)
