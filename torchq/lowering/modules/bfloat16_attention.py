@@ -25,9 +25,8 @@ def attend_in_bfloat16(
 ) -> Tensor:
     """Return the attention of ``query`` to ``key``, with products of bfloat16 numbers.
 
-    CPUs with AVX512_BF16 or AMX multiply these two to four times as fast as float32. Where there is
-    no AMX, torch's own attention does not make use of that, but plain products do
-    (benchmarks/deploy_attention.py).
+    CPUs with AVX512_BF16 or AMX multiply these faster than float32. Which of the two forms is the
+    faster one depends on the CPU and on the number of tokens (benchmarks/deploy_attention.py).
 
     Args:
         query: float32, (..., L, width). Anything but float32 is left to torch's kernel.
