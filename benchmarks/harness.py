@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -110,19 +111,7 @@ def compare(
     if rounds < 1 or warmup < 0:
         raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
 
-    def sample(call: Callable[[], object], calls: int) -> float:
-        wait = synchronize or (torch.cuda.synchronize if torch.cuda.is_initialized() else None)
-        if wait:
-            wait()
-        if calls > 1:
-            call()
-        start = clock()
-        for _ in range(calls):
-            call()
-        if wait:
-            wait()
-        return (clock() - start) / calls
-
+    sample = partial(_sample, synchronize=synchronize, clock=clock)
     names = list(candidates)
     calls = {}
     for name in names:
@@ -136,6 +125,27 @@ def compare(
         for name in names[turn:] + names[:turn]:
             seconds[name].append(sample(candidates[name], calls[name]))
     return [_summarize(name, seconds, baseline, calls[name]) for name in names]
+
+
+def _sample(
+    call: Callable[[], object],
+    calls: int,
+    *,
+    synchronize: Callable[[], None] | None,
+    clock: Callable[[], float],
+) -> float:
+    """Return the seconds that a call takes, the mean of several."""
+    if calls > 1:
+        call()
+    wait = synchronize or (torch.cuda.synchronize if torch.cuda.is_initialized() else None)
+    if wait:
+        wait()
+    start = clock()
+    for _ in range(calls):
+        call()
+    if wait:
+        wait()
+    return (clock() - start) / calls
 
 
 def _summarize(
