@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.lowering.common import Residual
+from tests.lowering.common import Residual, calibrated
 from torchq.lowering.graph.traced_module import TracedModel
 from torchq.lowering.modules.conv import Int8Conv
+from torchq.lowering.modules.qdq import Quantize
 from torchq.lowering.ops import onednn
 
 
@@ -152,3 +153,86 @@ def test_threads_share_one_bound_graph(int8: TracedModel, x: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 80
+
+
+class Seen(nn.Module):
+    """Identity that notes whether it was called in inference mode; a foreign module to torch."""
+
+    def __init__(self, modes: list[bool]) -> None:
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch.is_inference_mode_enabled())
+        return x
+
+
+def inference_modes(monkeypatch: pytest.MonkeyPatch, model: TracedModel, x: Tensor) -> set[bool]:
+    """Return whether a bound graph runs in inference mode, as its first module sees it."""
+    seen = set[bool]()
+    quantize = Quantize.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Quantize,
+            "forward",
+            lambda self, x: (seen.add(torch.is_inference_mode_enabled()), quantize(self, x))[1],
+        )
+        for _ in range(3):  # the first call runs the code, the second one binds
+            seen.clear()
+            model(x)
+    return seen
+
+
+def test_calls_without_gradients_run_in_inference_mode_and_return_ordinary_tensors(
+    int8: TracedModel, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert inference_modes(monkeypatch, int8, x) == {False}
+    with torch.no_grad():
+        assert inference_modes(monkeypatch, int8, x) == {True}
+        result = int8(x)
+    assert not result.is_inference()
+    assert torch.equal(result.add_(1), int8(x) + 1)
+    with torch.inference_mode():
+        assert int8(x).is_inference()
+
+
+def test_results_of_every_structure_are_ordinary_tensors(x: Tensor) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.conv(x).mean((2, 3))
+            return {"pair": (y, [y[:1], x]), "number": (y.neg(),)}
+
+    int8 = torchq.deploy(calibrated(Net(), x))
+    expected = int8(x)
+    with torch.no_grad():
+        for _ in range(3):
+            found = int8(x)
+    pair, number = found["pair"], found["number"]
+    assert type(found) is dict and type(pair) is tuple and type(pair[1]) is list
+    assert pair[1][1] is x
+    tensors = [pair[0], *pair[1], *number]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    wanted = [expected["pair"][0], *expected["pair"][1], *expected["number"]]
+    assert all(map(torch.equal, tensors, wanted))
+
+
+@pytest.mark.parametrize("reason", ["foreign module", "large results"])
+def test_inference_mode_is_left_out_where_it_could_harm(
+    int8: TracedModel, x: Tensor, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    output = next(node for node in int8.graph.nodes if node.op == "output")
+    (result,) = output.args
+    with int8.graph.inserting_before(output):
+        if reason == "foreign module":
+            modes: list[bool] = []
+            int8.add_submodule("seen", Seen(modes))
+            output.args = (int8.graph.call_module("seen", (result,)),)
+        else:
+            output.args = (int8.graph.call_function(torch.tile, (result, (9000,))),)
+    int8.recompile()
+    with torch.no_grad():
+        assert inference_modes(monkeypatch, int8, x) == {False}

@@ -6,7 +6,7 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchq.engines.graph_engine import GraphEngine
 from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
+from torchq.engines.signed_codes import reads_signed_codes, with_signed_codes
 from torchq.errors import ConfigError, ExportError
 from torchq.utils.optional import import_optional
 
@@ -42,6 +43,9 @@ class OpenVino(GraphEngine):
         quantized: see :class:`Engine`.
         precision: of what is not quantized. By itself OpenVINO computes in bfloat16 on CPUs that
             can, with errors of a few percent; here the default is ``"f32"``.
+        signed_codes: run unsigned codes with the zero point 128 as signed ones on CPUs that read
+            these, see :mod:`torchq.engines.signed_codes`; no effect on others. With None, results
+            decide when the model is deployed.
 
     Example:
         >>> OpenVino(quantized=False, precision="bf16").label
@@ -49,6 +53,7 @@ class OpenVino(GraphEngine):
     """
 
     precision: str = "f32"
+    signed_codes: bool | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in _PRECISIONS:
@@ -83,6 +88,7 @@ class OpenVino(GraphEngine):
 
     def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
         """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
+        graph = self._for_this_cpu(graph)
         opened: dict[Shapes | None, Run] = {}
         lock = threading.Lock()
 
@@ -98,6 +104,18 @@ class OpenVino(GraphEngine):
             return found(feeds)
 
         return run
+
+    def faster_settings(self, graph: bytes) -> tuple[GraphEngine, ...]:
+        """See :meth:`GraphEngine.faster_settings`."""
+        undecided = self.signed_codes is None and self.quantized
+        if undecided and reads_signed_codes() and with_signed_codes(graph) is not graph:
+            return (replace(self, signed_codes=True),)
+        return ()
+
+    def _for_this_cpu(self, graph: bytes) -> bytes:
+        """Return the file with the codes that this CPU is fastest with."""
+        signed = self.signed_codes and reads_signed_codes()
+        return with_signed_codes(graph) if signed else graph
 
     def _compile(self, graph: bytes, threads: int, shapes: Shapes | None) -> Any:
         """Return the compiled graph, for inputs of these shapes or with open lengths."""
@@ -125,9 +143,8 @@ class OpenVino(GraphEngine):
     def placement(self, graph: bytes) -> str:
         """See :meth:`GraphEngine.placement`."""
         nodes = Counter[bool]()
-        for node in (
-            self._compile(graph, torch.get_num_threads(), None).get_runtime_model().get_ops()
-        ):
+        compiled = self._compile(self._for_this_cpu(graph), torch.get_num_threads(), None)
+        for node in compiled.get_runtime_model().get_ops():
             info = {key: str(value.value) for key, value in node.get_rt_info().items()}
             if info.get("layerType") in _COMPUTING:
                 nodes[info.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
