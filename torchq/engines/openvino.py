@@ -46,6 +46,9 @@ class OpenVino(GraphEngine):
         signed_codes: run unsigned codes with the zero point 128 as signed ones on CPUs that read
             these, see :mod:`torchq.engines.signed_codes`; no effect on others. With None, results
             decide when the model is deployed.
+        snippets: let OpenVINO compile chains of elementwise operations before it looks for what
+            convolutions can do as well. Without them, convolutions add the branches of networks
+            such as ResNet-50, which makes those faster and others slower.
 
     Example:
         >>> OpenVino(quantized=False, precision="bf16").label
@@ -54,6 +57,7 @@ class OpenVino(GraphEngine):
 
     precision: str = "f32"
     signed_codes: bool | None = None
+    snippets: bool = True
 
     def __post_init__(self) -> None:
         if self.precision not in _PRECISIONS:
@@ -64,8 +68,9 @@ class OpenVino(GraphEngine):
 
     @property
     def label(self) -> str:
-        """See :attr:`Engine.label`; a precision other than float32 is named."""
-        return super().label + ("" if self.precision == "f32" else f" {self.precision}")
+        """See :attr:`Engine.label`; settings that are not the default are named."""
+        precision = "" if self.precision == "f32" else f" {self.precision}"
+        return f"{super().label}{precision}{'' if self.snippets else ' without snippets'}"
 
     @property
     def target(self) -> str:
@@ -80,11 +85,15 @@ class OpenVino(GraphEngine):
 
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`; bfloat16 only where the CPU multiplies it."""
-        found: tuple[Engine, ...] = (OpenVino(), OpenVino(quantized=False))
         runtime = import_optional("openvino", _NEEDED_BY, "openvino")
-        if "BF16" in runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            found += (OpenVino(precision="bf16"), OpenVino(quantized=False, precision="bf16"))
-        return found
+        capabilities = runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        found: list[Engine] = []
+        for precision in ("f32", "bf16") if "BF16" in capabilities else ("f32",):
+            found += [
+                OpenVino(precision=precision, snippets=snippets) for snippets in (True, False)
+            ]
+            found.append(OpenVino(quantized=False, precision=precision))
+        return tuple(found)
 
     def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
         """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
@@ -127,6 +136,7 @@ class OpenVino(GraphEngine):
             "INFERENCE_PRECISION_HINT": self.precision,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
+            "SNIPPETS_MODE": "ENABLE" if self.snippets else "DISABLE",
         }
         try:
             core = runtime.Core()
