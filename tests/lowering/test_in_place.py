@@ -85,17 +85,39 @@ def test_a_sum_in_place_is_the_residual() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(5, 3, 8, 8), (1, 3, 8, 8), (0, 3, 8, 8), (4, 3, 0, 8), (7, 1, 9, 5)]
+    "shape",
+    [
+        (5, 3, 8, 8),
+        (1, 3, 8, 8),
+        (0, 3, 8, 8),
+        (4, 3, 0, 8),
+        (7, 1, 9, 5),
+        (2, 3, 31, 11),
+        (1, 2, 4, 300),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_images_by_parts_are_images(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qparams_module, "_CACHED", 400)  # two images of the first shape
+    monkeypatch.setattr(qparams_module, "_LARGE", 900)  # the last two shapes have larger images
     qparams, x = QParams(0.03, 128, 1, 255), torch.randn(shape).mul(3).to(dtype)
     codes = qparams.quantize_images(x)
     assert torch.equal(codes, qparams.quantize(x)) and codes.dtype is torch.uint8
     assert not codes.numel() or codes.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_large_images_are_cut_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qparams_module, "_CACHED", 400)
+    monkeypatch.setattr(qparams_module, "_LARGE", 900)
+    seen: list[tuple[int, ...]] = []
+    for shape in ((5, 3, 8, 8), (1, 3, 15, 20), (2, 3, 31, 11)):
+        QParams(0.03, 128, 0, 255).quantize_images(
+            torch.randn(shape), lambda part: seen.append(tuple(part.shape))
+        )
+    few, whole, rows = [(2, 3, 8, 8)] * 2 + [(1, 3, 8, 8)], [(1, 3, 15, 20)], [(1, 3, 12, 11)] * 2
+    assert seen == [*few, *whole, *[*rows, (1, 3, 7, 11)] * 2]
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
