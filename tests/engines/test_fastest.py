@@ -77,6 +77,15 @@ def test_the_report_has_all_candidates_and_why_some_were_left_out(
     assert f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
 
 
+def test_one_lucky_sample_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([4.0] * 10 + [1.5])
+    timed(monkeypatch, {**TIMES, "onnxruntime float": lambda n: next(samples, 4.0)})
+    report = deploy().report
+    assert next(samples, None) is None  # the lucky one was measured
+    assert report.chosen == "onnxruntime quantized"
+    assert report.candidates[2].seconds == {1: 4.0}
+
+
 def test_batch_sizes_are_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     """At one image torch takes 1.5 times as long, at eight a third: 1.5 times 1/3 is below 1."""
     times = {**TIMES, "torch quantized": lambda n: 3.0 if n == 1 else 1.0}

@@ -44,8 +44,9 @@ class Candidate:
 
     Attributes:
         engine: the engine and its settings.
-        seconds: for one call, by batch size: the least of the samples, as interruptions only add
-            time. Empty where there is a problem.
+        seconds: for one call, by batch size: the lower quartile of the samples. Interruptions add
+            time to some of them, and the least one is a matter of luck. Empty where there is a
+            problem.
         problem: why the model cannot run there, or what is wrong with the results; may be empty.
     """
 
@@ -105,7 +106,7 @@ class _Entry:
     problem: str = ""
 
     def seconds(self) -> dict[int, float]:
-        return {} if self.problem else {rows: min(s) for rows, s in self.samples.items()}
+        return {} if self.problem else {rows: _quartile(s) for rows, s in self.samples.items()}
 
 
 def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
@@ -216,11 +217,19 @@ def _measure(entries: list[_Entry], batch: Any, rows: int) -> None:
             return
         turn = number % max(1, len(entries))
         for entry in entries[turn:] + entries[:turn]:
-            entry.samples[rows].append(_seconds(entry, batch, repeats[id(entry)]))
+            calls = repeats[id(entry)]
+            if calls > 1:
+                _seconds(entry, batch, 1)  # behind another candidate, caches are cold
+            entry.samples[rows].append(_seconds(entry, batch, calls))
         if number >= _FIRST:
             best = min(min(entry.samples[rows]) for entry in entries)
             limit = best * (_HOPELESS if number < _LATER else _CLOSE)
             entries = [e for e in entries if min(e.samples[rows]) < limit]
+
+
+def _quartile(samples: Sequence[float]) -> float:
+    """Return the lower quartile."""
+    return sorted(samples)[len(samples) // 4]
 
 
 def _seconds(entry: _Entry, batch: Any, calls: int) -> float:
