@@ -262,8 +262,8 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
     task = tasks[FASTEST]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        chosen, own = build_fastest(task)  # first: it needs memory for all candidates as well
         engines, modules = engine_candidates(tasks)
-        chosen, own = build_fastest(task)
         found = torch_candidates(model, quantized(model, x), x, options) | engines
         found["fastest"] = lambda: chosen(x)
         makers = maker_candidates(task, x, options) if options.makers else {}
