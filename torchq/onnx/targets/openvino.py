@@ -30,6 +30,7 @@ from torchq.onnx.targets.checks import (
     weight_of,
 )
 from torchq.onnx.targets.openvino_codes import unsigned_codes
+from torchq.onnx.targets.openvino_norms import norms_of_rows
 
 __all__ = ["OPENVINO"]
 
@@ -177,6 +178,7 @@ OPENVINO = OnnxTarget(
         own_zero_points,
         separate_reductions,
         unequal_biases,
+        norms_of_rows,
     ),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(
