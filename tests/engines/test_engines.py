@@ -203,60 +203,6 @@ def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.Monke
     assert compiled == [four, None, one]
 
 
-class Residuals(nn.Module):
-    """Two blocks whose convolutions add what the block reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
-            x = (second(first(x).relu()) + x).relu()
-        return x
-
-
-def test_openvino_without_snippets_adds_branches_in_convolutions() -> None:
-    available(OpenVino())
-    torch.manual_seed(0)
-    config = torchq.recipes.int8(reduce_range=True)  # overflows on no CPU
-    model = Residuals().eval()
-    torchq.quantize_(model, config, target="openvino", example=images(1))
-    torchq.calibrate(model, [images(2)], progress=False)
-    deployed = [
-        torchq.deploy(model, images(1), engine=OpenVino(snippets=snippets))
-        for snippets in (True, False)
-    ]
-    assert [module.settings.label for module in deployed] == [
-        "openvino quantized",
-        "openvino quantized without snippets",
-    ]
-    assert [_chains(module) for module in deployed] == [3, 0]
-    for module in deployed:
-        assert sqnr(module(images(2)), model(images(2))) > BOUND_DB
-
-
-def _chains(module: EngineModule) -> int:
-    """Return how many kernels of elementwise operations OpenVINO has for the example."""
-    assert isinstance(module.settings, OpenVino)
-    compiled = module.settings._compile(module.graph_bytes(), 1, module.interface.usual[0])
-    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
-    return sum(str(info["layerType"].value) in ("Subgraph", "Eltwise") for info in nodes)
-
-
-def test_fastest_measures_openvino_with_and_without_snippets() -> None:
-    available(OpenVino())
-    labels = [engine.label for engine in OpenVino().candidates()]
-    assert labels[:3] == [
-        "openvino quantized",
-        "openvino quantized without snippets",
-        "openvino float",
-    ]
-    assert len(set(labels)) == len(labels)
-
-
 def test_options_of_another_engine_are_refused() -> None:
     for options in ({"reduce_range": True}, {"fuse": False}):
         with pytest.raises(ConfigError, match="for engine 'onnxruntime'; expected it for 'torch'"):

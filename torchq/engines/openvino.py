@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from torchq.engines.graph_engine import GraphEngine
 from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
-from torchq.engines.signed_codes import reads_signed_codes, with_signed_codes
 from torchq.errors import ConfigError, ExportError
+from torchq.onnx.targets.openvino_codes import with_signed_codes
 from torchq.utils.optional import import_optional
 
-__all__ = ["OpenVino"]
+__all__ = ["OpenVino", "reads_signed_codes"]
 
 _NEEDED_BY = "deploy(engine='openvino')"
 #: The setting ``precision`` -> the hint of OpenVINO.
@@ -44,7 +45,7 @@ class OpenVino(GraphEngine):
         precision: of what is not quantized. By itself OpenVINO computes in bfloat16 on CPUs that
             can, with errors of a few percent; here the default is ``"f32"``.
         signed_codes: run unsigned codes with the zero point 128 as signed ones on CPUs that read
-            these, see :mod:`torchq.engines.signed_codes`; no effect on others. With None, results
+            these, see :func:`reads_signed_codes`; no effect on others. With None, results
             decide when the model is deployed.
         snippets: let OpenVINO compile chains of elementwise operations before it looks for what
             convolutions can do as well. Without them, convolutions add the branches of networks
@@ -191,3 +192,29 @@ def _bound(compiled: Any) -> Run:
         return [torch.from_numpy(array) for array in arrays]
 
     return run
+
+
+@lru_cache
+def reads_signed_codes() -> bool:
+    """Return True if OpenVINO's convolutions read signed codes on this CPU.
+
+    A small convolution is compiled and asked: elsewhere OpenVINO makes its codes unsigned. So
+    whatever limits the kernels (an environment variable, an operating system without AMX) is seen.
+    """
+    runtime = import_optional("openvino", _NEEDED_BY, "openvino")
+    ops: Any = import_optional("openvino.opset13", _NEEDED_BY, "openvino")
+    image = ops.parameter([1, 16, 8, 8], runtime.Type.f32)
+    codes = ops.fake_quantize(image, -128.0, 127.0, -128.0, 127.0, 256)
+    stored = ops.constant(torch.ones(16, 16, 1, 1, dtype=torch.int8).numpy())
+    weight = ops.multiply(
+        ops.convert(stored, runtime.Type.f32), ops.constant(0.5, runtime.Type.f32)
+    )
+    result = ops.convolution(codes, weight, [1, 1], [0, 0], [0, 0], [1, 1])
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    compiled = runtime.Core().compile_model(runtime.Model([result], [image]), "CPU", settings)
+    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
+    return any(
+        str(info["layerType"].value) == "Convolution"
+        and str(info["runtimePrecision"].value).lower() == "i8"
+        for info in nodes
+    )

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torchq.onnx.ir import Model, Node, Value, attribute, computed_by, names, nodes_of, readers
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    attribute,
+    computed_by,
+    names,
+    nodes_of,
+    onnx_ir,
+    readers,
+)
 from torchq.onnx.passes.fold_shapes import Shape, known_shapes
 from torchq.onnx.qdq import shared_name
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.checks import LAYERS
+from torchq.utils.optional import import_optional
 
-__all__ = ["unsigned_codes"]
+__all__ = ["unsigned_codes", "with_signed_codes"]
 
 #: What OpenVINO moves quantization across.
 _TRANSPARENT = names(
@@ -93,3 +105,31 @@ def _moved_together(node: Node) -> set[Value]:
             if user.op_type in _TRANSPARENT:
                 pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
     return values
+
+
+def with_signed_codes(graph: bytes) -> bytes:
+    """Return an ONNX file whose activations have the zero point 0 in place of 128.
+
+    Codes and zero points are 128 less, so every value stays what it was. CPUs with AMX multiply
+    signed codes as they are, so OpenVINO reads them right there, and is faster with them: there is
+    no zero point to take into account.
+
+    Args:
+        graph: the file.
+
+    Returns:
+        ``graph`` itself where no zero point is 128.
+    """
+    onnx = import_optional("onnx", "torchq.onnx")
+    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
+    before = _types(model)
+    retype_activations(model, ActivationTypes("unsigned", "signed"))
+    if _types(model) == before:
+        return graph
+    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return changed
+
+
+def _types(model: Model) -> list[Any]:
+    """Return the dtype of the codes of each quantizer."""
+    return [node.outputs[0].dtype for node in nodes_of(model, "QuantizeLinear")]

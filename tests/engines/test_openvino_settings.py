@@ -1,4 +1,4 @@
-"""Signed codes in place of unsigned ones, where OpenVINO reads them on this CPU."""
+"""The settings of OpenVINO: signed codes on CPUs that read them, and snippets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.contracts.engine_contract import BOUND_DB, images
+from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
-from torchq.engines import EngineModule, OpenVino, openvino, signed_codes
+from torchq.engines import EngineModule, OpenVino, openvino
 from torchq.onnx.ir import load_model, nodes_of
+from torchq.onnx.targets.openvino_codes import with_signed_codes
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -79,12 +82,12 @@ def test_signed_codes_stand_for_the_same_values(
 ) -> None:
     reads(False)
     graph = deployed(model, x).graph_bytes()
-    signed = signed_codes.with_signed_codes(graph)
+    signed = with_signed_codes(graph)
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     assert ("UINT8", 128) in zero_points(graph, before)
     assert zero_points(signed, after) == {("INT8", 0), ("UINT8", 0)}
     assert torch.equal(run_file(before, x)[0], run_file(after, x)[0])
-    assert signed_codes.with_signed_codes(signed) is signed
+    assert with_signed_codes(signed) is signed
 
 
 def test_results_decide(
@@ -93,13 +96,14 @@ def test_results_decide(
     reads: Callable[[bool], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    really = openvino.reads_signed_codes()
     reads(False)
     unsigned = deployed(model, x)
     assert decided(unsigned) is None
     reads(True)
     found = deployed(model, x)
     # OpenVINO computes other numbers on CPUs that do not read these codes.
-    assert decided(found) is (True if signed_codes.reads_signed_codes() else None)
+    assert decided(found) is (True if really else None)
     torch.testing.assert_close(found(x), unsigned(x), rtol=0, atol=1e-4)
     scaled = torchq.deploy(_scaled(model), x, engine=OpenVino(signed_codes=False))
     assert isinstance(scaled, EngineModule)
@@ -138,3 +142,55 @@ def test_files_without_such_codes_stay(x: Tensor, reads: Callable[[bool], None])
     reads(True)
     plain = calibrated(nn.Sequential(nn.Conv2d(8, 8, 3)), x, target="openvino", example=x)
     assert decided(deployed(plain, x)) is None
+
+
+class Residuals(nn.Module):
+    """Two blocks whose convolutions add what the block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = (second(first(x).relu()) + x).relu()
+        return x
+
+
+def test_openvino_without_snippets_adds_branches_in_convolutions() -> None:
+    torch.manual_seed(0)
+    config = torchq.recipes.int8(reduce_range=True)  # overflows on no CPU
+    model = Residuals().eval()
+    torchq.quantize_(model, config, target="openvino", example=images(1))
+    torchq.calibrate(model, [images(2)], progress=False)
+    deployed = [
+        torchq.deploy(model, images(1), engine=OpenVino(snippets=snippets))
+        for snippets in (True, False)
+    ]
+    assert [module.settings.label for module in deployed] == [
+        "openvino quantized",
+        "openvino quantized without snippets",
+    ]
+    assert [_chains(module) for module in deployed] == [3, 0]
+    for module in deployed:
+        assert sqnr(module(images(2)), model(images(2))) > BOUND_DB
+
+
+def _chains(module: EngineModule) -> int:
+    """Return how many kernels of elementwise operations OpenVINO has for the example."""
+    assert isinstance(module.settings, OpenVino)
+    compiled = module.settings._compile(module.graph_bytes(), 1, module.interface.usual[0])
+    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
+    return sum(str(info["layerType"].value) in ("Subgraph", "Eltwise") for info in nodes)
+
+
+def test_fastest_measures_openvino_with_and_without_snippets() -> None:
+    labels = [engine.label for engine in OpenVino().candidates()]
+    assert labels[:3] == [
+        "openvino quantized",
+        "openvino quantized without snippets",
+        "openvino float",
+    ]
+    assert len(set(labels)) == len(labels)
