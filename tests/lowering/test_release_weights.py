@@ -86,6 +86,15 @@ def test_another_state_can_be_loaded() -> None:
     assert torch.equal(model(x), other(x))
 
 
+def test_weights_that_come_back_in_inference_mode_are_ordinary_tensors() -> None:
+    (model, _, x), (_, other, _) = released(), released()
+    with torch.inference_mode():
+        model(x)
+        assert not any(buffer.is_inference() for buffer in model.buffers())
+    model.load_state_dict(stored_state(other))
+    assert torch.equal(model(x), other(x))
+
+
 def test_a_released_model_can_be_converted() -> None:
     model, whole, x = released()
     model.to(torch.bfloat16), whole.to(torch.bfloat16)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchq.lowering.ops.onednn import packed_weight, unpack_weight
@@ -104,7 +105,8 @@ class ReleasableWeightMixin(nn.Module):
 
     def _whole_buffers(self) -> dict[str, Tensor | None]:
         """Return the buffers of a released layer with its plain weight."""
-        plain = unpack_weight(vars(self)[_PACKED], vars(self)[_SHAPE])
+        with torch.inference_mode(False):  # an ordinary tensor, which can be loaded into
+            plain = unpack_weight(vars(self)[_PACKED], vars(self)[_SHAPE])
         return {_BUFFER: plain, **self._other_buffers()}
 
     def _other_buffers(self) -> dict[str, Tensor | None]:
