@@ -6,8 +6,8 @@ exported; the float file is the fused model. The baseline of each ratio is the s
 float32. The peer is the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the
 same float file and images, timed in the same rounds. Models of timm, named ``timm:NAME``, are left
 out where timm is not installed; the learned factors of HGNetV2 and ConvNeXt are random, as 1 and 0
-would be deleted. OpenVINO computes in float32, but for the candidate bfloat16, its own default on
-CPUs that have it.
+would be deleted. OpenVINO computes in float32 what is not quantized, but for the candidates in bfloat16,
+its own default on CPUs that have it.
 
 Each file is also run on the image of the example, and compared with the simulation in dB: by its
 runtime, and unoptimised in ONNX Runtime. Beside it is what the simulation in float64 differs by,
@@ -195,14 +195,18 @@ def compare_files(
         report.value(**case, agreement_db=found, **contents(plain, integer))
     if options.agree_only:
         return
-    if target == "openvino":
+    half = target == "openvino"
+    if half:
         calls["bfloat16"] = openvino_call(plain, x, options.threads, "bf16")
+        calls["int8, bfloat16"] = openvino_call(integer, x, options.threads, "bf16")
     quantize, suffix = VENDORS[target]
     peer = Path(folder, "peer").with_suffix(suffix)
     try:
         seen = [x, torch.randn_like(x)][: 2 if len(x) == 1 else 1]
         maker = quantize(plain, peer, seen, name in TRANSFORMERS)
         calls[maker] = run(peer, x, options.threads)
+        if half:
+            calls[f"{maker}, bfloat16"] = openvino_call(peer, x, options.threads, "bf16")
     except ImportError as error:
         report.value(**case, skipped=str(error))
     clock = time.process_time if options.cpu_time else time.perf_counter

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchq.engines.module import EngineModule
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.onnx.verify.amplified import too_different
+from torchq.onnx.verify.limits import as_computed
 from torchq.onnx.verify.session import Session
 
 __all__ = ["runs_as_written"]
@@ -35,14 +36,15 @@ def runs_as_written(module: EngineModule, model: nn.Module, example: Any) -> boo
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         path.write_bytes(module.graph_bytes())
-        session = Session(path, optimize=False)
+        with as_computed(path) as (source, _):
+            session = Session(source, optimize=False)
 
-        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            return _results(module, session.run(feeds))
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        return _results(module, session.run(feeds))
 
-        with torch.no_grad():
-            found = list(tensors_in(call_model(module, example)))
-        return not too_different(found, run(feeds), run, feeds)
+    with torch.no_grad():
+        found = list(tensors_in(call_model(module, example)))
+    return not too_different(found, run(feeds), run, feeds)
 
 
 def _results(module: EngineModule, tensors: list[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torchq.engines.graph_engine import GraphEngine
 from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
+from torchq.onnx.passes.kernels.limited_sums import without_limits
 from torchq.onnx.targets.openvino_codes import with_signed_codes
 from torchq.utils.optional import import_optional
 
@@ -48,8 +49,9 @@ class OpenVino(GraphEngine):
             these, see :func:`reads_signed_codes`; no effect on others. With None, results
             decide when the model is deployed.
         snippets: let OpenVINO compile chains of elementwise operations before it looks for what
-            convolutions can do as well. Without them, convolutions add the branches of networks
-            such as ResNet-50, which makes those faster and others slower.
+            convolutions can do as well. Without them, convolutions add all branches of networks
+            such as ResNet-50, which makes those faster and others slower. With them, they add the
+            large ones.
 
     Example:
         >>> OpenVino(quantized=False, precision="bf16").label
@@ -123,7 +125,12 @@ class OpenVino(GraphEngine):
         return ()
 
     def _for_this_cpu(self, graph: bytes) -> bytes:
-        """Return the file with the codes that this CPU is fastest with."""
+        """Return the file with the codes that this CPU is fastest with.
+
+        Without snippets, convolutions add what they can without being told.
+        """
+        if not self.snippets:
+            graph = without_limits(graph)
         signed = self.signed_codes and reads_signed_codes()
         return with_signed_codes(graph) if signed else graph
 

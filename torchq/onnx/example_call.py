@@ -33,6 +33,7 @@ class ExampleCall:
         args: Positional arguments.
         kwargs: Keyword arguments.
         open: Open dimensions and their names, by the name of the argument.
+        lengths: The shape of each tensor in the example, by its name in the file.
 
     Raises:
         ExportError: ``dynamic_shapes`` names an argument that is no tensor of the example.
@@ -55,6 +56,8 @@ class ExampleCall:
         tensors = named_tensors(model, self.args, self.kwargs)
         self.input_names = list(tensors if input_names is None else input_names)
         self.output_names = None if output_names is None else list(output_names)
+        pairs = zip(self.input_names, tensors.values(), strict=False)
+        self.lengths = {name: tuple(tensor.shape) for name, tensor in pairs}
         asked = dynamic_shapes or {}
         unknown = sorted(set(asked) - set(tensors))
         if unknown:

@@ -22,8 +22,9 @@ from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
 from torchq.onnx.constant_grids import constant_grids
 from torchq.onnx.example_call import ExampleCall
-from torchq.onnx.ir import Model, run_passes, save_model
+from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
+from torchq.onnx.passes.example import note_lengths
 from torchq.onnx.preflight import check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
@@ -103,9 +104,9 @@ def export_onnx(
     model, path = unwrap(model), Path(path)
     if target is not None:
         onnx_target(target)  # An unknown name is an error before any work is done.
-    opset = default_opset(model) if opset is None else opset
-    modern = choose_exporter(dynamo, opset)
-    active = check_quantizers(model, opset, modern, target)
+    version = default_opset(model) if opset is None else opset
+    modern = choose_exporter(dynamo, version)
+    active = check_quantizers(model, version, modern, target)
     if not active:
         warnings.warn(
             f"export_onnx: {type(model).__name__} has no active quantizer; "
@@ -116,9 +117,9 @@ def export_onnx(
     batches = (True, False) if dynamic_batch else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
     with progress_stages("export", _STAGES, enabled=progress) as next_stage:
-        graph = _first_that_traces(calls, opset, modern, active)
+        graph = _first_that_traces(calls, version, modern, active)
         next_stage()
-        run_passes(graph, EXPORT_PASSES)
+        set_opset(graph, version, is_free=opset is None)
         found = _shape_for(target, graph)
         next_stage()
         write_record(graph, target=target)
@@ -129,6 +130,7 @@ def export_onnx(
 
 def _shape_for(target: str | None, graph: Model) -> tuple[str, ...]:
     """Rewrite a graph for a target; warn of the rules of the target that it breaks, return them."""
+    run_passes(graph, EXPORT_PASSES)
     if target is None:
         return ()
     chosen = onnx_target(target)
@@ -180,6 +182,7 @@ def _traced(
         started = time.perf_counter()
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
     _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
+    note_lengths(graph, call.lengths)
     return graph
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchq.onnx.ir import check_model, load_model, named_errors, run_passes, save_model
 from torchq.onnx.passes.fold_constants import lift_constants
+from torchq.onnx.passes.kernels.limited_sums import remove_limits
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
@@ -41,6 +42,7 @@ def retarget_onnx(
     chosen = onnx_target(target)
     model = load_model(source)
     with named_errors(source):
+        remove_limits(model)
         run_passes(model, (lift_constants, chosen.rewrite, keep_integer_matmuls))
         found = chosen.findings(model)
         write_record(model, target=target)

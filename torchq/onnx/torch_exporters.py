@@ -17,7 +17,7 @@ from torchq.errors import ExportError
 from torchq.functional.onnx_ops import MARK
 from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import ExampleCall, argument_names
-from torchq.onnx.ir import Model, onnx_ir
+from torchq.onnx.ir import Model, onnx_ir, set_opset
 from torchq.onnx.torch_optimizer import optimize_
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.
 TORCHSCRIPT_MAX = 20
 _WRAPPED = "torchq_wrapped_model"
-_IR_VERSIONS = {21: 10, 22: 10, 23: 11}
 
 
 class TorchExportError(ExportError):
@@ -141,8 +140,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
     except Exception as error:
         raise _explained(error, "dynamo=True (torch >= 2.8) takes the other exporter") from error
     _remove_prefix(model)
-    model.graph.opset_imports[""] = opset
-    model.ir_version = max(model.ir_version, _IR_VERSIONS.get(opset, 0))
+    set_opset(model, opset)
     return model
 
 

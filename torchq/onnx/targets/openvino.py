@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
+from torchq.onnx.passes.kernels.limited_sums import limit_sums
 from torchq.onnx.passes.kernels.separation import separate
 from torchq.onnx.qdq import pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
@@ -179,6 +180,7 @@ OPENVINO = OnnxTarget(
         separate_reductions,
         unequal_biases,
         norms_of_rows,
+        limit_sums,
     ),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(

@@ -1,0 +1,219 @@
+"""Additions in a form that lets the kernels of convolutions compute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    add_initializer,
+    add_node,
+    attribute,
+    bypass,
+    computed_by,
+    is_constant,
+    is_output,
+    nodes_of,
+    onnx_ir,
+    raise_opset,
+    readers,
+)
+from torchq.onnx.passes.example import lengths_of_example
+from torchq.onnx.passes.fold_shapes import Shape, known_shapes
+from torchq.onnx.qdq import NodeQParams, qparams_of
+from torchq.utils.optional import import_optional
+
+__all__ = ["limit_sums", "remove_limits", "without_limits"]
+
+#: The first opset whose QuantizeLinear writes 16 bits.
+_OPSET = 21
+_LARGEST_CODE = 2**15 - 1
+#: Elements of a result, for each element of the kernel, above which one kernel is faster than two.
+#: A result of 200,000 numbers in float32 leaves no room for anything else in an L2 cache.
+_LEAST_ELEMENTS = 200_000
+#: Kernels add to channels in groups of this many; the rest of them is slow.
+_CHANNELS = 16
+#: Ratio of two scales that OpenVINO takes for different: it compares floats with a tolerance of
+#: about 5e-7.
+_UNEQUAL = 1 + 2**-19
+#: End the names of the nodes of a limit.
+_CODES, _LIMITED = "/limited codes", "/limited"
+
+
+def limit_sums(model: Model) -> None:
+    """Let convolutions add the branches of a network to their large results.
+
+    OpenVINO 2026.4 compiles an addition as a kernel of its own unless one operand is a convolution
+    with a bias and nothing else, or with a quantizer. So the convolution writes floats, which that
+    kernel reads. With a quantizer, the convolution adds the other operand and writes codes. Before
+    an addition it does not round: all that a quantizer does there is to cut. So one whose range is
+    wider than that of the quantizer behind the addition changes nothing. It has 16 bits, for those
+    who do round. OpenVINO removes quantizers of 16 bits whose two scales are equal, so the second
+    scale is larger, by less than what float sums in another order differ by.
+
+    Before::
+
+        Conv -> Add -> (Relu, Clip) -> QuantizeLinear, where the Add also reads dequantized codes
+        that something else reads too, or that no convolution has computed; the result is large.
+
+    After::
+
+        Conv -> QuantizeLinear to int16 -> DequantizeLinear -> Add. The opset is 21 or higher;
+        where it must not be, nothing changes.
+    """
+    sums = [pair for node in nodes_of(model, "Add") if (pair := _operands(node)) is not None]
+    shapes = known_shapes(model, lengths_of_example(model)) if sums else {}
+    sums = [pair for pair in sums if _is_large(pair[0], shapes)]
+    if sums and raise_opset(model, _OPSET):
+        for convolution, limit in sums:
+            _limit(convolution, limit)
+
+
+def remove_limits(model: Model) -> list[str]:
+    """Undo :func:`limit_sums`: for runtimes that round, and for comparisons.
+
+    Before::
+
+        A file with limits.
+
+    After::
+
+        The additions read what the convolutions compute.
+
+    Returns:
+        The nodes whose range cuts off what the quantizer behind the addition does not.
+    """
+    wrong = []
+    for node in nodes_of(model, "DequantizeLinear"):
+        quantize = computed_by(node.inputs[0], "QuantizeLinear")
+        if quantize is None or not str(node.name).endswith(_LIMITED):
+            continue
+        reach = float(qparams_of(quantize).scale) * _LARGEST_CODE
+        users = readers(node.outputs[0])
+        bypass(node)
+        bypass(quantize)
+        needed = [pair[1] for user in users if (pair := _operands(user)) is not None]
+        if len(needed) < len(users) or max(needed, default=0) > reach:
+            wrong.append(str(node.name))
+    return wrong
+
+
+def without_limits(graph: bytes) -> bytes:
+    """Return an ONNX file whose additions read what the convolutions compute."""
+    onnx = import_optional("onnx", "torchq.onnx")
+    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
+    remove_limits(model)
+    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return changed
+
+
+def _operands(node: Node) -> tuple[Node, float] | None:
+    """Return the convolution of an addition, and the largest number that the sum can make use of.
+
+    None for additions that need no limit, or that can have none.
+    """
+    behind = _quantizer_behind(node.outputs[0])
+    if node.op_type != "Add" or behind is None:
+        return None
+    for value, other in (node.inputs, node.inputs[::-1]):
+        convolution, added = computed_by(value, "Conv"), _activation(other)
+        alone = convolution is not None and _is_read_once(value)
+        if alone and added is not None and not _is_a_result(other):
+            (low, high), (least, largest) = _ends(behind), _ends(added)
+            return convolution, max(abs(low - largest), abs(high - least))
+    return None
+
+
+def _quantizer_behind(value: Value) -> NodeQParams | None:
+    """Return the only quantizer that reads a value, also behind activations that cut."""
+    while _is_read_once(value):
+        (node,) = readers(value)
+        if node.op_type == "QuantizeLinear":
+            return _per_tensor(node)
+        if node.op_type not in ("Relu", "Clip") or node.inputs[0] is not value:
+            return None
+        value = node.outputs[0]
+    return None
+
+
+def _activation(value: Value) -> NodeQParams | None:
+    """Return the parameters of the codes that a value stands for; None for other values."""
+    while (pool := computed_by(value, "MaxPool")) is not None:
+        value = pool.inputs[0]
+    node = computed_by(value, "DequantizeLinear")
+    quantize = None if node is None else computed_by(node.inputs[0], "QuantizeLinear")
+    return None if quantize is None else _per_tensor(quantize)
+
+
+def _per_tensor(quantize: Node) -> NodeQParams | None:
+    """Return the parameters of a quantizer with one scale for integer codes."""
+    if not all(value is None or is_constant(value) for value in quantize.inputs[1:]):
+        return None
+    qparams = qparams_of(quantize)
+    one = qparams.scale.numel() == 1 and not qparams.block_size
+    return qparams if one and qparams.format.is_integer else None
+
+
+def _is_a_result(value: Value) -> bool:
+    """Return True if dequantized codes are a convolution's result that nothing else reads.
+
+    The convolution that computes these adds the other operand without being told.
+    """
+    while True:
+        node = computed_by(value, "DequantizeLinear", "QuantizeLinear", "Relu", "Clip", "Conv")
+        if node is None or not _is_read_once(value):
+            return False
+        if node.op_type == "Conv":
+            return True
+        value = node.inputs[0]
+
+
+def _is_read_once(value: Value) -> bool:
+    return len(readers(value)) == 1 and not is_output(value)
+
+
+def _ends(qparams: NodeQParams) -> tuple[float, float]:
+    """Return the least and the largest number that codes stand for."""
+    scale, zero_point = float(qparams.scale), float(qparams.zero_point)
+    return (qparams.quant_min - zero_point) * scale, (qparams.quant_max - zero_point) * scale
+
+
+def _is_large(convolution: Node, shapes: Mapping[str, Shape]) -> bool:
+    """Return True if one kernel is faster than two, as far as lengths are known."""
+    result = _lengths(shapes.get(str(convolution.outputs[0].name)))
+    weight = _lengths(shapes.get(str(convolution.inputs[1].name)))
+    if len(result) != 4 or result[1] % _CHANNELS or attribute(convolution, "group", 1) != 1:
+        return False
+    return math.prod(result) >= _LEAST_ELEMENTS * math.prod(weight[2:])
+
+
+def _lengths(shape: Shape | None) -> tuple[int, ...]:
+    """Return a shape whose lengths are all known, or an empty one."""
+    known = tuple(length for length in shape or () if isinstance(length, int))
+    return known if shape and len(known) == len(shape) else ()
+
+
+def _limit(convolution: Node, limit: float) -> None:
+    """Insert a pair of 16 bits behind a convolution, which reaches as far as ``limit``."""
+    value, graph = convolution.outputs[0], convolution.graph
+    (addition,) = readers(value)
+    name, scale = str(value.name), torch.tensor(limit / _LARGEST_CODE * _UNEQUAL)
+    scales = [
+        add_initializer(graph, f"{name}{_CODES}/scale", scale),
+        add_initializer(graph, f"{name}{_LIMITED}/scale", scale * _UNEQUAL),
+    ]
+    zero_point = add_initializer(
+        graph, f"{name}{_CODES}/zero_point", torch.tensor(0, dtype=torch.int16)
+    )
+    inputs = [value, scales[0], zero_point]
+    codes = add_node(convolution, "QuantizeLinear", inputs, f"{name}{_CODES}")
+    codes.type = onnx_ir.TensorType(onnx_ir.DataType.INT16)
+    inputs = [codes, scales[1], zero_point]
+    limited = add_node(codes.producer(), "DequantizeLinear", inputs, f"{name}{_LIMITED}")
+    limited.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
+    addition.replace_input_with(list(addition.inputs).index(value), limited)
