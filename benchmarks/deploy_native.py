@@ -169,15 +169,18 @@ def quantized_for_torch(model: nn.Module, x: Tensor) -> nn.Module:
     return quantized(model, x, "tensorrt" if x.dim() == 4 else None, config)
 
 
-def engine_candidates(tasks: dict[str, Task]) -> tuple[Candidates, dict[str, nn.Module]]:
-    """Return every engine that is installed, with the quantized model and with the float one.
+def engine_candidates(
+    tasks: dict[str, Task], engines: Sequence[str]
+) -> tuple[Candidates, dict[str, nn.Module]]:
+    """Return engines that are installed, with the quantized model and with the float one.
 
     Args:
         tasks: by target; an engine that is no target takes that of ``FASTEST``.
+        engines: their names.
     """
     found: Candidates = {}
     modules: dict[str, nn.Module] = {}
-    for name in ENGINES:
+    for name in engines:
         engine = ENGINES[name]()
         try:
             engine.check()
@@ -226,6 +229,8 @@ def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Cand
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "float.onnx")
         for engine, (quantize, suffix) in VENDORS.items():
+            if engine not in options.engines:
+                continue
             path = Path(folder, engine).with_suffix(suffix)
             try:
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
@@ -263,7 +268,7 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chosen, own = build_fastest(task)  # first: it needs memory for all candidates as well
-        engines, modules = engine_candidates(tasks)
+        engines, modules = engine_candidates(tasks, options.engines)
         found = torch_candidates(model, quantized(model, x), x, options) | engines
         found["fastest"] = lambda: chosen(x)
         makers = maker_candidates(task, x, options) if options.makers else {}
@@ -299,6 +304,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="names, 'timm/NAME', or 'zoo' for 20 nets of torchvision",
     )
     arguments.add_argument("--batch", nargs="+", type=int, default=[1])
+    arguments.add_argument(
+        "--engines",
+        nargs="+",
+        default=list(ENGINES),
+        choices=list(ENGINES),
+        help="those to time one by one, where all need more memory than there is",
+    )
     arguments.add_argument(
         "--compiled", action="store_true", help="torch.compile as well (needs a C++ compiler)"
     )

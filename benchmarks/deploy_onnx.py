@@ -6,8 +6,8 @@ exported; the float file is the fused model. The baseline of each ratio is the s
 float32. The peer is the quantizer of the runtime's maker (onnxruntime.quantization, NNCF) on the
 same float file and images, timed in the same rounds. Models of timm, named ``timm:NAME``, are left
 out where timm is not installed; the learned factors of HGNetV2 and ConvNeXt are random, as 1 and 0
-would be deleted. OpenVINO computes in float32 what is not quantized, but for the candidates in bfloat16,
-its own default on CPUs that have it.
+would be deleted. What is not quantized, OpenVINO computes in float32, but for the candidates in
+bfloat16, its own default on CPUs that have it.
 
 Each file is also run on the image of the example, and compared with the simulation in dB: by its
 runtime, and unoptimised in ONNX Runtime. Beside it is what the simulation in float64 differs by,

@@ -1,4 +1,4 @@
-"""The settings of OpenVINO: signed codes on CPUs that read them, and snippets."""
+"""The settings of OpenVINO: signed codes on CPUs that read them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.contracts.engine_contract import BOUND_DB, images
-from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
 from torchq.engines import EngineModule, OpenVino, openvino
 from torchq.onnx.ir import load_model, nodes_of
@@ -142,55 +140,3 @@ def test_files_without_such_codes_stay(x: Tensor, reads: Callable[[bool], None])
     reads(True)
     plain = calibrated(nn.Sequential(nn.Conv2d(8, 8, 3)), x, target="openvino", example=x)
     assert decided(deployed(plain, x)) is None
-
-
-class Residuals(nn.Module):
-    """Two blocks whose convolutions add what the block reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
-        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
-            x = (second(first(x).relu()) + x).relu()
-        return x
-
-
-def test_openvino_without_snippets_adds_branches_in_convolutions() -> None:
-    torch.manual_seed(0)
-    config = torchq.recipes.int8(reduce_range=True)  # overflows on no CPU
-    model = Residuals().eval()
-    torchq.quantize_(model, config, target="openvino", example=images(1))
-    torchq.calibrate(model, [images(2)], progress=False)
-    deployed = [
-        torchq.deploy(model, images(1), engine=OpenVino(snippets=snippets))
-        for snippets in (True, False)
-    ]
-    assert [module.settings.label for module in deployed] == [
-        "openvino quantized",
-        "openvino quantized without snippets",
-    ]
-    assert [_chains(module) for module in deployed] == [3, 0]
-    for module in deployed:
-        assert sqnr(module(images(2)), model(images(2))) > BOUND_DB
-
-
-def _chains(module: EngineModule) -> int:
-    """Return how many kernels of elementwise operations OpenVINO has for the example."""
-    assert isinstance(module.settings, OpenVino)
-    compiled = module.settings._compile(module.graph_bytes(), 1, module.interface.usual[0])
-    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
-    return sum(str(info["layerType"].value) in ("Subgraph", "Eltwise") for info in nodes)
-
-
-def test_fastest_measures_openvino_with_and_without_snippets() -> None:
-    labels = [engine.label for engine in OpenVino().candidates()]
-    assert labels[:3] == [
-        "openvino quantized",
-        "openvino quantized without snippets",
-        "openvino float",
-    ]
-    assert len(set(labels)) == len(labels)

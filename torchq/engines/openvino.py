@@ -17,7 +17,6 @@ from torchq.engines.graph_engine import GraphEngine
 from torchq.engines.module import Run, Shapes
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
-from torchq.onnx.passes.kernels.limited_sums import without_limits
 from torchq.onnx.targets.openvino_codes import with_signed_codes
 from torchq.utils.optional import import_optional
 
@@ -48,10 +47,6 @@ class OpenVino(GraphEngine):
         signed_codes: run unsigned codes with the zero point 128 as signed ones on CPUs that read
             these, see :func:`reads_signed_codes`; no effect on others. With None, results
             decide when the model is deployed.
-        snippets: let OpenVINO compile chains of elementwise operations before it looks for what
-            convolutions can do as well. Without them, convolutions add all branches of networks
-            such as ResNet-50, which makes those faster and others slower. With them, they add the
-            large ones.
 
     Example:
         >>> OpenVino(quantized=False, precision="bf16").label
@@ -60,7 +55,6 @@ class OpenVino(GraphEngine):
 
     precision: str = "f32"
     signed_codes: bool | None = None
-    snippets: bool = True
 
     def __post_init__(self) -> None:
         if self.precision not in _PRECISIONS:
@@ -71,9 +65,9 @@ class OpenVino(GraphEngine):
 
     @property
     def label(self) -> str:
-        """See :attr:`Engine.label`; settings that are not the default are named."""
+        """See :attr:`Engine.label`; precisions other than float32 are named."""
         precision = "" if self.precision == "f32" else f" {self.precision}"
-        return f"{super().label}{precision}{'' if self.snippets else ' without snippets'}"
+        return f"{super().label}{precision}"
 
     @property
     def target(self) -> str:
@@ -92,10 +86,7 @@ class OpenVino(GraphEngine):
         capabilities = runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         found: list[Engine] = []
         for precision in ("f32", "bf16") if "BF16" in capabilities else ("f32",):
-            found += [
-                OpenVino(precision=precision, snippets=snippets) for snippets in (True, False)
-            ]
-            found.append(OpenVino(quantized=False, precision=precision))
+            found += [OpenVino(q, precision=precision) for q in (True, False)]
         return tuple(found)
 
     def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
@@ -125,12 +116,7 @@ class OpenVino(GraphEngine):
         return ()
 
     def _for_this_cpu(self, graph: bytes) -> bytes:
-        """Return the file with the codes that this CPU is fastest with.
-
-        Without snippets, convolutions add what they can without being told.
-        """
-        if not self.snippets:
-            graph = without_limits(graph)
+        """Return the file with the codes that this CPU is fastest with."""
         signed = self.signed_codes and reads_signed_codes()
         return with_signed_codes(graph) if signed else graph
 
@@ -144,7 +130,6 @@ class OpenVino(GraphEngine):
             "INFERENCE_PRECISION_HINT": self.precision,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
-            "SNIPPETS_MODE": "ENABLE" if self.snippets else "DISABLE",
         }
         try:
             core = runtime.Core()

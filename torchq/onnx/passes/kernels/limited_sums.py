@@ -22,13 +22,13 @@ from torchq.onnx.ir import (
     onnx_ir,
     raise_opset,
     readers,
+    value_of,
 )
 from torchq.onnx.passes.example import lengths_of_example
 from torchq.onnx.passes.fold_shapes import Shape, known_shapes
-from torchq.onnx.qdq import NodeQParams, qparams_of
-from torchq.utils.optional import import_optional
+from torchq.onnx.qdq import NodeQParams, qparams_of, stored_weight
 
-__all__ = ["limit_sums", "remove_limits", "without_limits"]
+__all__ = ["limit_sums", "remove_limits"]
 
 #: The first opset whose QuantizeLinear writes 16 bits.
 _OPSET = 21
@@ -38,9 +38,6 @@ _LARGEST_CODE = 2**15 - 1
 _LEAST_ELEMENTS = 200_000
 #: Kernels add to channels in groups of this many; the rest of them is slow.
 _CHANNELS = 16
-#: Ratio of two scales that OpenVINO takes for different: it compares floats with a tolerance of
-#: about 5e-7.
-_UNEQUAL = 1 + 2**-19
 #: End the names of the nodes of a limit.
 _CODES, _LIMITED = "/limited codes", "/limited"
 
@@ -53,8 +50,8 @@ def limit_sums(model: Model) -> None:
     kernel reads. With a quantizer, the convolution adds the other operand and writes codes. Before
     an addition it does not round: all that a quantizer does there is to cut. So one whose range is
     wider than that of the quantizer behind the addition changes nothing. It has 16 bits, for those
-    who do round. OpenVINO removes quantizers of 16 bits whose two scales are equal, so the second
-    scale is larger, by less than what float sums in another order differ by.
+    who do round. OpenVINO removes quantizers of 16 bits whose two scales are equal. So the
+    convolution computes half of its result, which is exact, and the second scale doubles it again.
 
     Before::
 
@@ -63,12 +60,12 @@ def limit_sums(model: Model) -> None:
 
     After::
 
-        Conv -> QuantizeLinear to int16 -> DequantizeLinear -> Add. The opset is 21 or higher;
-        where it must not be, nothing changes.
+        Conv with halved scales and bias -> QuantizeLinear to int16 -> DequantizeLinear with the
+        doubled scale -> Add. The opset is 21 or higher; where it must not be, nothing changes.
     """
     sums = [pair for node in nodes_of(model, "Add") if (pair := _operands(node)) is not None]
     shapes = known_shapes(model, lengths_of_example(model)) if sums else {}
-    sums = [pair for pair in sums if _is_large(pair[0], shapes)]
+    sums = [pair for pair in sums if _is_large(pair[0], shapes) and _factors(pair[0])]
     if sums and raise_opset(model, _OPSET):
         for convolution, limit in sums:
             _limit(convolution, limit)
@@ -93,23 +90,17 @@ def remove_limits(model: Model) -> list[str]:
         quantize = computed_by(node.inputs[0], "QuantizeLinear")
         if quantize is None or not str(node.name).endswith(_LIMITED):
             continue
-        reach = float(qparams_of(quantize).scale) * _LARGEST_CODE
-        users = readers(node.outputs[0])
+        reach = float(value_of(node.inputs[1])) * _LARGEST_CODE
+        users, convolution = readers(node.outputs[0]), computed_by(quantize.inputs[0], "Conv")
+        if convolution is None:
+            continue
         bypass(node)
         bypass(quantize)
+        _multiply(convolution, 2.0)
         needed = [pair[1] for user in users if (pair := _operands(user)) is not None]
         if len(needed) < len(users) or max(needed, default=0) > reach:
             wrong.append(str(node.name))
     return wrong
-
-
-def without_limits(graph: bytes) -> bytes:
-    """Return an ONNX file whose additions read what the convolutions compute."""
-    onnx = import_optional("onnx", "torchq.onnx")
-    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
-    remove_limits(model)
-    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
-    return changed
 
 
 def _operands(node: Node) -> tuple[Node, float] | None:
@@ -202,10 +193,11 @@ def _limit(convolution: Node, limit: float) -> None:
     """Insert a pair of 16 bits behind a convolution, which reaches as far as ``limit``."""
     value, graph = convolution.outputs[0], convolution.graph
     (addition,) = readers(value)
-    name, scale = str(value.name), torch.tensor(limit / _LARGEST_CODE * _UNEQUAL)
+    # A little more, because the division rounds.
+    name, scale = str(value.name), torch.tensor(limit / _LARGEST_CODE * (1 + 1e-6))
     scales = [
-        add_initializer(graph, f"{name}{_CODES}/scale", scale),
-        add_initializer(graph, f"{name}{_LIMITED}/scale", scale * _UNEQUAL),
+        add_initializer(graph, f"{name}{_CODES}/scale", scale / 2),
+        add_initializer(graph, f"{name}{_LIMITED}/scale", scale),
     ]
     zero_point = add_initializer(
         graph, f"{name}{_CODES}/zero_point", torch.tensor(0, dtype=torch.int16)
@@ -217,3 +209,29 @@ def _limit(convolution: Node, limit: float) -> None:
     limited = add_node(codes.producer(), "DequantizeLinear", inputs, f"{name}{_LIMITED}")
     limited.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
     addition.replace_input_with(list(addition.inputs).index(value), limited)
+    _multiply(convolution, 0.5)
+
+
+def _factors(convolution: Node) -> list[tuple[Node, int]]:
+    """Return the inputs that the results of a convolution are proportional to, if it has these.
+
+    They are the scales of its weight, and its bias or the scales of that.
+    """
+    found = []
+    for index, value in enumerate(convolution.inputs[1:], 1):
+        stored = None if value is None else stored_weight(value)
+        if stored is not None and is_constant(stored.inputs[1]) and _is_read_once(value):
+            found.append((stored, 1))
+        elif index > 1 and is_constant(value):
+            found.append((convolution, index))
+        elif value is not None:
+            return []
+    return found
+
+
+def _multiply(convolution: Node, factor: float) -> None:
+    """Multiply the results of a convolution, by its stored tensors."""
+    for node, index in _factors(convolution):
+        old = node.inputs[index]
+        new = add_initializer(node.graph, str(old.name), value_of(old) * factor)
+        node.replace_input_with(index, new)
