@@ -14,7 +14,7 @@ from tests.lowering.common import sqnr
 from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
 from torchq.engines.as_written import runs_as_written
 from torchq.onnx.ir import load_model, nodes_of, opset_of, replace_stored, save_model, value_of
-from torchq.onnx.passes.kernels.limited_sums import remove_limits
+from torchq.onnx.passes.kernels.limited_sums import limit_sums, remove_limits
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -203,6 +203,24 @@ def test_limits_that_cut_are_reported(x: Tensor, tmp_path: Path) -> None:
     assert not report.ok
     text = "cuts off what the model does not"
     assert [layer.name for layer in report.layers if layer.parameters == text] == limits(path)
+
+
+def test_files_with_limits_are_read(x: Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    exported(network(), x, path)
+    assert sqnr(torchq.from_onnx(path)(x), run_file(path, x)[0]) > 60
+
+
+def test_scales_of_16_bits_stay(x: Tensor, tmp_path: Path) -> None:
+    path, other = tmp_path / "model.onnx", tmp_path / "half.onnx"
+    exported(network(), x, path)
+    model = load_model(without_limits(path))
+    for name, value in list(model.graph.initializers.items()):
+        if "second.weight_quantizer/scale" in name:
+            replace_stored(value, value_of(value).half())
+    limit_sums(model)
+    save_model(model, other, check=False)
+    assert limits(other) == []
 
 
 def test_other_runtimes_get_none(x: Tensor, tmp_path: Path) -> None:

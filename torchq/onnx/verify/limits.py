@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torchq.onnx.ir import load_model, named_errors, save_model
+from torchq.onnx.ir import load_model, named_errors, remove_unused, save_model
 from torchq.onnx.passes.kernels.limited_sums import remove_limits
 
 __all__ = ["as_computed"]
@@ -37,6 +37,7 @@ def as_computed(path: str | os.PathLike[str]) -> Iterator[tuple[Path, tuple[str,
     if len(model.graph) == before:
         yield Path(path), ()
         return
+    remove_unused(model)
     with TemporaryDirectory() as folder:
         file = Path(folder, Path(path).name)
         save_model(model, file, check=False)

@@ -16,6 +16,7 @@ from torchq.onnx.ir import (
     attribute,
     bypass,
     computed_by,
+    data_type,
     is_constant,
     is_output,
     nodes_of,
@@ -215,9 +216,10 @@ def _limit(convolution: Node, limit: float) -> None:
 def _factors(convolution: Node) -> list[tuple[Node, int]]:
     """Return the inputs that the results of a convolution are proportional to, if it has these.
 
-    They are the scales of its weight, and its bias or the scales of that.
+    They are the scales of its weight, and its bias or the scales of that; in float32, as halves of
+    small numbers in float16 are not exact.
     """
-    found = []
+    found: list[tuple[Node, int]] = []
     for index, value in enumerate(convolution.inputs[1:], 1):
         stored = None if value is None else stored_weight(value)
         if stored is not None and is_constant(stored.inputs[1]) and _is_read_once(value):
@@ -226,7 +228,8 @@ def _factors(convolution: Node) -> list[tuple[Node, int]]:
             found.append((convolution, index))
         elif value is not None:
             return []
-    return found
+    exact = all(data_type(node.inputs[index]).name == "FLOAT" for node, index in found)
+    return found if exact else []
 
 
 def _multiply(convolution: Node, factor: float) -> None:
