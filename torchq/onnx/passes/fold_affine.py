@@ -22,6 +22,7 @@ from torchq.onnx.ir import (
     replace_stored,
     value_of,
 )
+from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import (
     FLOAT_WEIGHT,
     pair_name,
@@ -244,16 +245,18 @@ def _scale(node: Node, weight: Node, factor: Tensor, offset: Tensor) -> None:
 def _multiply(weight: Node, factor: Tensor) -> None:
     """Multiply the scales of a stored weight, and negate codes where the factor is negative."""
     codes, scale = value_of(weight.inputs[0]), value_of(weight.inputs[1])
-    shape = [-1] + [1] * (codes.dim() - 1)
+    name, dtype = str(weight.inputs[0].name), data_type(weight.inputs[0])
+    axis = 1 if name.endswith(TRANSPOSED) else 0
+    shape = [-1 if dim == axis else 1 for dim in range(codes.dim())]
     signs = factor.sign().reshape(shape).to(torch.int32)
     if bool((signs < 0).any()):
-        name, dtype = str(weight.inputs[0].name), data_type(weight.inputs[0])
         negated = (codes.to(torch.int32) * signs).to(codes.dtype)
-        new = add_initializer(weight.graph, f"{name}/negated", negated, dtype)
+        ending = TRANSPOSED if axis else ""
+        new = add_initializer(weight.graph, f"{name}/negated{ending}", negated, dtype)
         weight.replace_input_with(0, new)
     scaled = (scale.double() * factor.abs().double()).float()
     if len(weight.inputs) > 2 and weight.inputs[2] is not None and not scale.dim():
         zeros = value_of(weight.inputs[2]).expand(len(factor)).contiguous()
         weight.replace_input_with(2, add_initializer(weight.graph, f"{weight.name}/zeros", zeros))
     weight.replace_input_with(1, add_initializer(weight.graph, f"{weight.name}/scales", scaled))
-    weight.attributes["axis"] = onnx_ir.AttrInt64("axis", 0)
+    weight.attributes["axis"] = onnx_ir.AttrInt64("axis", axis)

@@ -361,7 +361,7 @@ def _compare_weight(
     centered = found.centered(stored)
     dequantized = found.dequantize(centered)
     if str(node.inputs[0].name).endswith(TRANSPOSED):
-        centered, dequantized = centered.t(), dequantized.t()
+        centered, dequantized = (t.t().reshape(codes.shape) for t in (centered, dequantized))
     elif raised:
         rounded = found.round(found.scaled(values))
         codes[raised], values[raised] = rounded[raised], found.dequantize(rounded)[raised]
