@@ -61,7 +61,7 @@ def _is_pointwise(node: Node, weight: Node) -> bool:
     ones = all(length == 1 for length in codes.const_value.shape.numpy()[2:])
     plain = (
         attribute(node, "group", 1) == 1
-        and all(step == 1 for step in attribute(node, "strides", ()))
+        and all(stride == 1 for stride in attribute(node, "strides", ()))
         and not any(attribute(node, "pads", ()))
     )
     others = (weight.inputs[1], *(value for value in node.inputs[2:] if value is not None))
