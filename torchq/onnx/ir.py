@@ -215,7 +215,8 @@ def raise_opset(model: Model, needed: int) -> bool:
         return True
     free = model.graph.meta.get(_FREE_OPSET, False)
     nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
-    if not free or opset < 20 or any(node.op_type == "GroupNormalization" for node in nodes):
+    changed = any(node.op_type == "GroupNormalization" for node in nodes)
+    if not free or opset < 20 or changed or model.functions:
         return False
     set_opset(model, needed, is_free=True)
     return True

@@ -39,7 +39,7 @@ def multiply_pointwise(model: Model) -> None:
 
     Before::
 
-        DequantizeLinear -> Conv with a kernel of one element, and no steps, groups or padding ->
+        DequantizeLinear -> Conv with a kernel of one element, and no strides, groups or padding ->
         the end of the graph, or nodes that move elements.
 
     After::

@@ -35,7 +35,7 @@ __all__ = ["limit_sums", "remove_limits"]
 _OPSET = 21
 _LARGEST_CODE = 2**15 - 1
 #: Elements of a result, for each element of the kernel, above which one kernel is faster than two.
-#: A result of 200,000 numbers in float32 leaves no room for anything else in an L2 cache.
+#: A result of 200,000 numbers in float32 fills much of an L2 cache.
 _LEAST_ELEMENTS = 200_000
 #: Kernels add to channels in groups of this many; the rest of them is slow.
 _CHANNELS = 16
@@ -50,9 +50,10 @@ def limit_sums(model: Model) -> None:
     with a bias and nothing else, or with a quantizer. So the convolution writes floats, which that
     kernel reads. With a quantizer, the convolution adds the other operand and writes codes. Before
     an addition it does not round: all that a quantizer does there is to cut. So one whose range is
-    wider than that of the quantizer behind the addition changes nothing. It has 16 bits, for those
-    who do round. OpenVINO removes quantizers of 16 bits whose two scales are equal. So the
-    convolution computes half of its result, which is exact, and the second scale doubles it again.
+    wide enough for all sums that the quantizer behind the addition does not cut changes nothing. It
+    has 16 bits, for runtimes that do round. OpenVINO removes quantizers of 16 bits whose two scales
+    are equal. So the convolution computes half of its result, which is exact, and the second scale
+    doubles it again.
 
     Before::
 
