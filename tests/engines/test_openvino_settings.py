@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,23 @@ def test_files_without_such_codes_stay(x: Tensor, reads: Callable[[bool], None])
     reads(True)
     plain = calibrated(nn.Sequential(nn.Conv2d(8, 8, 3)), x, target="openvino", example=x)
     assert decided(deployed(plain, x)) is None
+
+
+def test_a_graph_for_other_lengths_is_opened_once_it_is_needed(
+    model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    compile_graph = OpenVino._compile
+
+    def compiling(settings: OpenVino, graph: bytes, threads: int, shapes: Any) -> Any:
+        opened.append(shapes)
+        return compile_graph(settings, graph, threads, shapes)
+
+    monkeypatch.setattr(OpenVino, "_compile", compiling)
+    module = deployed(model, x, OpenVino(signed_codes=False))
+    assert opened == [module.interface.usual[0], None]  # The second one was for comparing.
+    module(x)
+    assert len(opened) == 2
+    for _ in range(2):
+        assert module(torch.cat([x, x], 2)).shape == (1, 8, 18, 8)
+    assert opened[2:] == [None]

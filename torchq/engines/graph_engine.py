@@ -85,7 +85,7 @@ class GraphEngine(Engine):
                 module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
                 found = task.check.difference(module)
                 if not found:
-                    self._compare_lengths(module, task, lengths)
+                    self.compare_lengths(module, task, lengths)
                     return self._faster(module, task, lengths)
             except ExportError as error:
                 log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
@@ -102,7 +102,7 @@ class GraphEngine(Engine):
             try:
                 if task.check.difference(other):
                     continue
-                self._compare_lengths(other, task, lengths)
+                self.compare_lengths(other, task, lengths)
             except ExportError as error:
                 log.debug("%s: %s", settings, error)
                 continue
@@ -132,8 +132,17 @@ class GraphEngine(Engine):
             stacklevel=4,
         )
 
-    def _compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
-        """Raise an error if results differ for other lengths than those of the example."""
+    def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
+        """Compare results for other lengths than those of the example.
+
+        Args:
+            module: the model on this engine.
+            task: the model and the example.
+            lengths: which lengths of the graph are open.
+
+        Raises:
+            ExportError: a result differs.
+        """
         structure = module.interface.structure
         if any(other != structure for other in task.structures_of_other_lengths(lengths)):
             raise ExportError(

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq.engines.export import OpenLengths
 from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import Run, Shapes
+from torchq.engines.module import EngineModule, Run, Shapes
 from torchq.engines.registry import Engine, register
+from torchq.engines.task import Task
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.targets.openvino_codes import with_signed_codes
 from torchq.utils.optional import import_optional
@@ -107,6 +109,15 @@ class OpenVino(GraphEngine):
             return found(feeds)
 
         return run
+
+    def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
+        """See :meth:`GraphEngine.compare_lengths`.
+
+        In a module of its own: the graph for other lengths is as large as that for usual shapes,
+        and opened again once a call needs it.
+        """
+        apart = EngineModule(module.settings, module.graph, module.interface)
+        super().compare_lengths(apart, task, lengths)
 
     def faster_settings(self, graph: bytes) -> tuple[GraphEngine, ...]:
         """See :meth:`GraphEngine.faster_settings`."""
