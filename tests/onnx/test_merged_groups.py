@@ -55,7 +55,7 @@ def exported(model: nn.Module, path: Path, target: str = "onnxruntime") -> Tenso
 
 def groups_of(path: Path) -> tuple[int, list[int]]:
     """Return the groups and the shape of the weight of the second convolution."""
-    _, node, _ = nodes_of(load_model(path), "Conv")
+    _, node, *_ = nodes_of(load_model(path), "Conv")
     weight = stored_weight(node.inputs[1])
     assert weight is not None
     return attribute(node, "group", 1), list(value_of(weight.inputs[0]).shape)
