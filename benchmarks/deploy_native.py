@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.deploy_onnx import onnxruntime_call, openvino_call
+from benchmarks.deploy_onnx import TRANSFORMERS, onnxruntime_call, openvino_call
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 from benchmarks.untrained import vary_constants_
 from benchmarks.vendors import VENDORS
@@ -222,8 +222,17 @@ def torch_candidates(
     return found
 
 
-def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Candidates:
-    """Return the float file as the quantizers of the engines' makers quantize it."""
+def maker_candidates(
+    task: Task, x: Tensor, transformer: bool, options: argparse.Namespace
+) -> Candidates:
+    """Return the float file as the quantizers of the engines' makers quantize it.
+
+    Args:
+        task: the network.
+        x: its input.
+        transformer: quantize as the makers advise for transformers.
+        options: of the command line.
+    """
     found: Candidates = {}
     runs = {"onnxruntime": onnxruntime_call, "openvino": openvino_call}
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +243,7 @@ def maker_candidates(task: Task, x: Tensor, options: argparse.Namespace) -> Cand
             path = Path(folder, engine).with_suffix(suffix)
             try:
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
-                label = quantize(source, path, [x[:1], x[-1:]], x.dim() == 3)
+                label = quantize(source, path, [x[:1], x[-1:]], transformer)
                 found[label] = runs[engine](path, x, options.threads)
                 if engine == "openvino":
                     found[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
@@ -271,7 +280,7 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
         engines, modules = engine_candidates(tasks, options.engines)
         found = torch_candidates(model, quantized(model, x), x, options) | engines
         found["fastest"] = lambda: chosen(x)
-        makers = maker_candidates(task, x, options) if options.makers else {}
+        makers = maker_candidates(task, x, name in TRANSFORMERS, options) if options.makers else {}
         clock = time.process_time if options.cpu_time else time.perf_counter
         rows = compare(found | makers, baseline="fp32 eager", clock=clock, **timing(options))
     for row in rows:
