@@ -193,23 +193,29 @@ def test_nothing_is_cut_that_counts(factor: float, x: Tensor, tmp_path: Path) ->
     assert sqnr(run_file(damaged(path, 0.3), factor * x)[0], plain) < 30
 
 
-def damaged(path: Path, factor: float) -> Path:
-    """Write a file with other limits beside it."""
+def damaged(path: Path, factor: float, part: str = "/limited") -> Path:
+    """Write a file with other limits beside it; ``part`` of a name chooses the stored tensors."""
     model, other = load_model(path), path.with_name("damaged.onnx")
     for name, value in list(model.graph.initializers.items()):
-        if "/limited" in name and name.endswith("/scale"):
+        if part in name and name.endswith("/scale"):
             replace_stored(value, value_of(value) * factor)
     save_model(model, other)
     return other
 
 
-def test_limits_that_cut_are_reported(x: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "factor"),
+    [("/limited", 0.99), ("/limited codes", 0.99), ("/limited codes", 1.01), ("/limited/", 1.01)],
+)
+def test_limits_that_change_sums_are_reported(
+    part: str, factor: float, x: Tensor, tmp_path: Path
+) -> None:
     path = tmp_path / "model.onnx"
     model = exported(network(), x, path)
     assert torchq.verify_onnx(model, path, [x]).ok
-    report = torchq.verify_onnx(model, damaged(path, 0.99), [x])
+    report = torchq.verify_onnx(model, damaged(path, factor, part), [x])
     assert not report.ok
-    text = "cuts off what the model does not"
+    text = "changes what is added"
     assert [layer.name for layer in report.layers if layer.parameters == text] == limits(path)
 
 

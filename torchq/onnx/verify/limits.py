@@ -25,7 +25,7 @@ def as_computed(path: str | os.PathLike[str]) -> Iterator[tuple[Path, tuple[str,
 
     Yields:
         ``path`` itself where it has no limits, or a file that is removed afterwards; and the nodes
-        whose limits change results.
+        whose limits change what is added.
 
     Raises:
         ExportError: The file is broken.

@@ -257,10 +257,7 @@ class _File:
         rows += [
             LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
         ]
-        rows += [
-            LayerAgreement(name, 0, 0, 0, 0, "cuts off what the model does not")
-            for name in self._limits
-        ]
+        rows += [LayerAgreement(name, 0, 0, 0, 0, "changes what is added") for name in self._limits]
         rows.sort(key=LayerAgreement.badness, reverse=True)
         return tuple(rows)
 

@@ -85,14 +85,15 @@ def remove_limits(model: Model) -> list[str]:
         The additions read what the convolutions compute.
 
     Returns:
-        The nodes whose range cuts off what the quantizer behind the addition does not.
+        The nodes that change what is added: their range cuts off what the quantizer behind the
+        addition does not, or they do not double what the convolution has halved.
     """
     wrong = []
     for node in nodes_of(model, "DequantizeLinear"):
         quantize = computed_by(node.inputs[0], "QuantizeLinear")
         if quantize is None or not str(node.name).endswith(_LIMITED):
             continue
-        reach = float(value_of(node.inputs[1])) * _LARGEST_CODE
+        reach, exact = float(value_of(node.inputs[1])) * _LARGEST_CODE, _doubles(quantize, node)
         users, convolution = readers(node.outputs[0]), computed_by(quantize.inputs[0], "Conv")
         if convolution is None:
             continue
@@ -100,9 +101,16 @@ def remove_limits(model: Model) -> list[str]:
         bypass(quantize)
         _multiply(convolution, 2.0)
         needed = [pair[1] for user in users if (pair := _operands(user)) is not None]
-        if len(needed) < len(users) or max(needed, default=0) > reach:
+        if not exact or len(needed) < len(users) or max(needed, default=0) > reach:
             wrong.append(str(node.name))
     return wrong
+
+
+def _doubles(quantize: Node, dequantize: Node) -> bool:
+    """Return True if values behind a pair are twice those in front of it, but for rounding."""
+    qparams, scale = qparams_of(quantize), value_of(dequantize.inputs[1])
+    same_zero_point = quantize.inputs[2] is dequantize.inputs[2] and qparams.has_zero_point(0)
+    return same_zero_point and torch.equal(2 * qparams.scale, scale)
 
 
 def _operands(node: Node) -> tuple[Node, float] | None:
