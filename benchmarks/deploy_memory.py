@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -32,7 +33,11 @@ CANDIDATES = {
     "fp32": ("fp32", "read"),
     "int8": ("int8", "read"),
     "int8, mapped": ("int8", "mapped"),
+    "int8, ONNX Runtime": ("onnxruntime", "read"),
+    "int8, OpenVINO": ("openvino", "read"),
 }
+#: Engines whose modules have files of the same name, where they are installed.
+ENGINES = ("onnxruntime", "openvino")
 _MIB = 2**20
 
 
@@ -100,7 +105,17 @@ def save(name: str, folder: Path) -> None:
     torch.save(model, folder / "fp32")
     torch.save(torchq.deploy(quantized(model, x)), folder / "int8")
     small, image = Small().eval(), torch.randn(1, 3, 8, 8)
-    torch.save([(small, image), (torchq.deploy(quantized(small, image)), image)], folder / "warm")
+    warm = [(small, image), (torchq.deploy(quantized(small, image)), image)]
+    torch.save(warm, folder / "warm fp32")
+    torch.save(warm, folder / "warm int8")
+    # Each engine by itself: what one has freed in memory that is in use would count for others.
+    for engine in filter(find_spec, ENGINES):
+        modules = [
+            torchq.deploy(quantized(m, example, engine), example, engine=engine)
+            for m, example in ((model, x), (small, image))
+        ]
+        torch.save(modules[0], folder / engine)
+        torch.save([*warm, (modules[1], image)], folder / f"warm {engine}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     save(name, Path(folder))
                     for candidate, (file, use) in CANDIDATES.items():
-                        paths = [f"{folder}/{file}", use, f"{folder}/warm"]
+                        if not Path(folder, file).exists():
+                            continue
+                        paths = [f"{folder}/{file}", use, f"{folder}/warm {file}"]
                         command = [
                             sys.executable,
                             "-m",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -236,9 +238,9 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[int] = []
     original = OnnxRuntime.open
 
-    def opened(self: OnnxRuntime, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def opened(self: OnnxRuntime, read: Any, threads: int, usual: tuple[Shapes, ...]) -> Run:
         seen.append(threads)
-        return original(self, graph, threads, usual)
+        return original(self, read, threads, usual)
 
     monkeypatch.setattr(OnnxRuntime, "open", opened)
     deployed = torchq.deploy(calibrated_detector(), images(1), engine="onnxruntime")
@@ -251,6 +253,26 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
         torch.set_num_threads(before)
     deployed(images(1))
     assert seen == [before, 2]
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
+    pytest.importorskip(engine)
+    torch.manual_seed(0)
+    x, model = torch.randn(1, 512), nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 8)).eval()
+    torchq.quantize_(model, torchq.recipes.int8(reduce_range=True))
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, engine=engine)
+    deployed._reset()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        deployed(x)
+        gc.collect()
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < deployed.graph.numel() / 4 and most > deployed.graph.numel()
 
 
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,56 @@ def test_clipped_results_that_are_quantized_need_no_quantizer(act: nn.Module) ->
     model.append(nn.AdaptiveAvgPool2d(1))
     quantized(model.eval(), torch.randn(2, 3, 9, 9))
     assert outputs(model) == {}
+
+
+class Padding(nn.Module):
+    """A convolution whose padded result others read."""
+
+    def __init__(self, pad: nn.Module | None, other: str = "", **options: object) -> None:
+        super().__init__()
+        self.stem, self.pad, self.last = nn.Conv2d(3, 8, 3), pad, nn.Conv2d(8, 4, 2)
+        self.options, self.other = options, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = F.pad(x, (0, 1, 0, 1), **self.options) if self.pad is None else self.pad(x)
+        y = self.last(x)
+        return y + F.gelu(x)[:, :4, : y.shape[2], : y.shape[3]] if self.other else y
+
+
+@pytest.mark.parametrize(
+    ("model", "quantized_by_itself"),
+    [
+        (Padding(nn.ZeroPad2d((0, 1, 0, 1))), False),
+        (Padding(nn.ConstantPad2d((0, 1, 0, 1), 0.0)), False),
+        (Padding(None), False),
+        (Padding(None, mode="constant", value=0.0), False),
+        (Padding(nn.ConstantPad2d((0, 1, 0, 1), 1.0)), True),
+        (Padding(nn.ReflectionPad2d((0, 1, 0, 1))), True),
+        (Padding(None, mode="reflect"), True),
+        (Padding(None, value=1.0), True),
+        (Padding(None, "gelu"), True),
+    ],
+    ids=["module", "constant", "call", "options", "ones", "reflect", "mode", "value", "gelu"],
+)
+def test_zeros_that_convolutions_add_need_no_quantizer(
+    model: nn.Module, quantized_by_itself: bool
+) -> None:
+    torch.manual_seed(0)
+    quantized(model.eval(), torch.randn(2, 3, 9, 9))
+    assert ("stem" in outputs(model)) is quantized_by_itself
+
+
+def test_padding_in_front_of_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    pad = nn.ConstantPad2d((0, 1, 0, 1), 0.0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), pad, nn.Linear(8, 4)).eval()
+    quantized(model, torch.randn(2, 3, 9, 9))
+    assert outputs(model) == {"0": True}
+
+
+def test_padding_in_front_of_a_float_layer() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3, 9, 9), Padding(None).eval()
+    torchq.quantize_(model, target="onnxruntime", example=x, exclude=["last"])
+    assert outputs(model) == {"stem": True}

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchq.engines.as_written import runs_as_written
 from torchq.engines.export import OpenLengths, tensor_shapes, with_rows
-from torchq.engines.module import EngineModule, Run, Shapes
+from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes
 from torchq.engines.registry import Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
@@ -42,11 +42,12 @@ class GraphEngine(Engine):
         """The target of the exports that this engine reads; one of ``torchq.targets()``."""
 
     @abstractmethod
-    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...]) -> Run:
         """Return an ONNX file as a function of its inputs.
 
         Args:
-            graph: the file.
+            read: returns the file. The module holds it already, so a function that needs it later
+                had better keep ``read`` than a copy.
             threads: the number of threads that compute one call.
             usual: the shapes of calls that will be common; others are possible too.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +14,22 @@ from torch import Tensor, nn
 from torchq.engines.interface.signature import CallSignature
 from torchq.engines.interface.structure import Structure
 
-__all__ = ["EngineModule", "GraphInterface", "OpensGraphs", "Run", "Shapes"]
+__all__ = [
+    "EngineModule",
+    "GraphInterface",
+    "OpensGraphs",
+    "ReadGraph",
+    "Run",
+    "Shapes",
+    "run_by_shape",
+]
 
 #: The shape of each input of a call, by name.
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 #: Computes the outputs of a graph, in order, from its inputs by name. Several threads may call it.
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
+#: Returns the bytes of an ONNX file, a new copy for each call.
+ReadGraph = Callable[[], bytes]
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class OpensGraphs(Protocol):
     def device(self) -> torch.device:
         """Return where the tensors of a call have to be."""
 
-    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...]) -> Run:
         """Return an ONNX file as a function of its inputs."""
 
     def placement(self, graph: bytes) -> str:
@@ -171,13 +182,13 @@ class EngineModule(nn.Module):
             with self._lock:
                 run = self._opened.get(threads)
                 if run is None:
-                    graph, usual = self.graph_bytes(), self.interface.usual
-                    run = self._opened[threads] = self.settings.open(graph, threads, usual)
+                    read, usual = partial(_bytes_of, self.graph), self.interface.usual
+                    run = self._opened[threads] = self.settings.open(read, threads, usual)
         return run
 
     def graph_bytes(self) -> bytes:
         """Return the ONNX file that the engine runs."""
-        return self.graph.cpu().numpy().tobytes()
+        return _bytes_of(self.graph)
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return engine, bytes of the file, and which nodes run on integers."""
@@ -189,3 +200,45 @@ class EngineModule(nn.Module):
         signature = self.interface.signature
         inputs = ", ".join(graph_input.name for graph_input in signature.inputs)
         return f"{signature.model}({inputs}), {self.settings.label}"
+
+
+def _bytes_of(graph: Tensor) -> bytes:
+    return graph.cpu().numpy().tobytes()
+
+
+def run_by_shape(
+    open_for: Callable[[Shapes | None], Run],
+    usual: Collection[Shapes],
+    *,
+    any_batch: bool = False,
+) -> Run:
+    """Return a function of the inputs that opens the graph for their shapes where these are usual.
+
+    Several threads may call it. A graph is opened when a call needs it first, and once.
+
+    Args:
+        open_for: Opens the graph for some shapes, or, for None, for all.
+        usual: The shapes of calls that will be common.
+        any_batch: What is opened for some shapes takes others with another first dimension too.
+    """
+    chosen = {_key(shapes, any_batch): shapes for shapes in usual}
+    opened: dict[Shapes | None, Run] = {}
+    lock = threading.Lock()
+
+    def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
+        wanted = chosen.get(_key(shapes, any_batch))
+        found = opened.get(wanted)
+        if found is None:
+            with lock:
+                found = opened.get(wanted)
+                if found is None:
+                    found = opened[wanted] = open_for(wanted)
+        return found(feeds)
+
+    return run
+
+
+def _key(shapes: Shapes, any_batch: bool) -> Shapes:
+    first = 1 if any_batch else 0
+    return tuple((name, shape[first:]) for name, shape in shapes)

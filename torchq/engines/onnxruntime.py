@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import Run, Shapes
+from torchq.engines.module import ReadGraph, Run, Shapes, run_by_shape
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx import inspect_onnx
+from torchq.onnx.passes.kernels.fold_pads import with_lengths
 from torchq.utils.optional import import_optional
 
 __all__ = ["OnnxRuntime"]
@@ -82,21 +84,38 @@ class OnnxRuntime(GraphEngine):
             OnnxRuntime(quantized=False, provider=self.provider),
         )
 
-    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
-        """See :meth:`GraphEngine.open`; fixed shapes are no faster here."""
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+        """See :meth:`GraphEngine.open`.
+
+        Usual shapes have graphs of their own where these have fewer nodes; fixed shapes alone are
+        no faster here.
+        """
+        graph = read()
+        own = [shapes for shapes in usual if with_lengths(graph, shapes) is not graph]
+
+        def open_for(shapes: Shapes | None) -> Run:
+            graph = read()
+            return self._session(graph if shapes is None else with_lengths(graph, shapes), threads)
+
+        return run_by_shape(open_for, own, any_batch=True)
+
+    def _session(self, graph: bytes, threads: int) -> Run:
+        """Return a file as a function of its inputs."""
         runtime = import_optional("onnxruntime", "deploy(engine='onnxruntime')")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # errors are raised; the log would repeat them
-        try:
-            session = runtime.InferenceSession(
-                graph, options, providers=[_PROVIDERS[self.provider][0]]
-            )
-        except Exception as error:  # the exception classes of ONNX Runtime are private
-            raise ExportError(
-                f"deploy: onnxruntime {runtime.__version__} cannot run the model ({error}); "
-                "expected operators that it knows. Use another engine"
-            ) from error
+        # Of a file the session keeps the name; bytes it would keep beside what it makes of them.
+        with _file_of(graph) as path:
+            try:
+                session = runtime.InferenceSession(
+                    str(path), options, providers=[_PROVIDERS[self.provider][0]]
+                )
+            except Exception as error:  # the exception classes of ONNX Runtime are private
+                raise ExportError(
+                    f"deploy: onnxruntime {runtime.__version__} cannot run the model ({error}); "
+                    "expected operators that it knows. Use another engine"
+                ) from error
 
         def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
             # ONNX Runtime reads the memory of the tensors, and returns arrays of its own.
@@ -114,8 +133,15 @@ class OnnxRuntime(GraphEngine):
 
     def placement(self, graph: bytes) -> str:
         """See :meth:`GraphEngine.placement`."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model.onnx")
-            path.write_bytes(graph)
+        with _file_of(graph) as path:
             report = inspect_onnx(path)
         return f"{len(report.integer)} of {len(report.nodes)} computing nodes run on integers"
+
+
+@contextmanager
+def _file_of(graph: bytes) -> Iterator[Path]:
+    """Yield a file with these bytes, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        path.write_bytes(graph)
+        yield path

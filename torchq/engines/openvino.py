@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +14,11 @@ from torch import Tensor
 
 from torchq.engines.export import OpenLengths
 from torchq.engines.graph_engine import GraphEngine
-from torchq.engines.module import EngineModule, Run, Shapes
+from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes, run_by_shape
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.errors import ConfigError, ExportError
+from torchq.onnx.passes.kernels.fold_pads import with_lengths
 from torchq.onnx.targets.openvino_codes import with_signed_codes
 from torchq.utils.optional import import_optional
 
@@ -91,24 +91,13 @@ class OpenVino(GraphEngine):
             found += [OpenVino(q, precision=precision) for q in (True, False)]
         return tuple(found)
 
-    def open(self, graph: bytes, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
+    def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...] = ()) -> Run:
         """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
-        graph = self._for_this_cpu(graph)
-        opened: dict[Shapes | None, Run] = {}
-        lock = threading.Lock()
 
-        def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-            key = shapes if shapes in usual else None
-            found = opened.get(key)
-            if found is None:
-                with lock:
-                    found = opened.get(key)
-                    if found is None:
-                        found = opened[key] = _bound(self._compile(graph, threads, key))
-            return found(feeds)
+        def open_for(shapes: Shapes | None) -> Run:
+            return _bound(self._compile(self._for_this_cpu(read()), threads, shapes))
 
-        return run
+        return run_by_shape(open_for, usual)
 
     def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
         """See :meth:`GraphEngine.compare_lengths`.
@@ -144,6 +133,8 @@ class OpenVino(GraphEngine):
         }
         try:
             core = runtime.Core()
+            if shapes is not None:
+                graph = with_lengths(graph, shapes)
             model = core.read_model(io.BytesIO(graph))
             if shapes is not None:
                 model.reshape({name: list(shape) for name, shape in shapes})

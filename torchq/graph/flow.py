@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,7 @@ class Call:
         ndim: how many dimensions the result has, if it is known.
         functional: a function was called with the weight of ``module``; stride and padding are
             those of the call.
+        options: the keyword arguments that are plain values.
     """
 
     index: int
@@ -104,6 +105,7 @@ class Call:
     arguments: tuple[Any, ...] = ()
     ndim: int | None = None
     functional: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,10 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         )
         index[node] = len(calls)
         functional = module is not None and node.op == "call_function"
-        calls.append(Call(len(calls), name, module, sources, plain, functional=functional))
+        options = {k: value for k, value in node.kwargs.items() if not isinstance(value, fx.Node)}
+        calls.append(
+            Call(len(calls), name, module, sources, plain, functional=functional, options=options)
+        )
     return Flow(
         tuple(calls),
         frozenset(outputs),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,6 +55,7 @@ class _Recorder(TorchFunctionMode):
         arguments: tuple[Any, ...],
         out: Any,
         functional: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         results = list(tensors_in(out))
         index = len(self.calls)
@@ -67,6 +68,7 @@ class _Recorder(TorchFunctionMode):
                 arguments,
                 results[0].dim() if results else None,
                 functional,
+                options or {},
             )
         )
         for tensor in results:
@@ -96,7 +98,8 @@ class _Recorder(TorchFunctionMode):
                 name, module = path, layer
         self.note_parameters(module, values)
         plain = tuple(value for value in args if not isinstance(value, Tensor))
-        self.note(name, module, inputs, plain, out, functional=module is not None)
+        options = {k: value for k, value in kwargs.items() if not isinstance(value, Tensor)}
+        self.note(name, module, inputs, plain, out, module is not None, options)
         return out
 
 

@@ -24,6 +24,7 @@ from torchq.onnx.ir import (
     onnx_ir,
     remove_unused,
     replace_value,
+    value_of,
 )
 from torchq.onnx.passes.fold_constants import evaluate
 from torchq.utils.optional import OptionalModule
@@ -37,7 +38,8 @@ Shape: TypeAlias = tuple[int | str | None, ...]
 _UNKNOWN = "torchq.unknown"
 _SMALL = 64  # Elements. Shapes, indexes and factors are smaller; weights are not.
 _ARITHMETIC = names(
-    "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal"
+    "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal "
+    "Abs Neg Ceil Floor Clip Max Min Transpose"
 )
 _NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
@@ -159,6 +161,9 @@ def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
 
 def _is_small_arithmetic(node: Node) -> bool:
     """Return True for arithmetic on small stored tensors whose result numpy can hold."""
+    if node.op_type == "ConstantOfShape":
+        lengths = node.inputs[0]
+        return is_constant(lengths) and int(value_of(lengths).prod()) <= _SMALL
     if node.op_type not in _ARITHMETIC or node.domain:
         return False
     if node.op_type == "Cast" and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC:

@@ -19,6 +19,7 @@ from torchq.onnx.ir import (
     nodes_of,
     value_of,
 )
+from torchq.onnx.passes.kernels.fold_pads import constant_fill
 from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
 
 __all__ = ["ActivationTypes", "derived_qparams", "nonnegative_values", "retype_activations"]
@@ -71,11 +72,16 @@ def _is_nonnegative(node: Node, known: set[Value]) -> bool:
         return True
     if kind == "Resize" and attribute(node, "mode", "nearest") == "cubic":
         return False
-    if kind in _FIRST_OPERAND:
+    if kind in _FIRST_OPERAND or (kind == "Pad" and _adds_nonnegative(node)):
         operands = operands[:1]
     elif kind not in _ALL_OPERANDS:
         return False
     return all(value in known for value in operands)
+
+
+def _adds_nonnegative(pad: Node) -> bool:
+    fill = constant_fill(pad)
+    return attribute(pad, "mode", "constant") != "constant" or (fill is not None and fill >= 0)
 
 
 def _clips_at_zero(node: Node) -> bool:

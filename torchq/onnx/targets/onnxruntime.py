@@ -31,6 +31,7 @@ from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
 from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.kernels.average_pools import convolve_averages
+from torchq.onnx.passes.kernels.fold_pads import constant_fill
 from torchq.onnx.passes.kernels.integer_biases import fit_biases
 from torchq.onnx.passes.kernels.integer_offsets import quantize_offsets
 from torchq.onnx.passes.kernels.separation import separate_float8
@@ -89,14 +90,15 @@ def pool_means(model: Model) -> None:
 
 
 def quantize_reshaped(model: Model) -> None:
-    """Quantize what pooling and convolutions of codes return in front of reshapes.
+    """Quantize what pooling and convolutions of codes return in front of reshapes and padding.
 
     Their kernels then return codes. A convolution would run in float otherwise: the last one of
     MobileNetV4, whose result is flattened for a linear layer.
 
     Before::
 
-        DequantizeLinear -> pooling or Conv -> activations -> reshapes -> QuantizeLinear.
+        DequantizeLinear -> pooling or Conv -> activations -> reshapes, or zeros that are added
+        around images -> QuantizeLinear.
 
     After::
 
@@ -108,9 +110,9 @@ def quantize_reshaped(model: Model) -> None:
         last, reader = node, _only_reader(node)
         while reader is not None and reader.op_type in ("Relu", "Clip"):
             last, reader = reader, _only_reader(reader)
-        if reader is None or reader.op_type not in _RESHAPES:
+        if reader is None or not _keeps_codes(reader):
             continue
-        while reader is not None and reader.op_type in _RESHAPES:
+        while reader is not None and _keeps_codes(reader):
             reader = _only_reader(reader)
         if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
             continue
@@ -186,8 +188,14 @@ def drop_idle_relus(model: Model) -> None:
             bypass(node)
 
 
+def _keeps_codes(node: Node) -> bool:
+    """Return True for a node that moves values, or adds zeros to them."""
+    return node.op_type in _RESHAPES or (node.op_type == "Pad" and constant_fill(node) == 0)
+
+
 def _only_reader(node: Node) -> Node | None:
-    users = readers(node.outputs[0])
+    """Return the one node that reads a result, beside those that read its shape."""
+    users = [user for user in readers(node.outputs[0]) if user.op_type != "Shape"]
     return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
 
 

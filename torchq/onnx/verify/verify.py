@@ -31,6 +31,7 @@ from torchq.onnx.ir import (
 from torchq.onnx.passes.channels.merge_groups import split_groups
 from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
+from torchq.onnx.passes.kernels.fold_pads import folded_pads, without_pads
 from torchq.onnx.passes.kernels.integer_biases import raised_channels
 from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
@@ -191,6 +192,7 @@ class _File:
         self._weights = _weight_nodes(self._graph)
         self._float_weights = _float_weights(self._graph)
         self._merged = dict(read_record(self._graph).get("merged", {}))
+        self._pads = folded_pads(self._graph)
         self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
         self.simulation = Simulation(known, self._qparams, self._merged)
         self._forced: ForcedFile | None = None
@@ -239,13 +241,19 @@ class _File:
         for name in self.simulation.called:
             if self._merged.get(name, name) not in in_file:
                 self._missing[name] = None
-        values = {name: seen[name].values for name in self._forced.names}
+        values = {name: self._unpadded(name, seen[name].values) for name in self._forced.names}
         codes, outputs = self._forced.run(feeds, values)
         for name, found in codes.items():
-            scaled, wanted = seen[name].scaled.cpu(), seen[name].codes.cpu()
+            scaled, wanted = (
+                self._unpadded(name, t).cpu() for t in (seen[name].scaled, seen[name].codes)
+            )
             self._codes[name].add(scaled, wanted, self._qparams[name].centered(found))
         for row, want, got in zip(self._outputs, expected, outputs, strict=True):
             row.add_output(want, got)
+
+    def _unpadded(self, name: str, x: Tensor) -> Tensor:
+        """Return what the model has at a quantizer without the zeros that the file adds later."""
+        return without_pads(x, self._pads.get(name, ()))
 
     def rows(self, model: nn.Module) -> tuple[LayerAgreement, ...]:
         """Return the agreement of each quantizer, the worst first."""

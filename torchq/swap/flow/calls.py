@@ -16,12 +16,14 @@ __all__ = [
     "is_leaf",
     "is_relu",
     "moves_elements",
+    "pads_with_zeros",
     "quantizes",
 ]
 
 _RELU = frozenset(["relu", "relu_"])
 _CLIPS = frozenset(["relu6", "clamp", "clamp_", "clip", "clip_", "hardtanh", "hardtanh_"])
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+_PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
@@ -61,6 +63,15 @@ def moves_elements(call: Call) -> bool:
     if call.module is None:
         return call.name in REARRANGING
     return isinstance(call.module, _MOVING_MODULES) and not isinstance(call.module, QuantModule)
+
+
+def pads_with_zeros(call: Call) -> bool:
+    """Return True for zeros around a tensor, which files let convolutions behind them add."""
+    module = call.module
+    if module is not None:
+        return isinstance(module, _PADDING_MODULES) and module.value == 0
+    given = {**dict(zip(("pad", "mode", "value"), call.arguments, strict=False)), **call.options}
+    return call.name == "pad" and given.get("mode") in (None, "constant") and not given.get("value")
 
 
 def quantizes(call: Call) -> bool:

@@ -21,11 +21,13 @@ from torchq.swap.flow.calls import (
     is_leaf,
     is_relu,
     moves_elements,
+    pads_with_zeros,
     quantizes,
 )
 
 __all__ = ["decide_outputs"]
 
+_CONVOLUTIONS = (QuantConv1d, QuantConv2d, QuantConv3d)
 #: Multiplication by, and addition of, stored numbers: exporters fold them into the convolution.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _AFFINE = frozenset(["mul", "mul_", "add", "add_", "multiply"])
@@ -72,7 +74,7 @@ def _may_have_output(decision: Decision) -> bool:
         not decision.reason
         and decision.input is not None
         and decision.weight is not None
-        and isinstance(module, (QuantConv1d, QuantConv2d, QuantConv3d))
+        and isinstance(module, _CONVOLUTIONS)
     )
 
 
@@ -112,11 +114,20 @@ class _Readers:
                 self._follow(reader, moved=moved, activated=True)
             elif moves_elements(reader):
                 self._follow(reader, moved=True, activated=activated)
+            elif pads_with_zeros(reader) and self._is_before_convolutions(reader):
+                continue
             elif not moved and not activated and self._is_affine(reader, call):
                 self.behind_norm |= isinstance(reader.module, _NORMS)
                 self._follow(reader, moved=moved, activated=activated)
             else:
                 self.in_float = True
+
+    def _is_before_convolutions(self, call: Call) -> bool:
+        """Return True if quantized convolutions are all that reads a result."""
+        readers = self._flow.consumers(call)
+        return bool(readers) and all(
+            isinstance(reader.module, _CONVOLUTIONS) and quantizes(reader) for reader in readers
+        )
 
     def _is_affine(self, reader: Call, operand: Call) -> bool:
         """Return True for BatchNorm, and the product or sum of a value and stored numbers."""
