@@ -49,6 +49,7 @@ MODELS = (
     *("regnet_y_400mf", "resnext50_32x4d", "densenet121", "googlenet"),
     *("mnasnet1_0", "squeezenet1_1", "regnet_x_400mf", "alexnet", "vgg11", "inception_v3"),
     *("timm:mobilenetv4_conv_small", "timm:repvgg_a0"),
+    *("timm:tf_efficientnet_b0", "timm:tf_mobilenetv3_small_100"),
     *("convnext_tiny", "vit_b_16", "swin_t"),
 )
 TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")

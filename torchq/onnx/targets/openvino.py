@@ -31,7 +31,7 @@ from torchq.onnx.targets.checks import (
     weight_of,
 )
 from torchq.onnx.targets.openvino_codes import unsigned_codes
-from torchq.onnx.targets.openvino_norms import norms_of_rows
+from torchq.onnx.targets.openvino_norms import norms_of_concatenations, norms_of_rows
 
 __all__ = ["OPENVINO"]
 
@@ -180,6 +180,7 @@ OPENVINO = OnnxTarget(
         separate_reductions,
         unequal_biases,
         norms_of_rows,
+        norms_of_concatenations,
         limit_sums,
     ),
     checks=(check_one_range_per_tensor, check_fused_norms),
