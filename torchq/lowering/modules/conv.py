@@ -53,6 +53,11 @@ class Int8Conv(Int8Layer):
         """True where the kernel can add a second tensor to its result."""
         return self.weight_codes.dim() < 5
 
+    @property
+    def is_pointwise(self) -> bool:
+        """True where each pixel of the result depends on one pixel alone."""
+        return self.border is None and self.params.is_pointwise(self.weight_codes.shape)
+
     def per_row(self, channels: Tensor) -> Tensor:
         """Return a value for each output channel, (out,), as one for each row of the weight."""
         return channels

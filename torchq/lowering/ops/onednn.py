@@ -7,6 +7,7 @@ than computing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -48,6 +49,9 @@ _PACKED_KINDS = ("packed conv", "packed linear")
 _ACTIVATIONS_3D = ("none",)
 #: The activations that the convolution applies behind a residual.
 _ACTIVATIONS_AFTER_ADD = ("none", "relu")
+#: The bytes of a sum from which on a product adds: its kernel takes four times the memory of a
+#: convolution's, and copying less costs little.
+_LARGE = 2**20
 
 
 @lru_cache
@@ -129,7 +133,7 @@ def bind_conv(
     """
     ndim, activation = weights.codes.dim(), epilogue.activation
     if residual is None and (ndim < 5 or activation in _ACTIVATIONS_3D):
-        return _bind(shape, weights, params, lambda p, q: _plain(p, q, epilogue))
+        return _bind(shape, weights, params, lambda s, w, p: _plain(s, w, p, epilogue))
     # The kernel adds tensors of the same shape, codes to codes and floats to floats.
     adds = (
         residual is not None
@@ -139,8 +143,8 @@ def bind_conv(
         and residual.shape == params.output_shape(shape, weights.codes.shape)
     )
     if adds:
-        return _bind(shape, weights, params, lambda p, q: _adding(p, q, epilogue, overwrite))
-    run = _bind(shape, weights, params, lambda p, q: _plain(p, q, Epilogue()))
+        return _bind(shape, weights, params, lambda s, w, p: _adding(s, w, p, epilogue, overwrite))
+    run = _bind(shape, weights, params, lambda s, w, p: _plain(s, w, p, Epilogue()))
     return lambda x, residual=None: finish(run(x), epilogue, residual)
 
 
@@ -148,9 +152,13 @@ def _bind(
     shape: Sequence[int],
     weights: Int8Weights,
     params: ConvParams,
-    make: Callable[[_Packed, ConvParams], Run],
+    make: Callable[[Sequence[int], Int8Weights, ConvParams], Run],
 ) -> Run:
-    """Return the function that ``make`` returns for packed weights, for images of ``shape``."""
+    """Return the function that ``make`` returns, for images of ``shape``.
+
+    What ``make`` gets is the same convolution in a form that the kernels compute: in two or three
+    dimensions, and with padding only where the zero point of the input is 0.
+    """
     if len(shape) == 3:
         # The 1-d operator knows fewer activations than the 2-d one, and calls the same kernels.
         flat = _bind((*shape[:2], 1, shape[2]), weights, params.widened(), make)
@@ -162,7 +170,7 @@ def _bind(
         image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]
         inner = _bind((*shape[:2], *image), weights, params.unpadded(), make)
         return lambda x, *residual: inner(F.pad(x, border, value=border_code), *residual)
-    return make(_packed_conv(shape, weights, params), params)
+    return make(shape, weights, params)
 
 
 def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> _Packed:
@@ -186,36 +194,92 @@ def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams)
     return found
 
 
-def _plain(packed: _Packed, params: ConvParams, epilogue: Epilogue) -> Run:
+def _plain(
+    shape: Sequence[int], weights: Int8Weights, params: ConvParams, epilogue: Epilogue
+) -> Run:
     """Return the convolution without a residual."""
     operator: Any = (
         torch.ops.onednn.qconv2d_pointwise.default
         if len(params.stride) == 2
         else torch.ops.onednn.qconv3d_pointwise.default
     )
-    packed, epilogue = _in_codes(packed, epilogue)
+    packed, epilogue = _in_codes(_packed_conv(shape, weights, params), epilogue)
     arguments = (*packed, *_lists(params), *_post_op(epilogue))
     return lambda x: operator(x, *arguments)
 
 
-def _adding(packed: _Packed, params: ConvParams, epilogue: Epilogue, overwrite: bool) -> Run:
+def _adding(
+    shape: Sequence[int],
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    overwrite: bool,
+) -> Run:
     """Return the convolution that adds a residual in its kernel."""
-    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    relu = "relu" if epilogue.activation == "relu" else None
-    output = (epilogue.scale, epilogue.zero_point, epilogue.dtype)
-    added = (epilogue.residual_scale, epilogue.residual_zero_point)
-    before, bias = tuple(packed[:-1]), packed.bias
-    after = (bias, *_lists(params), *output, *added, "sum", 1.0, relu, [], "")
-    dtype, last = epilogue.dtype, torch.channels_last
+    dtype = epilogue.dtype
+    pointwise = params.is_pointwise(weights.codes.shape)
+    size = math.prod((shape[0], len(weights.codes), *shape[2:])) * dtype.itemsize
+    if pointwise and size >= _LARGE and _convolution_copies():
+        add = _add_product(weights, epilogue)
+    else:
+        add = _add_convolution(shape, weights, params, epilogue)
+    return lambda x, residual: add(x, _target(residual, dtype, overwrite))
 
-    def run(x: Tensor, residual: Tensor) -> Tensor:
-        # The kernel adds in place, and reads the residual as a tensor of the output's dtype.
-        fits = residual.dtype is dtype and residual.is_contiguous(memory_format=last)
-        if not (overwrite and fits):
-            residual = residual.to(dtype, memory_format=last, copy=True)
-        return operator(x, *before, residual, *after)
+
+def _add_convolution(
+    shape: Sequence[int], weights: Int8Weights, params: ConvParams, epilogue: Epilogue
+) -> Run:
+    """Return the convolution that is added to a tensor in place."""
+    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
+    packed = _packed_conv(shape, weights, params)
+    before, after = packed[:-1], (packed.bias, *_lists(params), *_sum_post_op(epilogue))
+    return lambda x, target: operator(x, *before, target, *after)
+
+
+def _add_product(weights: Int8Weights, epilogue: Epilogue) -> Run:
+    """Return the pointwise convolution that is added to a tensor in place, as a matrix product."""
+    operator: Any = torch.ops.onednn.qlinear_pointwise.binary
+    packed = _packed_linear(weights)
+    before, after = packed[:-1], (packed.bias, *_sum_post_op(epilogue))
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        # The channels of a pixel are a row, which is how images lie in memory.
+        rows, sums = x.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1)
+        y: Tensor = operator(rows, *before, sums, *after)
+        return y.permute(0, 3, 1, 2)
 
     return run
+
+
+@lru_cache
+def _convolution_copies() -> bool:
+    """Return True if torch's convolution returns a copy of the tensor that it has added to.
+
+    Torch 2.6 returns the tensor itself, torch 2.15 a copy, which can take longer than convolving.
+    Its product of matrices returns the tensor itself.
+    """
+    target, codes = torch.zeros(1, 16, 1, 1), torch.ones(16, 16, 1, 1, dtype=torch.int8)
+    weights = Int8Weights(codes, torch.ones(16), None, 1.0, 0)
+    params = ConvParams((1, 1), (0, 0), (1, 1))
+    add = _add_convolution(target.shape, weights, params, Epilogue())
+    return add(target.to(torch.uint8), target).data_ptr() != target.data_ptr()
+
+
+def _target(residual: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
+    """Return the tensor that a kernel adds its result to: the residual, or a copy of it.
+
+    Kernels add in place, and read the residual as a tensor of the output's dtype.
+    """
+    last = torch.channels_last
+    if overwrite and residual.dtype is dtype and residual.is_contiguous(memory_format=last):
+        return residual
+    return residual.to(dtype, memory_format=last, copy=True)
+
+
+def _sum_post_op(epilogue: Epilogue) -> tuple[Any, ...]:
+    """Return the arguments of the operators that add, behind those of the layer."""
+    added = (epilogue.residual_scale, epilogue.residual_zero_point)
+    return (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
 
 
 def packed_weight(weight: Tensor) -> Tensor | None:
@@ -246,17 +310,22 @@ def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
 
 def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
     """Return the linear layer as a function of the codes."""
+    operator: Any = torch.ops.onednn.qlinear_pointwise.default
+    packed, epilogue = _in_codes(_packed_linear(weights), epilogue)
+    arguments = (*packed, *_post_op(epilogue))
+    return lambda x: operator(x, *arguments)
+
+
+def _packed_linear(weights: Int8Weights) -> _Packed:
+    """Return the packed weights of a product of matrices; all kernel sizes are 1."""
     codes, scale, bias, *input_qparams = weights
 
     def build() -> _Packed:
-        return _pack(weights, torch.ops.onednn.qlinear_prepack(codes, None))
+        return _pack(weights, torch.ops.onednn.qlinear_prepack(codes.flatten(1), None))
 
     key = (_PACKED_KINDS[1], tuple(input_qparams))
     packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
-    operator: Any = torch.ops.onednn.qlinear_pointwise.default
-    packed, epilogue = _in_codes(packed, epilogue)
-    arguments = (*packed, *_post_op(epilogue))
-    return lambda x: operator(x, *arguments)
+    return packed
 
 
 def _in_codes(packed: _Packed, epilogue: Epilogue) -> tuple[_Packed, Epilogue]:

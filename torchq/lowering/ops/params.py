@@ -56,6 +56,15 @@ class ConvParams(NamedTuple):
         sizes = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in axes)
         return (image[0], weight[0], *sizes)
 
+    def is_pointwise(self, weight: Sequence[int]) -> bool:
+        """Return True if each pixel of the result depends on one pixel, and all its channels.
+
+        Args:
+            weight: the shape of the weight, (out, in / groups, ...).
+        """
+        single = all(size == 1 for size in (*weight[2:], *self.stride))
+        return single and not any(self.padding) and self.groups == 1
+
     def unpadded(self) -> ConvParams:
         """Return the same convolution without padding."""
         return self._replace(padding=(0,) * len(self.padding))

@@ -48,6 +48,7 @@ from torchq.lowering.passes.propagate_qparams import (
     trust_finite_values,
 )
 from torchq.lowering.passes.reuse_buffers import reuse_residual_buffer
+from torchq.lowering.passes.reuse_kernels import reuse_adding_kernel
 from torchq.lowering.passes.sink_dequantize import sink_dequantize
 
 __all__ = ["FINISH", "FUSE", "INSERT_QDQ", "NodePass", "apply_pass", "run_passes"]
@@ -95,6 +96,7 @@ FINISH: tuple[NodePass, ...] = (
     quantize_channels_last,
     trust_finite_values,
     reuse_residual_buffer,
+    reuse_adding_kernel,
 )
 
 

@@ -56,7 +56,8 @@ def fuse_activation(editor: GraphEditor, node: fx.Node) -> bool:
 def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
     """Let the kernel of a convolution add the other operand.
 
-    Of two convolutions the later one adds: the memory of its input may be free by then.
+    Of two convolutions a pointwise one adds, whose kernel does so at no cost, or else the later
+    one: the memory of its input may be free by then.
 
     Before::
 
@@ -69,19 +70,22 @@ def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
         codes, residual -> Int8Conv -> reader
     """
     pair = match.add_operands(node)
-    if pair is None:
+    found = [
+        (layer.is_pointwise, conv, other)
+        for conv, other in ((pair, pair[::-1]) if pair else ())
+        if isinstance(layer := plain_layer(editor, conv), Int8Conv)
+        and layer.adds
+        and len(conv.args) == 1
+    ]
+    if not found:
         return False
-    later_first = sorted((pair, pair[::-1]), key=lambda p: p[0], reverse=True)
-    for conv, other in later_first:
-        layer = plain_layer(editor, conv)
-        if isinstance(layer, Int8Conv) and layer.adds and len(conv.args) == 1:
-            editor.own_layer(conv)
-            with editor.graph.inserting_before(node):
-                new = editor.graph.call_module(str(conv.target), (conv.args[0], other))
-            editor.bypass(node, new)
-            editor.graph.erase_node(conv)
-            return True
-    return False
+    _, conv, other = max(found, key=lambda choice: choice[:2])
+    editor.own_layer(conv)
+    with editor.graph.inserting_before(node):
+        new = editor.graph.call_module(str(conv.target), (conv.args[0], other))
+    editor.bypass(node, new)
+    editor.graph.erase_node(conv)
+    return True
 
 
 def fuse_requantize(editor: GraphEditor, node: fx.Node) -> bool:
