@@ -110,9 +110,10 @@ def count_on_cpu_(
     max_groups = max(1, _INT16_INDICES // bins)
     size = min(_CPU_PIECE, x.numel())
     dtype = torch.int16 if max_groups * bins <= _INT16_INDICES else torch.int32
-    offset = torch.arange(0, max_groups * bins, bins, dtype=dtype).view(-1, 1)
+    offset = torch.arange(0, max_groups * bins, bins, dtype=dtype, device=x.device).view(-1, 1)
     # All pieces share two buffers, because allocating memory costs more than the arithmetic.
-    scaled_buffer, index_buffer = torch.empty(size), torch.empty(size, dtype=dtype)
+    scaled_buffer = torch.empty(size, dtype=torch.float32, device=x.device)
+    index_buffer = torch.empty(size, dtype=dtype, device=x.device)
     for part, where in pieces(x, size=size, groups=max_groups):
         groups = part.shape[1]
         scaled = scaled_buffer[: part.numel()].view(part.shape)
@@ -138,7 +139,7 @@ def count_on_device_(
     offset = torch.arange(0, groups * bins, bins, device=x.device)
     one = finite.to(torch.int64)
     for part, where in pieces(x, size=_DEVICE_PIECE, groups=groups):
-        scaled = torch.empty(part.shape, device=x.device)
+        scaled = torch.empty(part.shape, dtype=torch.float32, device=x.device)
         index = torch.empty(part.shape, dtype=torch.int64, device=x.device)
         _write_bin_indices(part, inverse_width[where], signed, scaled, index)
         # A NaN converts to an arbitrary integer. Its index must be valid although it adds 0.

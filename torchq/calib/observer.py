@@ -249,7 +249,7 @@ class MovingAverageObserver(Observer):
         # Computing on the CPU in float64 gives every device and rank the same bits; some devices
         # have no float64.
         values = torch.stack(tuple(self.recent)).cpu().double()
-        age = torch.arange(len(self.recent) - 1, -1, -1, dtype=torch.float64)
+        age = torch.arange(len(values) - 1, -1, -1, dtype=torch.float64, device="cpu")
         weights = self.momentum**age * (1 - self.momentum)
         weights[0] = self.momentum ** (len(self.recent) - 1)
         return torch.tensordot(weights, values, dims=1).float().to(self.recent[0].device)

@@ -134,7 +134,8 @@ def _least_error(
 
 def _centers(histogram: Histogram) -> Tensor:
     """Return the centers of all bins but the first, (groups, bins - 1) float64."""
-    index = torch.arange(1, histogram.counts.shape[1], dtype=torch.float64)
+    bins, device = histogram.counts.shape[1], histogram.width.device
+    index = torch.arange(1, bins, dtype=torch.float64, device=device)
     return (index + 0.5) * histogram.width.double().unsqueeze(1)
 
 

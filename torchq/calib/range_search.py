@@ -81,7 +81,7 @@ def total_error(
     scale, point = (t.unsqueeze(1) for t in scale_and_zero_point(*ends, format, scale_format))
     rows = max(1, _PIECE // values.shape[1])
     errors = []
-    for some in torch.arange(len(values)).split(rows):
+    for some in torch.arange(len(values), device=values.device).split(rows):
         codes = (values[some] / scale[some]).round_().add_(point[some])
         codes = codes.clamp_(format.quant_min, format.quant_max).sub_(point[some])
         error = codes.mul_(scale[some]).sub_(values[some])

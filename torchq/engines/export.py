@@ -85,7 +85,7 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
     if lengths.batch:
         batched = _batched(model, example)
         # Not one, which exporters take for a constant, and not the length that was traced.
-        count = 3 if next(iter(batched.values()), torch.zeros(1)).shape[0] != 3 else 2
+        count = 3 if next(iter(batched.values()), torch.zeros(1, device="cpu")).shape[0] != 3 else 2
         probe = with_rows(model, example, count)
         if batched and _runs(model, probe):
             yield probe
@@ -102,7 +102,10 @@ def with_rows(model: nn.Module, example: Any, count: int | None) -> Any:
     if count is None:
         return example
     batched = _batched(model, example)
-    rows = {name: tensor[torch.arange(count) % len(tensor)] for name, tensor in batched.items()}
+    rows = {
+        name: tensor[torch.arange(count, device=tensor.device) % len(tensor)]
+        for name, tensor in batched.items()
+    }
     return _changed(model, example, rows)
 
 

@@ -199,7 +199,7 @@ def reads_signed_codes() -> bool:
     ops: Any = import_optional("openvino.opset13", _NEEDED_BY, "openvino")
     image = ops.parameter([1, 16, 8, 8], runtime.Type.f32)
     codes = ops.fake_quantize(image, -128.0, 127.0, -128.0, 127.0, 256)
-    stored = ops.constant(torch.ones(16, 16, 1, 1, dtype=torch.int8).numpy())
+    stored = ops.constant(torch.ones(16, 16, 1, 1, dtype=torch.int8, device="cpu").numpy())
     weight = ops.multiply(
         ops.convert(stored, runtime.Type.f32), ops.constant(0.5, runtime.Type.f32)
     )

@@ -250,7 +250,9 @@ def _write(
     if legacy:
         with constant_while_tracing():
             # New tensors: the trace then holds their values, not the arithmetic behind them.
-            scale, point = torch.tensor(scale.tolist()), torch.tensor(point.tolist())
+            scale, point = (
+                torch.tensor(t.tolist(), dtype=t.dtype, device=t.device) for t in (scale, point)
+            )
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
     if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
         bounds = (scale * (format.quant_min - point), scale * (format.quant_max - point))
@@ -353,8 +355,8 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
                 f"opset {g.opset}: QuantizeLinear has no {what} there; "
                 f"expected opset_version >= {needed}"
             )
-        scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32))
-        zero_point = g.op("Constant", value_t=torch.tensor(grid[1]).to(kind.dtype))
+        scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32, device="cpu"))
+        zero_point = g.op("Constant", value_t=torch.tensor(grid[1], device="cpu").to(kind.dtype))
         attributes = {} if axis is None else {"axis_i": axis}
         if block:
             attributes["block_size_i"] = block

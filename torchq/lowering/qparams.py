@@ -24,7 +24,10 @@ SIGNED_ZERO_POINT = 128
 # of multiplying, rounding and a (slow) conversion to uint8.
 _ROUND = 1.5 * 2.0**23
 # Zero points are added with it, but for the last bit: an odd one would turn ties to odd codes.
-_OFFSETS = {point: torch.tensor(_ROUND + point) for point in range(0, 256, 2)}
+_OFFSETS = {
+    point: torch.tensor(_ROUND + point, dtype=torch.float32, device="cpu")
+    for point in range(0, 256, 2)
+}
 #: The number of float32 values that fit a core's cache well, and that of an image which is worth
 #: cutting into parts of that size.
 _CACHED, _LARGE = 2**17, 2**19

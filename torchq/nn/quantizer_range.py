@@ -58,8 +58,8 @@ class QuantizerRange(SignChoice):
         self.register_buffer("amin", None)
         for end in self._ends:
             given = getattr(self.descriptor, end)
-            initial = torch.empty(0) if given is None else torch.tensor(given)
-            initial = initial.to(device=device, dtype=torch.float32)
+            values = [] if given is None else given
+            initial = torch.tensor(values, dtype=torch.float32, device=device)
             if self.descriptor.learn_amax:
                 self._buffers.pop(end, None)
                 self.register_parameter(end, nn.Parameter(initial))
@@ -224,7 +224,7 @@ class QuantizerRange(SignChoice):
         sign = ">=" if end == "amax" else "<="
         expected = f"expected finite numbers {sign} 0 that fit float32"
         try:
-            given = torch.as_tensor(value).detach()
+            given = _as_tensor(value).detach()
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"{self._label}: got an {end} of which {error}; {expected}") from None
         if given.is_complex() or given.numel() == 0:
@@ -250,7 +250,7 @@ class QuantizerRange(SignChoice):
     def forget_amax(self) -> None:
         """Make the range unknown again, and the sign if calibration chooses it."""
         for end in self._ends:
-            self._adopt(torch.empty(0, device=self.amax.device), end)
+            self._adopt(self.amax.new_empty(0), end)
         if self._chooses_sign:
             self.set_unsigned("auto")
 
@@ -304,3 +304,16 @@ class QuantizerRange(SignChoice):
             return f"[{low:.4g}, {high:.4g}]{several}"
         several = f"..{high:.4g} ({self.amax.numel()})" if self.amax.numel() > 1 else ""
         return f"{low:.4g}{several}"
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return a value as a tensor, whatever the default dtype and device of torch are.
+
+    Python's numbers keep their float64.
+    """
+    if isinstance(value, Tensor):
+        return value
+    found = torch.as_tensor(value, device="cpu")
+    if hasattr(value, "__array__") or not found.is_floating_point():
+        return found
+    return torch.as_tensor(value, device="cpu", dtype=torch.float64)

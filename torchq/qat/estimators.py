@@ -177,10 +177,14 @@ def _try(path: str, quantizer: TensorQuantizer, estimator: Estimator) -> None:
             f"expected {expected}"
         )
     format = quantizer.descriptor.format
-    bounds = (torch.tensor(float(bound)) for bound in (format.quant_min, format.quant_max))
+    bounds = (
+        torch.tensor(float(bound), device="cpu") for bound in (format.quant_min, format.quant_max)
+    )
     generator = torch.random.get_rng_state()
     try:
-        ESTIMATORS[estimator.name](torch.zeros(1), Grid(format, *bounds), **estimator.options)
+        ESTIMATORS[estimator.name](
+            torch.zeros(1, device="cpu"), Grid(format, *bounds), **estimator.options
+        )
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{path}: use_estimator_({estimator.name!r}): {error}") from None
     finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq.config import QuantConfig
@@ -30,7 +32,7 @@ from torchq.swap.flow.separate_ranges import separate_ranges_
 from torchq.swap.flow.shared_ranges import share_common_ranges_
 from torchq.swap.plan import plan
 from torchq.swap.targets import Target
-from torchq.utils import Pattern
+from torchq.utils import Pattern, device_of
 
 __all__ = ["apply_", "carry_out_", "name_quantizers", "output_name", "quantize_", "restore_"]
 
@@ -128,7 +130,7 @@ def _carry_out(
         progress: show a bar.
     """
     with unchanged_on_error(model):
-        apply_(report)
+        apply_(model, report)
         if example is not None:
             if report.target is not None:
                 report = _fit_to_flow(model, report, report.target, example, reasons)
@@ -191,11 +193,12 @@ def _check_costs(model: nn.Module, report: SwapReport, example: Any, progress: b
 _NO_TENSOR = "its operands are no tensors in the run on the example, or it does not run"
 
 
-def apply_(report: SwapReport) -> None:
+def apply_(model: nn.Module, report: SwapReport) -> None:
     """Convert the modules of a plan, in place.
 
     Args:
-        report: a plan. A call that fails leaves some of its modules converted; see
+        model: the model.
+        report: its plan. A call that fails leaves some of its modules converted; see
             :func:`torchq.nn.transaction.unchanged_on_error`.
     """
     routed = frozenset(id(d.module) for d in report.replaced if d.calls)
@@ -204,10 +207,11 @@ def apply_(report: SwapReport) -> None:
     inside: dict[int, dict[str, str]] = {}
     for op, _ in report.operators:
         inside.setdefault(id(op.owner), {})[op.site] = op.child
-    done = [
-        carry_out_(d, children.get(id(d), d.module), inside.get(id(d.module)))
-        for d in report.replaced
-    ]
+    done = []
+    for d in report.replaced:
+        # Modules without tensors of their own, such as additions, have quantizers there.
+        with _device_around(model, d.name) or nullcontext():
+            done.append(carry_out_(d, children.get(id(d), d.module), inside.get(id(d.module))))
     for d in report.replaced:
         if d.parent is not None:
             setattr(d.parent, d.name.rpartition(".")[2], d.module)
@@ -221,6 +225,14 @@ def apply_(report: SwapReport) -> None:
             module.quantize_products()
         if isinstance(module, QuantSiLU) and "activation" in report.target.operators:
             module.quantize_gate()
+
+
+def _device_around(model: nn.Module, name: str) -> torch.device | None:
+    """Return the device of the nearest module around ``name`` with tensors; None for none."""
+    parents = name.split(".")[:-1]
+    paths = [".".join(parents[:count]) for count in range(len(parents), -1, -1)]
+    devices = (device_of(model.get_submodule(path)) for path in paths)
+    return next((device for device in devices if device is not None), None)
 
 
 def carry_out_(

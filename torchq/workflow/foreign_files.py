@@ -65,7 +65,7 @@ def embed_record_(model: nn.Module) -> None:
 
 def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     text = json.dumps(swap_record(module)).encode()
-    state[prefix + _KEY] = torch.tensor(list(text), dtype=torch.uint8)
+    state[prefix + _KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     seen = set()
     for name, quantizer in module.named_modules(remove_duplicate=False):
         if isinstance(quantizer, TensorQuantizer):
@@ -172,7 +172,7 @@ def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
         dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not 0 <= start <= end <= len(body) or end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: its offsets do not fit its shape")
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if end > start:
             content = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
             tensor = content.view(dtype).reshape(shape)

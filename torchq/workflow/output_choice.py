@@ -152,7 +152,7 @@ def choose_methods(
     if not tried:
         return {}
     rows = [_errors(quantizer, samples) for quantizer in tried.values()]
-    table = torch.tensor(rows, dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     if group is not None:
         table = table.to(device_of(model))
         dist.all_reduce(table, group=group)

@@ -156,7 +156,7 @@ def public_state(model: nn.Module) -> dict[str, Any]:
             state.pop(f"{path}._{name}", None)
             if tensor is not None:
                 state[f"{public}.{name}"] = tensor.detach()
-        state.setdefault(f"{public}.amax", torch.empty(0))
+        state.setdefault(f"{public}.amax", torch.empty(0, device="cpu"))
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -130,7 +131,7 @@ def _note(seen: Seen, x: Tensor) -> None:
         return
     values = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)].abs().float()
     largest = float(x.abs().max())
-    if not torch.isfinite(torch.tensor(largest)):
+    if not math.isfinite(largest):
         seen.finite = False
         return
     position = max(1, round(0.999 * values.numel()))

@@ -190,6 +190,6 @@ def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[lis
     table = torch.stack(ends, 1)
     if len(table) > _CHANNELS:
         parts = table.chunk(_CHANNELS)
-        low = torch.tensor([True, False, True, False])
+        low = torch.tensor([True, False, True, False], device="cpu")
         table = torch.stack([torch.where(low, p.amin(0).cpu(), p.amax(0).cpu()) for p in parts])
     return [[float(f"{value:.4g}") for value in row] for row in table.tolist()]

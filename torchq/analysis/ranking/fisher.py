@@ -109,7 +109,7 @@ def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
     """
     axis = class_axis(scores)
     chances = scores.detach().float().softmax(axis)
-    signs = torch.randint(0, 2, scores.shape, generator=generator).to(chances) * 2 - 1
+    signs = torch.randint(0, 2, scores.shape, generator=generator, device="cpu").to(chances) * 2 - 1
     drawn = chances.sqrt() * signs
     return (drawn - chances * drawn.sum(axis, keepdim=True)).to(scores.dtype)
 

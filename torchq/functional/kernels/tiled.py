@@ -79,9 +79,7 @@ def fake_quantize(
     scale = scale_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
-    scratch = (
-        None if x.dtype is scale.dtype else torch.empty(min(x.numel(), _tile()), dtype=scale.dtype)
-    )
+    scratch = None if x.dtype is scale.dtype else scale.new_empty(min(x.numel(), _tile()))
     tensors = [x, y, amax, divisor(amax, scale), scale] + ([] if mask is None else [mask])
     for x_t, y_t, amax_t, divisor_t, scale_t, *mask_t in _tiles(
         _in_memory_order(tensors, y), _tile()
@@ -106,7 +104,7 @@ def fake_quantize_between(
     """Compute :func:`torchq.functional.kernels.reference.fake_quantize_between` tile by tile."""
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
-    scratch = torch.empty(2, min(x.numel(), _tile()), dtype=scale.dtype)
+    scratch = scale.new_empty(2, min(x.numel(), _tile()))
     tensors = [x, y, scale, low, high] + ([] if mask is None else [mask])
     for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
         work, clamped = scratch[:, : x_t.numel()].view(2, *x_t.shape).unbind(0)
@@ -153,7 +151,7 @@ def learned_gradients(
         slope_divisor(amax, scale),
         grad_amax,
     ]
-    buffers = torch.empty(4, min(x.numel(), _tile()), dtype=scale.dtype)
+    buffers = scale.new_empty(4, min(x.numel(), _tile()))
     for x_t, grad_t, grad_x_t, amax_t, lowest_t, divisor_t, sum_t in _tiles(
         _in_memory_order(tensors, grad_x), _tile()
     ):
@@ -189,8 +187,8 @@ def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
         return torch.maximum(smallest.abs(), largest.abs()).view(shape)
     sizes, kept = merged_dims(x, x.new_empty(shape))
     integer = _BITS[x.dtype]
-    scratch = torch.empty(min(x.numel(), _tile()), dtype=integer)
-    largest = torch.zeros(
+    scratch = x.new_empty(min(x.numel(), _tile()), dtype=integer)
+    largest = x.new_zeros(
         [size if keep else 1 for size, keep in zip(sizes, kept, strict=True)], dtype=integer
     )
     for part, result in _tiles([x.permute(order).reshape(sizes).view(integer), largest], _tile()):

@@ -118,18 +118,20 @@ def _smallest_input(window: int, padding: int, mode: str) -> int:
 def _sample(layer: Any, generator: torch.Generator) -> Tensor:
     """Return a random float64 input for ``layer``."""
     if isinstance(layer, nn.Linear):
-        return torch.randn(4, layer.in_features, dtype=torch.float64, generator=generator)
+        return torch.randn(
+            4, layer.in_features, dtype=torch.float64, generator=generator, device="cpu"
+        )
     pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
     spatial = []
     for axis, (d, k, p) in enumerate(zip(layer.dilation, layer.kernel_size, pads, strict=True)):
         size = _smallest_input(d * (k - 1) + 1, p, layer.padding_mode) + 1 + axis
         spatial.append(3 if isinstance(layer, TRANSPOSED) else size)
     shape = (2, layer.in_channels, *spatial)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def _with_bias(layer: Any) -> Any:
     """Return a copy of ``layer`` that shares its weight and has a bias to replace."""
     twin = copy_module(layer, sharing=[layer.weight])
-    twin.register_parameter("bias", nn.Parameter(torch.zeros(1)))
+    twin.register_parameter("bias", nn.Parameter(torch.zeros(1, device="cpu")))
     return twin

@@ -94,7 +94,7 @@ class _Taps(NamedTuple):
 def _taps_read(function: Function, in_channels: int, spatial_dims: int, size: int) -> _Taps:
     """Return the first and last input position that the central output reads, for one size."""
     shape = (1, in_channels, *[size] * spatial_dims)
-    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True, device="cpu")
     y = function(x)
     if y.dim() != len(shape):
         raise NotAffine(f"the result has {y.dim()} dimensions, the input {len(shape)}")
@@ -112,7 +112,7 @@ def _taps_read(function: Function, in_channels: int, spatial_dims: int, size: in
 def _output_shape(function: Function, in_channels: int, spatial_dims: int, size: int) -> torch.Size:
     with torch.no_grad():
         shape = (1, in_channels, *[size] * spatial_dims)
-        return function(torch.zeros(shape, dtype=torch.float64)).shape
+        return function(torch.zeros(shape, dtype=torch.float64, device="cpu")).shape
 
 
 def _check_additive(function: Function, in_channels: int, spatial_dims: int) -> None:
@@ -120,7 +120,7 @@ def _check_additive(function: Function, in_channels: int, spatial_dims: int) -> 
 
     Looking for the window of a wide block first would take minutes.
     """
-    x = torch.zeros(4, in_channels, *[_SMALLEST] * spatial_dims, dtype=torch.float64)
+    x = torch.zeros(4, in_channels, *[_SMALLEST] * spatial_dims, dtype=torch.float64, device="cpu")
     x[1:3].normal_(generator=torch.Generator().manual_seed(0))
     x[3] = x[1] + x[2]
     with torch.no_grad():
@@ -183,7 +183,9 @@ def extract(function: Function, in_channels: int, spatial_dims: int) -> tuple[Ge
     kernel = _kernel_from_gradients(function, geometry, size, centre)
     middle: tuple[Any, ...] = (0, slice(None), *centre)
     with torch.no_grad():
-        empty = torch.zeros(1, in_channels, *[size] * spatial_dims, dtype=torch.float64)
+        empty = torch.zeros(
+            1, in_channels, *[size] * spatial_dims, dtype=torch.float64, device="cpu"
+        )
         bias = function(empty)[middle]
     groups = _finest_groups(kernel)
     merged = replace(geometry, groups=groups)
@@ -203,8 +205,12 @@ def _kernel_from_gradients(
     for start in range(0, geometry.out_channels, per_pass):
         count = min(per_pass, geometry.out_channels - start)
         shape = (count, geometry.in_channels, *spatial)
-        x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        at: tuple[Any, ...] = (torch.arange(count), torch.arange(start, start + count), *centre)
+        x = torch.zeros(shape, dtype=torch.float64, requires_grad=True, device="cpu")
+        at: tuple[Any, ...] = (
+            torch.arange(count, device="cpu"),
+            torch.arange(start, start + count, device="cpu"),
+            *centre,
+        )
         (grad,) = torch.autograd.grad(function(x)[at].sum(), x)
         rows.append(grad[seen])
     return torch.cat(rows)
@@ -216,8 +222,8 @@ def _as_affine(geometry: Geometry, value: KernelBias) -> Affine:
 
 def _extract_linear(function: Function, in_channels: int) -> tuple[Geometry, KernelBias]:
     with torch.no_grad():
-        bias = function(torch.zeros(1, in_channels, dtype=torch.float64))
-        columns = function(torch.eye(in_channels, dtype=torch.float64))
+        bias = function(torch.zeros(1, in_channels, dtype=torch.float64, device="cpu"))
+        columns = function(torch.eye(in_channels, dtype=torch.float64, device="cpu"))
     if columns.dim() != 2:
         raise NotAffine(f"the result has {columns.dim()} dimensions, the input 2")
     geometry = Geometry(in_channels, columns.shape[1], 1, (), (), (), ())
@@ -231,7 +237,7 @@ def _finest_groups(kernel: Tensor) -> int:
     common = math.gcd(out, channels)
     for groups in sorted((g for g in range(1, common + 1) if common % g == 0), reverse=True):
         blocks = used.reshape(groups, out // groups, groups, channels // groups).any(3).any(1)
-        if not bool((blocks & ~torch.eye(groups, dtype=torch.bool)).any()):
+        if not bool((blocks & ~torch.eye(groups, dtype=torch.bool, device="cpu")).any()):
             return groups
     return 1
 
@@ -240,7 +246,7 @@ def _take_groups(kernel: Tensor, groups: int) -> Tensor:
     """Return the diagonal blocks of a kernel of one group, as a kernel of ``groups`` groups."""
     out, channels = kernel.shape[:2]
     blocks = kernel.reshape(groups, out // groups, groups, channels // groups, *kernel.shape[2:])
-    index = torch.arange(groups)
+    index = torch.arange(groups, device="cpu")
     return blocks[index, :, index].reshape(out, channels // groups, *kernel.shape[2:])
 
 
@@ -308,7 +314,7 @@ def _check(function: Function, geometry: Geometry, value: KernelBias) -> float:
     for extra in (1, 4):
         spatial = [reach + extra + axis for axis in range(geometry.spatial_dims)]
         shape = (2, geometry.in_channels, *spatial)
-        x = torch.randn(shape, dtype=torch.float64, generator=generator)
+        x = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
         with torch.no_grad():
             error = max(error, relative_error(apply_map(x, geometry, value), function(x)))
     return error

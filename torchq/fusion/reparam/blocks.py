@@ -248,7 +248,7 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
     for extra in (2, 5):
         spatial = [w + extra + axis for axis, w in enumerate(geometry.window)]
         shape = (2, geometry.in_channels, *spatial)
-        x = torch.randn(shape, dtype=torch.float64, generator=generator)
+        x = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
         with torch.no_grad():
             try:
                 want = before.forward(x)

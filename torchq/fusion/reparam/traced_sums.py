@@ -289,7 +289,7 @@ def _plan_whole(path: str, block: nn.Module) -> AdditionEdit | None:
         return None
     # A branch for large values only would look linear at the scale of linear_map's own check.
     spatial = [w + 7 for w in geometry.window]
-    x = torch.randn(3, geometry.in_channels, *spatial, dtype=torch.float64) * 100
+    x = torch.randn(3, geometry.in_channels, *spatial, dtype=torch.float64, device="cpu") * 100
     if not relative_error(apply_map(x, geometry, value), probe.forward(x).detach()) <= TOLERANCE:
         return None
     parts = tuple(f"{path}.{name}" for name, _ in block.named_children())

@@ -52,7 +52,7 @@ class Float32ParamsMixin(nn.Module):
             if buffer.dtype is torch.float32
         }
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
         for name, buffer in kept.items():
             now = self.get_buffer(name)
             if now.dtype is not torch.float32:

@@ -47,7 +47,7 @@ class LookupTable(KernelCacheMixin, QParamsStateMixin, IntegerModule):
     ) -> None:
         super().__init__()
         self.input_qparams, self.output_qparams = input_qparams, output_qparams
-        codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+        codes = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8)
         values = input_qparams.dequantize(codes).to(dtype)
         self.register_buffer("table", output_qparams.quantize(function(values)))
 

@@ -96,8 +96,9 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
             return self._float
         size, stride, padding = window
         before, after, channels = self.input_qparams, self.output_qparams, shape[1]
-        ones = torch.ones(channels, 1, *size, dtype=torch.int8)
-        scale = torch.full((channels,), 1 / (size[0] * size[1]))
+        ones = torch.ones(channels, 1, *size, dtype=torch.int8, device="cpu")
+        mean = 1 / (size[0] * size[1])
+        scale = torch.full((channels,), mean, dtype=torch.float32, device="cpu")
         weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
         params = ConvParams(tuple(stride), tuple(padding), (1, 1), channels)
         return onednn.bind_conv(shape, weights, params, after.epilogue())

@@ -59,7 +59,7 @@ class Quantize(QParamsModule, IntegerModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.dtype is not None:
-            self.dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype
+            self.dtype = fn(torch.zeros(0, dtype=self.dtype, device="cpu")).dtype
         return super()._apply(fn, recurse)
 
     def propagate_qparams(self, inputs: Sequence[QParams | None]) -> QParams | None:

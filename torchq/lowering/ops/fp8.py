@@ -115,7 +115,9 @@ def fp8_values(codes: Tensor, format: str) -> Tensor:
     if codes.device.type != "cpu":
         return codes.view(_DTYPES[format]).to(torch.float32)
     # Reading a table is five times faster than torch's conversion on CPUs.
-    table = torch.arange(256, dtype=torch.uint8).view(_DTYPES[format]).to(torch.float32)
+    table = (
+        torch.arange(256, dtype=torch.uint8, device="cpu").view(_DTYPES[format]).to(torch.float32)
+    )
     return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
@@ -162,7 +164,9 @@ def _scaled_mm(x: Tensor, input: Fp8Input, weights: Fp8Weights) -> Tensor:
     def build() -> tuple[Tensor | None, Tensor]:
         full = padded(plain, _MULTIPLE)
         # Not the weight itself: what is kept must not keep its key alive.
-        return None if full is plain else full, torch.ones((), device=plain.device)
+        return None if full is plain else full, torch.ones(
+            (), dtype=torch.float32, device=plain.device
+        )
 
     full, one = KERNELS.get(plain, ("scaled_mm", None), (), build)
     full = plain if full is None else full

@@ -35,5 +35,10 @@ def takes_pairs(codes: Tensor) -> bool:
 
 def pair_table(table: Tensor) -> Tensor:
     """Return the two results for each pair of codes as one int16 number, (65536,)."""
-    pairs = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
+    pairs = (
+        torch.arange(2**16, dtype=torch.int32, device=table.device)
+        .to(torch.uint16)
+        .view(torch.uint8)
+        .long()
+    )
     return table[pairs].view(torch.int16)

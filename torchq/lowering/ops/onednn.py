@@ -91,7 +91,7 @@ def _pack(weights: Int8Weights, packed: Tensor) -> _Packed:
 @lru_cache
 def _zeros(count: int) -> Tensor:
     """Return the zero points of as many channels, one tensor for all layers, which only read it."""
-    return torch.zeros(count, dtype=torch.int64)
+    return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
 def conv(
@@ -258,8 +258,9 @@ def _convolution_copies() -> bool:
     Torch 2.6 returns the tensor itself, torch 2.15 a copy, which can take longer than convolving.
     Its product of matrices returns the tensor itself.
     """
-    target, codes = torch.zeros(1, 16, 1, 1), torch.ones(16, 16, 1, 1, dtype=torch.int8)
-    weights = Int8Weights(codes, torch.ones(16), None, 1.0, 0)
+    target = torch.zeros(1, 16, 1, 1, dtype=torch.float32, device="cpu")
+    codes = torch.ones(16, 16, 1, 1, dtype=torch.int8, device="cpu")
+    weights = Int8Weights(codes, target.new_ones(16), None, 1.0, 0)
     params = ConvParams((1, 1), (0, 0), (1, 1))
     add = _add_convolution(target.shape, weights, params, Epilogue())
     return add(target.to(torch.uint8), target).data_ptr() != target.data_ptr()
@@ -363,9 +364,10 @@ def saturates() -> bool:
     """
     if not available():
         return False
-    x = torch.full((16, 64), 255, dtype=torch.uint8)
-    codes = torch.full((64, 64), 127, dtype=torch.int8)
-    weights = Int8Weights(codes, torch.ones(1), None, 1.0, 0)
+    x = torch.full((16, 64), 255, dtype=torch.uint8, device="cpu")
+    codes = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+    scale = torch.ones(1, dtype=torch.float32, device="cpu")
+    weights = Int8Weights(codes, scale, None, 1.0, 0)
     kernel = weights._replace(codes=codes.view(64, 64, 1, 1))
     plain = ConvParams((1, 1), (0, 0), (1, 1))
     y = linear(x, weights, Epilogue())

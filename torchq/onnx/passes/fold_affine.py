@@ -61,7 +61,7 @@ def fold_affine(model: Model) -> None:
             user, factor, offset = found
             _scale(node, weight, factor, offset)
             name = pair_name(weight)
-            old = torch.tensor(factors.get(name, [1.0] * len(factor)))
+            old = _stored(factors.get(name, [1.0] * len(factor)))
             factors[name] = (old * factor).tolist()
             bypass_to(user, node.outputs[0])
     if factors:
@@ -82,11 +82,16 @@ def unfold_weight_factors(model: Model) -> None:
     record = read_record(model).get(_WEIGHTS, {})
     for node in nodes_of(model, "DequantizeLinear"):
         if pair_name(node) in record and is_constant(node.inputs[0]):
-            _multiply(node, 1 / torch.tensor(record[pair_name(node)]))
+            _multiply(node, 1 / _stored(record[pair_name(node)]))
     for name, value in list(model.graph.initializers.items()):
         if (pair := name.removesuffix(FLOAT_WEIGHT)) in record and pair != name:
-            weight, factor = value_of(value), torch.tensor(record[pair])
+            weight, factor = value_of(value), _stored(record[pair])
             replace_stored(value, weight / factor.reshape(-1, *[1] * (weight.dim() - 1)))
+
+
+def _stored(numbers: list[float]) -> Tensor:
+    """Return numbers of a record as the tensor that they were."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def fold_code_factors(model: Model) -> None:
@@ -142,7 +147,9 @@ def unfold_code_factors(model: Model) -> None:
             _set_scale(node, value_of(node.inputs[1]) / factor)
         users = list(node.outputs[0].uses())
         name = f"{node.name}/factor"
-        number = add_initializer(node.graph, name, torch.tensor(factor, dtype=own.dtype))
+        number = add_initializer(
+            node.graph, name, torch.tensor(factor, dtype=own.dtype, device="cpu")
+        )
         product = onnx_ir.node("Mul", [node.outputs[0], number], name=f"{name}/product")
         product.outputs[0].name = f"{name}/value"
         node.append(product)
@@ -186,7 +193,8 @@ def _affine_behind(node: Node) -> tuple[Node, Tensor, Tensor] | None:
         users[0],
         node.inputs[1].producer().inputs[0].const_value.shape.numpy(),
     )
-    ones, zeros = torch.ones(channels), torch.zeros(channels)
+    ones = torch.ones(channels, dtype=torch.float32, device="cpu")
+    zeros = torch.zeros_like(ones)
     if user.op_type == "BatchNormalization":
         if not all(map(is_constant, user.inputs[1:5])) or attribute(user, "training_mode", 0):
             return None

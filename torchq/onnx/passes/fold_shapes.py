@@ -190,7 +190,9 @@ def _from_shape(model: Model, node: Node, shapes: dict[str, Shape]) -> Tensor | 
     shape = shapes.get(source.inputs[0].name)
     if shape is None:
         return None
-    lengths = torch.tensor([n if isinstance(n, int) else -1 for n in shape], dtype=torch.int64)
+    lengths = torch.tensor(
+        [n if isinstance(n, int) else -1 for n in shape], dtype=torch.int64, device="cpu"
+    )
     if picks:
         lengths = evaluate(model, node.outputs[0], [node], {node.inputs[0]: lengths})
     return None if bool((lengths < 0).any()) else lengths
@@ -218,7 +220,9 @@ def _reshape_to_known(node: Node, shapes: dict[str, Shape]) -> bool:
         else:
             lengths.append(-1)
     name = f"{node.outputs[0].name}/shape"
-    stored = add_initializer(node.graph, name, torch.tensor(lengths, dtype=torch.int64))
+    stored = add_initializer(
+        node.graph, name, torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    )
     node.replace_input_with(1, stored)
     return True
 

@@ -121,7 +121,7 @@ def _with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, V
         if is_constant(value):
             known[value] = add_initializer(add.graph, name, value_of(value)[(None,) * count])
         else:
-            axes = add_initializer(add.graph, f"{name}/axes", torch.arange(count))
+            axes = add_initializer(add.graph, f"{name}/axes", torch.arange(count, device="cpu"))
             node = onnx_ir.node("Unsqueeze", [value, axes], name=name)
             node.outputs[0].name = name
             add.prepend(node)
@@ -231,7 +231,7 @@ def _as_three_dimensional_matmul(gemm: Node) -> None:
     if bias is None:
         result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
     else:
-        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0]))
+        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0], device="cpu"))
         lifted = add_node(gemm, "Unsqueeze", [x, front], f"{name}/unsqueezed")
         product = add_node(lifted.producer(), "MatMul", [lifted, weight], f"{name}/product")
         total = add_node(product.producer(), "Add", [product, bias], f"{name}/sum")
@@ -248,8 +248,8 @@ def _as_matmul_and_add(gemm: Node) -> None:
     name = str(gemm.outputs[0].name)
     result = add_node(gemm, "MatMul", [x, weight], f"{name}/product")
     if bias is not None:
-        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0, 1]))
-        first = add_initializer(gemm.graph, f"{name}/first", torch.tensor([0]))
+        front = add_initializer(gemm.graph, f"{name}/front", torch.tensor([0, 1], device="cpu"))
+        first = add_initializer(gemm.graph, f"{name}/first", torch.tensor([0], device="cpu"))
         lifted = add_node(result.producer(), "Unsqueeze", [bias, front], f"{name}/bias")
         total = add_node(lifted.producer(), "Add", [result, lifted], f"{name}/sum")
         result = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
@@ -262,6 +262,6 @@ def _add_in_three_dimensions(add: Node, index: int, ndim: int) -> None:
     operand = _with_leading_ones(add, add.inputs[index], 3 - ndim, {})
     operands = [operand, add.inputs[1 - index]]
     total = add_node(add, "Add", operands[:: 1 if index == 0 else -1], f"{name}/sum")
-    first = add_initializer(add.graph, f"{name}/first", torch.tensor([0]))
+    first = add_initializer(add.graph, f"{name}/first", torch.tensor([0], device="cpu"))
     squeezed = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
     replace_value(result, squeezed)

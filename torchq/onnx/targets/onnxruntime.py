@@ -84,7 +84,7 @@ def pool_means(model: Model) -> None:
         name = str(node.outputs[0].name)
         pooled = add_node(node, "GlobalAveragePool", [node.inputs[0]], f"{name}/pooled")
         if not attribute(node, "keepdims", 1):
-            axes = add_initializer(model.graph, f"{name}/axes", torch.tensor([2, 3]))
+            axes = add_initializer(model.graph, f"{name}/axes", torch.tensor([2, 3], device="cpu"))
             pooled = add_node(pooled.producer(), "Squeeze", [pooled, axes], f"{name}/squeezed")
         replace_value(node.outputs[0], pooled)
 

@@ -143,9 +143,10 @@ def unequal_biases(model: Model) -> None:
             continue
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         codes = value_of(weight.inputs[0])
-        old = torch.zeros(codes.shape[0 if attribute(node, "transB", 0) else -1])
+        width = codes.shape[0 if attribute(node, "transB", 0) else -1]
+        old = torch.zeros(width, dtype=torch.float32, device="cpu")
         if bias is not None:
-            old = value_of(bias) if is_constant(bias) else torch.arange(2.0)
+            old = value_of(bias) if is_constant(bias) else torch.arange(2.0, device="cpu")
         if len(old) < 2 or not bool((old == old.flatten()[0]).all()):
             continue
         new, first = old.clone(), old[..., :1]

@@ -55,7 +55,9 @@ def norms_of_rows(model: Model) -> None:
         if not isinstance(channels, int):
             continue
         name = str(result.name)
-        rows = add_initializer(node.graph, f"{name}/rows", torch.tensor([0, -1, channels]))
+        rows = add_initializer(
+            node.graph, f"{name}/rows", torch.tensor([0, -1, channels], device="cpu")
+        )
         lengths = add_node(producer, "Shape", [x], f"{name}/shape")
         node.replace_input_with(0, add_node(producer, "Reshape", [x, rows], f"{name}/flat"))
         back = add_node(node, "Reshape", [result, lengths], f"{name}/image")

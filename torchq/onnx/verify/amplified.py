@@ -67,7 +67,8 @@ def _changed(feeds: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def _noisy(value: Tensor, generator: torch.Generator) -> Tensor:
     size = max(_CHANGE, torch.finfo(value.dtype).eps)  # bfloat16 would round less away.
-    return (value * (1 + size * torch.randn(value.shape, generator=generator))).to(value)
+    noise = torch.randn(value.shape, generator=generator, device="cpu")
+    return (value * (1 + size * noise)).to(value)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -114,7 +114,7 @@ def output_distance(out: Any, target: Any) -> Tensor:
     probabilities is added, which decides about the largest scores; alone it would let all scores of
     a row move together.
     """
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     for o, t in zip(tensors_in(out), tensors_in(target), strict=True):
         if not t.is_floating_point() or not t.numel():
             continue

@@ -88,7 +88,7 @@ def output_error(out: Any, target: Any) -> Tensor:
         for o, t in zip(tensors_in(out), tensors_in(target), strict=True)
         if t.is_floating_point()
     ]
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     for o, t in pairs:
         channels = t.shape[1] if t.dim() > 3 else t.shape[-1] if t.dim() else 1
         total = total.to(o.device) + (o - t).square().mean() * channels
@@ -192,14 +192,15 @@ def _loss(
 
 def _some_rows(data: BlockData, settings: Settings, generator: torch.Generator) -> tuple[Any, Any]:
     """Return the inputs and the target of random rows of a random batch."""
-    index = int(torch.randint(data.count, (), generator=generator))
+    index = int(torch.randint(data.count, (), generator=generator, device="cpu"))
     inputs, target = data.inputs(index), data.target(index)
     if settings.drop:
         inputs = _mix(inputs, data.float_inputs(index), settings.drop, generator)
     first = next((t for t in tensors_in(inputs) if t.dim()), None)
     if first is None or len(first) <= settings.rows:
         return inputs, target
-    rows = torch.randperm(len(first), generator=generator)[: settings.rows].to(first.device)
+    order = torch.randperm(len(first), generator=generator, device="cpu")
+    rows = order[: settings.rows].to(first.device)
 
     def choose(tensor: Tensor) -> Tensor:
         return tensor[rows] if tensor.dim() and len(tensor) == len(first) else tensor
@@ -230,6 +231,6 @@ def mean_error(block: Any, data: BlockData, settings: Settings) -> float:
     for index in range(data.count):
         args, kwargs = data.inputs(index)
         errors.append(settings.error(block(*args, **kwargs), data.target(index)).item())
-    sums = torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
+    sums = torch.tensor([sum(errors), len(errors)], dtype=torch.float64, device="cpu")
     (found,) = all_sums([sums.to(device_of(block))], settings.group)
     return (found[0] / found[1]).item()

@@ -77,7 +77,7 @@ def _rounded(
     """
     granularity = weight_quantizer(layer).descriptor.granularity
     largest = granularity.amax(_as_weight(layer, weight)).float()
-    fractions = torch.linspace(1, _SMALLEST, _FRACTIONS).tolist()
+    fractions = torch.linspace(1, _SMALLEST, _FRACTIONS, dtype=torch.float32, device="cpu").tolist()
     if not _rows_have_own_ranges(layer):
         amax = _weighted_search(layer, weight, h, part, largest, fractions)
         grid, q = grid_of(layer, amax, part), weight.clone()

@@ -34,7 +34,9 @@ class ChannelFactors:
 
     def __init__(self, classes: ChannelClasses, device: torch.device | None = None) -> None:
         self.classes = classes
-        self.log = torch.zeros(classes.count, device=device, requires_grad=True)
+        self.log = torch.zeros(
+            classes.count, dtype=torch.float32, device=device, requires_grad=True
+        )
 
     def of(self, channels: tuple[int, ...]) -> Tensor:
         """Return the factor of each channel, differentiable; 1 for those without a class."""

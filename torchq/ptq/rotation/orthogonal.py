@@ -36,7 +36,7 @@ def hadamard_matrix(size: int) -> Tensor | None:
     while core <= size:
         found = _paley(core)
         if found is not None:
-            two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+            two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
             while len(found) < size:
                 found = torch.kron(two, found)
             return found
@@ -59,9 +59,9 @@ def random_rotation(size: int, seed: int) -> tuple[Tensor, bool]:
     generator = torch.Generator().manual_seed(seed)
     matrix = hadamard_matrix(size)
     if matrix is not None:
-        signs = torch.randint(0, 2, (size, 1), generator=generator) * 2 - 1
+        signs = torch.randint(0, 2, (size, 1), generator=generator, device="cpu") * 2 - 1
         return signs * matrix / size**0.5, True
-    normal = torch.randn(size, size, dtype=torch.float64, generator=generator)
+    normal = torch.randn(size, size, dtype=torch.float64, generator=generator, device="cpu")
     q, r = torch.linalg.qr(normal)
     return q * r.diagonal().sign(), False
 
@@ -69,27 +69,28 @@ def random_rotation(size: int, seed: int) -> tuple[Tensor, bool]:
 def _paley(size: int) -> Tensor | None:
     """Return Paley's matrix of a size, the matrix of size 1, or None."""
     if size == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     q = size - 1
     if q % 4 == 3 and _is_prime(q):
-        return torch.eye(size, dtype=torch.float64) + _bordered(q, corner=-1.0)
+        return torch.eye(size, dtype=torch.float64, device="cpu") + _bordered(q, corner=-1.0)
     q = size // 2 - 1
     if size % 2 == 0 and q % 4 == 1 and _is_prime(q):
-        conference, identity = _bordered(q, corner=1.0), torch.eye(q + 1, dtype=torch.float64)
-        two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-        other = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        conference = _bordered(q, corner=1.0)
+        identity = torch.eye(q + 1, dtype=torch.float64, device="cpu")
+        two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
+        other = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64, device="cpu")
         return torch.kron(conference, two) + torch.kron(identity, other)
     return None
 
 
 def _bordered(q: int, corner: float) -> Tensor:
     """Return the matrix of Legendre symbols of differences, with a border of ones."""
-    squares = torch.zeros(q, dtype=torch.bool)
-    squares[torch.arange(1, q).square() % q] = True
+    squares = torch.zeros(q, dtype=torch.bool, device="cpu")
+    squares[torch.arange(1, q, device="cpu").square() % q] = True
     symbol = torch.where(squares, 1.0, -1.0).double()
     symbol[0] = 0.0
-    index = torch.arange(q)
-    matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+    index = torch.arange(q, device="cpu")
+    matrix = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
     matrix[1:, 1:] = symbol[(index.unsqueeze(1) - index) % q]
     matrix[0, 1:] = 1.0
     matrix[1:, 0] = corner

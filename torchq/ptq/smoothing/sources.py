@@ -112,7 +112,7 @@ def _moves_elements(call: Call) -> bool:
 def _keeps_output(model: nn.Module, first: Any, seconds: list[Any], example: Any) -> bool:
     """Return True if factors between layers leave the output of the model as it is."""
     generator = torch.Generator().manual_seed(0)
-    factor = torch.rand(len(output_ranges(first)), generator=generator) + 0.5
+    factor = torch.rand(len(output_ranges(first)), generator=generator, device="cpu") + 0.5
     factor = factor.to(first.weight.device)
     expected = _outputs(model, example)
     parameters = [first.weight, first.bias, *(second.weight for second in seconds)]

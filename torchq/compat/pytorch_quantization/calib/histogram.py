@@ -116,7 +116,9 @@ class HistogramCalibrator(_Calibrator):
         if self._calib_hist is None or self._calib_bin_edges is None:
             self._calib_hist = torch.zeros(self._num_bins, dtype=torch.int64, device=device)
             self._calib_hist[0] = self._zeros
-            self._calib_bin_edges = torch.linspace(0, largest, self._num_bins + 1, device=device)
+            self._calib_bin_edges = torch.linspace(
+                0, largest, self._num_bins + 1, dtype=torch.float32, device=device
+            )
             return
         if largest <= self._calib_bin_edges[-1].item():
             return

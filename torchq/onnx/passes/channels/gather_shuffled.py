@@ -87,7 +87,7 @@ def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
         return None
     if not _equal(middle, (source[0], groups, channels, *source[2:])) or not _equal(last, source):
         return None
-    order = torch.arange(groups * channels).reshape(groups, channels).T.reshape(-1)
+    order = torch.arange(groups * channels, device="cpu").reshape(groups, channels).T.reshape(-1)
     return behind.outputs[0], order
 
 

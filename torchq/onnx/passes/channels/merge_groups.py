@@ -96,8 +96,8 @@ def _count(groups: int, channels: int) -> int:
 def _spread(codes: Tensor, groups: int, count: int) -> Tensor:
     """Return weights of shape (out, count * channels, ...) that are 0 outside their own group."""
     out, channels = codes.shape[:2]
-    spread = torch.zeros(out, count, *codes.shape[1:], dtype=codes.dtype)
-    spread[torch.arange(out), _places(out, groups, count)] = codes
+    spread = torch.zeros(out, count, *codes.shape[1:], dtype=codes.dtype, device="cpu")
+    spread[torch.arange(out, device="cpu"), _places(out, groups, count)] = codes
     return spread.reshape(out, count * channels, *codes.shape[2:])
 
 
@@ -105,12 +105,12 @@ def _gathered(codes: Tensor, groups: int, count: int) -> Tensor:
     """Return what :func:`_spread` was given."""
     out = codes.shape[0]
     parts = codes.reshape(out, count, codes.shape[1] // count, *codes.shape[2:])
-    return parts[torch.arange(out), _places(out, groups, count)]
+    return parts[torch.arange(out, device="cpu"), _places(out, groups, count)]
 
 
 def _places(out: int, groups: int, count: int) -> Tensor:
     """Return which of the merged groups each output channel belongs to."""
-    return torch.arange(out) // (out // groups) % count
+    return torch.arange(out, device="cpu") // (out // groups) % count
 
 
 def _store(node: Node, weight: Node, codes: Tensor, groups: int) -> None:

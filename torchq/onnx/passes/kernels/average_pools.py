@@ -88,9 +88,9 @@ def _convolution(node: Node, channels: int) -> Any:
     name = f"{node.name or node.outputs[0].name}/average"
     area = torch.Size(kernel).numel()
     parts = {
-        "codes": torch.ones(channels, 1, *kernel, dtype=torch.int8),
-        "scale": torch.tensor(1 / area),
-        "zero_point": torch.tensor(0, dtype=torch.int8),
+        "codes": torch.ones(channels, 1, *kernel, dtype=torch.int8, device="cpu"),
+        "scale": torch.tensor(1 / area, dtype=torch.float32, device="cpu"),
+        "zero_point": torch.tensor(0, dtype=torch.int8, device="cpu"),
     }
     stored = [add_initializer(node.graph, f"{name}/{part}", t) for part, t in parts.items()]
     before = node.inputs[0].producer()

@@ -56,9 +56,9 @@ def _store_code(add: Node, index: int, number: Tensor, before: Node) -> None:
     negative = bool(number < 0)
     name = f"{add.name}/offset"
     parts = {
-        "code": torch.full(number.shape, 0 if negative else 1, dtype=torch.uint8),
+        "code": torch.full(number.shape, 0 if negative else 1, dtype=torch.uint8, device="cpu"),
         "scale": number.abs().reshape(()),
-        "zero_point": torch.tensor(int(negative), dtype=torch.uint8),
+        "zero_point": torch.tensor(int(negative), dtype=torch.uint8, device="cpu"),
     }
     inputs = [add_initializer(add.graph, f"{name}/{part}", t) for part, t in parts.items()]
     add.replace_input_with(index, add_node(before, "DequantizeLinear", inputs, f"{name}/value"))

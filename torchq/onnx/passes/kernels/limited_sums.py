@@ -204,13 +204,14 @@ def _limit(convolution: Node, limit: float) -> None:
     value, graph = convolution.outputs[0], convolution.graph
     (addition,) = readers(value)
     # A little more, because the division rounds.
-    name, scale = str(value.name), torch.tensor(limit / _LARGEST_CODE * (1 + 1e-6))
+    name, reach = str(value.name), limit / _LARGEST_CODE * (1 + 1e-6)
+    scale = torch.tensor(reach, dtype=torch.float32, device="cpu")
     scales = [
         add_initializer(graph, f"{name}{_CODES}/scale", scale / 2),
         add_initializer(graph, f"{name}{_LIMITED}/scale", scale),
     ]
     zero_point = add_initializer(
-        graph, f"{name}{_CODES}/zero_point", torch.tensor(0, dtype=torch.int16)
+        graph, f"{name}{_CODES}/zero_point", torch.tensor(0, dtype=torch.int16, device="cpu")
     )
     inputs = [value, scales[0], zero_point]
     codes = add_node(convolution, "QuantizeLinear", inputs, f"{name}{_CODES}")

@@ -1,0 +1,135 @@
+"""torch's default dtype and device, which belong to the user, change no result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+
+ROOT = Path(__file__).parents[1]
+#: Run by a process of its own, because modules keep what they make when they are imported.
+SCRIPT = """
+import json, sys, warnings
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.inner, self.attention = nn.Conv2d(16, 16, 1), nn.MultiheadAttention(16, 2)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.conv(x)))
+        y = nn.functional.hardswish(self.inner(y) + y)
+        y = nn.functional.avg_pool2d(y, 4).flatten(2).permute(2, 0, 1)
+        return self.head(y + self.attention(y, y, y)[0])
+
+model, x = Net().eval(), torch.randn(2, 3, 8, 8)
+ABOVE
+import torchq
+
+def quantized(target=None, config=None, method=None):
+    net = copy.deepcopy(model)
+    torchq.fuse_(net, x)
+    torchq.quantize_(net, config, target=target, example=x, progress=False)
+    torchq.calibrate(net, [x], method=method, progress=False)
+    return net
+
+def total(net):
+    with torch.no_grad():
+        return float(net(x).double().sum())
+
+found = {
+    "calibrated": total(quantized()),
+    "entropy": total(quantized(method="entropy")),
+    "for a target": total(quantized("openvino")),
+    "rounded": total(torchq.ptq.gptq_(net := quantized(), [x], progress=False) and net),
+    "deployed": total(torchq.deploy(quantized(), x)),
+}
+if len(sys.argv) > 1:
+    torchq.export_onnx(net := quantized("onnxruntime"), x, sys.argv[1] + "/net.onnx")
+    found["in a file"] = float(torchq.verify_onnx(net, sys.argv[1] + "/net.onnx", [x]).ok)
+    found["on ONNX Runtime"] = total(torchq.deploy(net, x, engine="onnxruntime"))
+print(json.dumps(found))
+"""
+
+
+def results(setting: str, folder: Path) -> dict[str, float]:
+    """Return the results of the script behind a setting."""
+    runtime = [str(folder)] if find_spec("onnxruntime") and find_spec("onnxscript") else []
+    code = SCRIPT.replace("ABOVE", f"import copy\n{setting}")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *runtime],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return results("", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "torch.set_default_dtype(torch.float64)",
+        "torch.set_default_dtype(torch.bfloat16)",
+        "torch.set_default_device('meta')",  # whatever is made there cannot be computed with
+    ],
+)
+def test_defaults_change_no_result(
+    setting: str, expected: dict[str, float], tmp_path: Path
+) -> None:
+    assert results(setting, tmp_path) == expected
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pools = nn.Conv2d(4, 4, 1), nn.Sequential(nn.AvgPool2d(2), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.pools(self.conv(x) + x), self.pools(x)], 1)
+
+
+@pytest.mark.parametrize("target", torchq.targets())
+def test_quantizers_are_on_the_device_of_the_model(target: str) -> None:
+    model = nn.Sequential(Block()).eval().to("meta")
+    torchq.quantize_(model, target=target)
+    devices = {name: buffer.device.type for name, buffer in model.named_buffers()}
+    added = [name for name in devices if "conv" not in name]
+    assert added and set(devices.values()) == {"meta"}
+
+
+def test_ranges_keep_the_numbers_they_are_given() -> None:
+    quantizer = torchq.TensorQuantizer(torchq.QuantDescriptor(amax=0.1))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = torchq.TensorQuantizer(torchq.QuantDescriptor(amax=0.1))
+        again.set_amax(0.2)
+        per_channel = torchq.TensorQuantizer(torchq.QuantDescriptor(axis=0))
+        per_channel.set_amax([0.1, 0.2])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert quantizer.amax.item() == torch.tensor(0.1).item()
+    assert again.amax.item() == torch.tensor(0.2).item()
+    assert per_channel.amax.flatten().tolist() == torch.tensor([0.1, 0.2]).tolist()
