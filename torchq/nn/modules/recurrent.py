@@ -204,7 +204,7 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
             y, *last = self._call_kernel(steps, hx, given, *options, False)
             y = y.flatten(0, 1)
         else:
-            y, *last = self._call_kernel(x, torch.tensor(sizes), hx, given, *options)
+            y, *last = self._call_kernel(x, torch.tensor(sizes, device="cpu"), hx, given, *options)
         ends = [tuple(part[number] for part in last) for number in range(len(directions))]
         return y, ends
 
