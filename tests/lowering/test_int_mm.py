@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated, weight_codes
-from torchq.lowering.ops import cuda, cuda_int8, onednn, reference, schemas
+from torchq.lowering.ops import cuda, onednn, reference, schemas
 from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.params import Epilogue, Int8Weights
 
@@ -50,7 +50,7 @@ def test_padded_products_equal_the_definition(
         x = torch.randint(0, 256, (*shape, inner), generator=generator).to(torch.uint8)
         bias = torch.randn(outer, generator=generator) if with_bias else None
         weights = Int8Weights(weight, scale, bias, 0.02, zero)
-        got = cuda_int8.linear(x, weights, Epilogue())
+        got = cuda.linear(x, weights, Epilogue())
         # The same integers and the same two float32 operations behind them.
         assert torch.equal(got, reference.linear(x, weights, Epilogue()))
 
@@ -69,7 +69,7 @@ def test_operands_have_the_form_that_cuda_takes(
         wide[:, :inner].t().contiguous().t(),
         wide[:, :inner].unsqueeze(1),
     ):
-        got = cuda_int8.linear(x, weights, Epilogue())
+        got = cuda.linear(x, weights, Epilogue())
         expected = reference.linear(x, weights, Epilogue())
         assert torch.equal(got.reshape(rows, outer), expected.view(rows, outer))
 
@@ -80,7 +80,7 @@ def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> 
     weight = weight_codes(8, 16, generator=generator)
     weights = Int8Weights(weight, torch.full((8,), 1e-3), None, 0.02, 128)
     epilogue = Epilogue(0.05, 3, torch.uint8, name)
-    got, expected = (module.linear(x, weights, epilogue) for module in (cuda_int8, reference))
+    got, expected = (module.linear(x, weights, epilogue) for module in (cuda, reference))
     assert torch.equal(got, expected)
 
 
@@ -88,17 +88,17 @@ def test_results_are_rounded_to_codes(name: str, generator: torch.Generator) -> 
 def test_weights_are_prepared_once_and_not_kept_alive(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls, padded = [], cuda.padded
     monkeypatch.setattr(
-        cuda_int8,
+        cuda,
         "padded",
-        lambda matrix, *args: calls.append(matrix) or cuda.padded(matrix, *args),
+        lambda matrix, *args: calls.append(matrix) or padded(matrix, *args),
     )
     before = len(KERNELS)
     x, weight = torch.ones(20, shape[1], dtype=torch.uint8), torch.ones(shape, dtype=torch.int8)
     for _ in range(2):
         weights = Int8Weights(weight, torch.ones(shape[0]), None, 1.0, 0)
-        cuda_int8.linear(x, weights, Epilogue())
+        cuda.linear(x, weights, Epilogue())
     assert len(KERNELS) == before + 1
     assert sum(matrix is weight for matrix in calls) == 1
     calls.clear()
@@ -136,7 +136,7 @@ def test_the_summary_says_why_the_reference_runs(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("inner", "outer"), [(64, 48), (5, 3)])
 @pytest.mark.parametrize("rows", [1, 16, 17, 100])
 def test_on_a_gpu(inner: int, outer: int, rows: int, generator: torch.Generator) -> None:
-    if problem := cuda_int8.obstacle(torch.device("cuda", 0)):
+    if problem := cuda.obstacle(torch.device("cuda", 0)):
         pytest.skip(problem)
     weight = weight_codes(outer, inner, generator=generator).cuda()
     x = torch.randint(0, 256, (rows, inner), generator=generator).to(torch.uint8).cuda()

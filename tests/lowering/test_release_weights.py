@@ -63,6 +63,32 @@ def test_who_reads_the_buffers_brings_the_weights_back() -> None:
     assert torch.equal(model(x), whole(x))
 
 
+def test_the_plain_weights_stay_away_in_eval_mode() -> None:
+    model, whole, x = released()
+    before = [m.released_bytes() for m in layers(model)]
+    assert torch.equal(model.eval()(x), whole(x)) and all(before)
+    assert [m.released_bytes() for m in layers(model)] == before
+
+
+@pytest.mark.parametrize("name", ["weight_codes", "weight_scale", "bias"])
+def test_a_tensor_of_a_released_layer_can_be_replaced(name: str) -> None:
+    model, whole, x = released(fuse=False)
+    before = model(x)
+    for layer in (layers(model)[0], layers(whole)[0]):
+        negative = -getattr(layer, name)
+        setattr(layer, name, negative)
+        assert torch.equal(layer.state_dict()[name], negative)
+    assert torch.equal(model(x), whole(x))
+    assert not torch.equal(model(x), before)
+
+
+def test_a_buffer_of_a_released_layer_can_be_deleted() -> None:
+    layer = layers(released()[0])[0]
+    del layer.bias
+    assert not hasattr(layer, "bias") and "bias" not in layer.state_dict()
+    assert layer.weight_codes is layer.weight_codes  # the plain weight is back
+
+
 def test_state_dicts_files_and_copies_are_whole() -> None:
     model, whole, x = released()
     expected, state = whole(x), model.state_dict()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.ops.onednn import packed_weight, unpack_weight
+from torchq.lowering.ops.packed_weights import packed_weight, unpack_weight
 from torchq.utils import calls_are_recorded
 
 __all__ = ["ReleasableWeightMixin", "release_weights_", "restore_weights_"]
@@ -29,7 +29,8 @@ class _LazyBuffers(dict[str, Any]):
     """The buffers of a released layer; whoever reads them brings the plain weight back.
 
     Compilers, exporters and ``module.buffers()`` read them. State dicts, files, copies and
-    attributes do not: they get a plain weight of their own.
+    attributes do not: they get a plain weight of their own. Asking for a name, which
+    ``module.eval()`` does, reads nothing.
     """
 
     def __init__(self, owner: ReleasableWeightMixin, others: dict[str, Any]) -> None:
@@ -37,12 +38,23 @@ class _LazyBuffers(dict[str, Any]):
         self._owner, self.others = owner, dict(others)
 
     def _all(self) -> dict[str, Any]:
-        self._owner.restore_weight()
         vars(self._owner)[_READ] = True
-        return vars(self._owner)["_buffers"]
+        return self._restored()
+
+    def _restored(self) -> dict[str, Any]:
+        """Return the buffers that have taken the place of these."""
+        self._owner.restore_weight()
+        buffers: dict[str, Any] = vars(self._owner)["_buffers"]
+        return buffers
 
     def __contains__(self, name: object) -> bool:
-        return name in self._all()
+        return name == _BUFFER or name in self.others
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._restored()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._restored()[name]
 
     def __getitem__(self, name: str) -> Any:
         return self._all()[name]

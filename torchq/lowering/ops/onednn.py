@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,12 @@ from torch import Tensor
 
 from torchq.lowering.ops.epilogues import ACTIVATIONS
 from torchq.lowering.ops.kernel_cache import KERNELS
+from torchq.lowering.ops.packed_weights import (
+    PackedLayer,
+    as_lists,
+    packed_conv,
+    packed_linear,
+)
 from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 from torchq.lowering.ops.reference import finish
 
@@ -28,9 +34,7 @@ __all__ = [
     "bind_linear",
     "conv",
     "linear",
-    "packed_weight",
     "saturates",
-    "unpack_weight",
 ]
 
 #: A bound kernel: codes, and a residual where it adds one, to the result.
@@ -43,8 +47,6 @@ _OPERATORS = (
     "qlinear_prepack",
     "qlinear_pointwise",
 )
-#: What the cache calls packed weights of convolutions and of linear layers.
-_PACKED_KINDS = ("packed conv", "packed linear")
 #: The activations that torch's 3-d convolution applies.
 _ACTIVATIONS_3D = ("none",)
 #: The activations that the convolution applies behind a residual.
@@ -60,38 +62,6 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available() and all(
         hasattr(torch.ops.onednn, name) for name in _OPERATORS
     )
-
-
-class _Packed(NamedTuple):
-    """The arguments of an operator between the codes and its post-ops."""
-
-    x_scale: float
-    x_zero_point: int
-    weight: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    bias: Tensor | None
-
-
-def _pack(weights: Int8Weights, packed: Tensor) -> _Packed:
-    """Return the arguments for a packed weight, with the zero point of the input in the bias.
-
-    ``sum (x - z) w = sum x w - z sum w``. Kernels without a zero point are much faster.
-    """
-    codes, scale, bias, x_scale, x_zero_point = weights
-    scale = scale.expand(codes.shape[0]).contiguous()
-    if x_zero_point:
-        sums = codes.flatten(1).sum(1, dtype=torch.int64).double()
-        shift = sums * scale.double() * (x_scale * x_zero_point)
-        bias = (-shift if bias is None else bias.double() - shift).float()
-    zero_points = _zeros(codes.shape[0])
-    return _Packed(x_scale, 0, packed, scale, zero_points, None if bias is None else bias.float())
-
-
-@lru_cache
-def _zeros(count: int) -> Tensor:
-    """Return the zero points of as many channels, one tensor for all layers, which only read it."""
-    return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
 def conv(
@@ -173,27 +143,6 @@ def _bind(
     return make(shape, weights, params)
 
 
-def _packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> _Packed:
-    """Return the packed weights for images of ``shape``.
-
-    Their layout depends on the size of the image, not on the batch. A weight in the layout of
-    another size is converted at every call, which takes a hundred times longer than convolving.
-    """
-    codes, scale, bias, x_scale, x_zero_point = weights
-
-    def build() -> _Packed:
-        plain = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
-        scales = scale.expand(len(codes)).contiguous()
-        packed = torch.ops.onednn.qconv_prepack(
-            plain, scales, x_scale, 0, *_lists(params), list(shape)
-        )
-        return _pack(weights, packed)
-
-    key = (_PACKED_KINDS[0], (x_scale, x_zero_point, params, *shape[2:]))
-    found: _Packed = KERNELS.get(codes, key, (scale, bias), build)
-    return found
-
-
 def _plain(
     shape: Sequence[int], weights: Int8Weights, params: ConvParams, epilogue: Epilogue
 ) -> Run:
@@ -203,8 +152,8 @@ def _plain(
         if len(params.stride) == 2
         else torch.ops.onednn.qconv3d_pointwise.default
     )
-    packed, epilogue = _in_codes(_packed_conv(shape, weights, params), epilogue)
-    arguments = (*packed, *_lists(params), *_post_op(epilogue))
+    packed, epilogue = _in_codes(packed_conv(shape, weights, params), epilogue)
+    arguments = (*packed, *as_lists(params), *_post_op(epilogue))
     return lambda x: operator(x, *arguments)
 
 
@@ -231,15 +180,15 @@ def _add_convolution(
 ) -> Run:
     """Return the convolution that is added to a tensor in place."""
     operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    packed = _packed_conv(shape, weights, params)
-    before, after = packed[:-1], (packed.bias, *_lists(params), *_sum_post_op(epilogue))
+    packed = packed_conv(shape, weights, params)
+    before, after = packed[:-1], (packed.bias, *as_lists(params), *_sum_post_op(epilogue))
     return lambda x, target: operator(x, *before, target, *after)
 
 
 def _add_product(weights: Int8Weights, epilogue: Epilogue) -> Run:
     """Return the pointwise convolution that is added to a tensor in place, as a matrix product."""
     operator: Any = torch.ops.onednn.qlinear_pointwise.binary
-    packed = _packed_linear(weights)
+    packed = packed_linear(weights)
     before, after = packed[:-1], (packed.bias, *_sum_post_op(epilogue))
 
     def run(x: Tensor, target: Tensor) -> Tensor:
@@ -283,20 +232,6 @@ def _sum_post_op(epilogue: Epilogue) -> tuple[Any, ...]:
     return (*epilogue[:3], *added, "sum", 1.0, epilogue.activation, [], "")
 
 
-def packed_weight(weight: Tensor) -> Tensor | None:
-    """Return a packed copy of ``weight`` (int8) that a kernel holds, or None."""
-    kept = [packed for kind in _PACKED_KINDS for packed in KERNELS.kept(weight, kind)]
-    return kept[0].weight if kept else None
-
-
-def unpack_weight(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the plain int8 weight of ``shape`` that was packed, as a new tensor."""
-    dense = packed.to_dense()
-    if packed.dim() == 2:  # of a linear layer: (in, out)
-        dense = dense.t()
-    return dense.reshape(list(shape)).contiguous()
-
-
 def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``."""
     codes, scale, bias, x_scale, x_zero_point = weights
@@ -312,24 +247,12 @@ def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
 def bind_linear(weights: Int8Weights, epilogue: Epilogue) -> Run:
     """Return the linear layer as a function of the codes."""
     operator: Any = torch.ops.onednn.qlinear_pointwise.default
-    packed, epilogue = _in_codes(_packed_linear(weights), epilogue)
+    packed, epilogue = _in_codes(packed_linear(weights), epilogue)
     arguments = (*packed, *_post_op(epilogue))
     return lambda x: operator(x, *arguments)
 
 
-def _packed_linear(weights: Int8Weights) -> _Packed:
-    """Return the packed weights of a product of matrices; all kernel sizes are 1."""
-    codes, scale, bias, *input_qparams = weights
-
-    def build() -> _Packed:
-        return _pack(weights, torch.ops.onednn.qlinear_prepack(codes.flatten(1), None))
-
-    key = (_PACKED_KINDS[1], tuple(input_qparams))
-    packed: _Packed = KERNELS.get(codes, key, (scale, bias), build)
-    return packed
-
-
-def _in_codes(packed: _Packed, epilogue: Epilogue) -> tuple[_Packed, Epilogue]:
+def _in_codes(packed: PackedLayer, epilogue: Epilogue) -> tuple[PackedLayer, Epilogue]:
     """Return arguments that compute in units of the resulting codes, where the epilogue can.
 
     oneDNN compiles and keeps a kernel for each set of numbers in its post-ops. Bounds in codes are
@@ -342,11 +265,6 @@ def _in_codes(packed: _Packed, epilogue: Epilogue) -> tuple[_Packed, Epilogue]:
     scale = (packed.scale.double() * packed.x_scale / epilogue.scale).float()
     bias = None if packed.bias is None else (packed.bias.double() / epilogue.scale).float()
     return packed._replace(x_scale=1.0, scale=scale, bias=bias), simple
-
-
-def _lists(params: ConvParams) -> tuple[Any, ...]:
-    """Return stride, padding, dilation and groups as the operators take them fastest."""
-    return (*map(list, params[:3]), params.groups)
 
 
 def _post_op(epilogue: Epilogue) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.lowering.ops import cuda_int8, onednn, reference
+from torchq.lowering.ops import cuda, onednn, reference
 from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 
 __all__ = ["int8_conv", "int8_linear", "kernel"]
@@ -49,7 +49,7 @@ def kernel(device: torch.device, kind: str = "conv") -> tuple[str, str]:
             return "onednn", ""
         return "reference", "this torch has no oneDNN operators"
     if kind == "linear":
-        problem = cuda_int8.obstacle(device)
+        problem = cuda.obstacle(device)
         return ("reference", problem) if problem else ("int_mm", "")
     return "reference", f"integer convolutions run on CPUs, not on {device.type}"
 
@@ -128,8 +128,8 @@ def _linear_cpu(x: Tensor, *args: Any) -> Tensor:
 
 
 def _linear_cuda(x: Tensor, *args: Any) -> Tensor:
-    fast = not cuda_int8.obstacle(x.device) and x.numel()
-    return (cuda_int8 if fast else reference).linear(x, *args)
+    fast = not cuda.obstacle(x.device) and x.numel()
+    return (cuda if fast else reference).linear(x, *args)
 
 
 def _conv_fake(
