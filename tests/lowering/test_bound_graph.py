@@ -18,6 +18,7 @@ from torchq.lowering.graph.traced_module import TracedModel
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.qdq import Quantize
 from torchq.lowering.ops import onednn
+from torchq.lowering.ops.kernel_cache import MOST_SHAPES
 
 
 @pytest.fixture
@@ -74,6 +75,23 @@ def test_the_second_call_binds_and_the_third_calls_no_module(
 def test_other_shapes_are_bound_besides(int8: TracedModel, x: Tensor) -> None:
     for images in (x, x[:1], x[..., :12], x[:, :, :13], x) * 3:
         assert torch.equal(int8(images), plain(int8, images))
+
+
+@pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
+def test_many_shapes_stay_bound_and_the_oldest_goes(
+    int8: TracedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [torch.randn(1, 3, 16, 8 + width) for width in range(MOST_SHAPES + 1)]
+    for image in images[:-1] * 2:
+        int8(image)
+    assert [calls_of_modules(monkeypatch, int8, image) for image in images[:-1]] == [0] * (
+        len(images) - 1
+    )
+    for _ in range(2):
+        int8(images[-1])
+    assert calls_of_modules(monkeypatch, int8, images[-1]) == 0
+    assert calls_of_modules(monkeypatch, int8, images[1]) == 0
+    assert calls_of_modules(monkeypatch, int8, images[0]) == len(layers(int8))
 
 
 @pytest.mark.parametrize("change", ["scale", "state", "dtype", "replaced", "hook", "forward"])

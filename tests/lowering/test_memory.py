@@ -16,7 +16,7 @@ import torchq
 from tests.lowering.common import Residual, calibrated
 from torchq.lowering import Int8Layer
 from torchq.lowering.ops import onednn
-from torchq.lowering.ops.kernel_cache import KERNELS, KernelCache
+from torchq.lowering.ops.kernel_cache import KERNELS, MOST_SHAPES, KernelCache
 
 MAPS = Path("/proc/self/maps")
 
@@ -90,6 +90,13 @@ def test_the_oldest_of_many_sizes_goes() -> None:
 
     assert [get(key) for key in (1, 2, 3, 1, 4, 2, 3, 4, 1)] == [1, 2, 3, 1, 4, 2, 3, 4, 1]
     assert built == [1, 2, 3, 4, 1]
+
+
+def test_kernels_of_many_sizes_are_kept() -> None:
+    cache, weight, built = KernelCache(), torch.ones(4), list[int]()
+    for size in [*range(MOST_SHAPES)] * 2:
+        cache.get(weight, ("kind", size), (), lambda size=size: built.append(size))  # type: ignore[misc]
+    assert built == [*range(MOST_SHAPES)]
 
 
 def test_kernels_made_while_another_is_made_are_kept() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Layer
+from torchq.lowering.modules import release_weights
 from torchq.lowering.modules.release_weights import restore_weights_
 from torchq.lowering.ops import onednn, packed_weights
+from torchq.lowering.ops.kernel_cache import MOST_SHAPES
 
 pytestmark = pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
 
@@ -158,3 +160,29 @@ def test_copies_of_sizes_that_are_gone_are_freed() -> None:
     assert alive() - before == layouts(model, images)
     model.eval()  # drops the kernels
     assert alive() - before == 1
+
+
+def test_a_layer_keeps_the_kernels_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, bind = [], onednn.bind_conv
+    monkeypatch.setattr(
+        onednn, "bind_conv", lambda shape, *args: bound.append(shape[-1]) or bind(shape, *args)
+    )
+    images = [torch.randn(1, 32, 8, 8 + width) for width in range(MOST_SHAPES + 1)]
+    model = deployed(nn.Conv2d(32, 16, 3), images[0])
+    for image in images[:-1] * 2 + images[-1:] + images[1:]:
+        model(image)
+    assert bound == [image.shape[-1] for image in images]
+    model(images[0])
+    assert len(bound) == len(images) + 1
+
+
+def test_a_plain_weight_is_unpacked_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = convolution()
+    model(images[0])
+    unpacked, unpack = [], release_weights.unpack_weight
+    monkeypatch.setattr(
+        release_weights, "unpack_weight", lambda *args: unpacked.append(args) or unpack(*args)
+    )
+    for x in images * 2:
+        model(x)
+    assert len(unpacked) == len(images) - 1

@@ -27,12 +27,11 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from torchq.graph import forward_hook_kind
 from torchq.lowering.modules.bound_kernels import KernelCacheMixin
+from torchq.lowering.ops.kernel_cache import MOST_SHAPES, drop_oldest
 from torchq.utils import calls_are_recorded
 
 __all__ = ["BoundGraphs", "forward_with_bound_graphs"]
 
-#: How many bound graphs a model keeps, one for each combination of input shapes.
-_MOST = 8
 #: The values of arguments that graphs are bound for, besides tensors.
 _CONSTANTS = (type(None), bool, int, float, str)
 #: Stands for inputs that a model has not been called with.
@@ -83,8 +82,7 @@ class BoundGraphs:
             return forward(model, *args, **kwargs)
         found = graphs.get(key, _NEW)
         if found is _NEW:
-            if len(graphs) >= _MOST:
-                graphs.clear()
+            drop_oldest(graphs, MOST_SHAPES)
             graphs[key] = None
             return forward(model, *args, **kwargs)
         if found is None or not found.holds():

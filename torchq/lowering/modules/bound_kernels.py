@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from torchq.lowering.ops.kernel_cache import MOST_SHAPES, drop_oldest
 from torchq.lowering.ops.onednn import Run
 
 __all__ = ["KernelCacheMixin"]
-
-#: How many kernels a module keeps: each is bound to one input shape.
-_MAX_KERNELS = 8
 
 
 class KernelCacheMixin(nn.Module):
@@ -65,7 +63,6 @@ class KernelCacheMixin(nn.Module):
         kernels = self._kernels
         found = kernels.get(key)
         if found is None:
-            if len(kernels) >= _MAX_KERNELS:
-                kernels.clear()
+            drop_oldest(kernels, MOST_SHAPES)
             found = kernels[key] = build()
         return found

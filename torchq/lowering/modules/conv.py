@@ -49,9 +49,14 @@ class Int8Conv(Int8Layer):
         self.overwrites_residual = False
 
     @property
+    def _ndim(self) -> int:
+        """The dimensions of batches; the plain weight, which has as many, may be packed."""
+        return len(self.params.stride) + 2
+
+    @property
     def adds(self) -> bool:
         """True where the kernel can add a second tensor to its result."""
-        return self.weight_codes.dim() < 5
+        return self._ndim < 5
 
     @property
     def is_pointwise(self) -> bool:
@@ -120,7 +125,7 @@ class Int8Conv(Int8Layer):
 
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
         """Return the layer as a function of codes, and residuals, like these."""
-        simple = self.border is None and x.dim() == self.weight_codes.dim()
+        simple = self.border is None and x.dim() == self._ndim
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched
         layer = (self.int8_weights(), self.params, self.epilogue())
@@ -128,7 +133,7 @@ class Int8Conv(Int8Layer):
         return self._bound(run)
 
     def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        single = x.dim() == self.weight_codes.dim() - 1
+        single = x.dim() == self._ndim - 1
         x = x.unsqueeze(0) if single else x
         if self.border is not None:
             x = self._pad(x, self.border)

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["KERNELS", "KernelCache"]
+__all__ = ["KERNELS", "MOST_SHAPES", "KernelCache", "drop_oldest"]
+
+#: For how many input shapes kernels are kept. Those of oneDNN, which it keeps by itself, are about
+#: a thousand: as many as a network of 30 layers needs.
+MOST_SHAPES = 32
 
 #: A kind of kernel, and the numbers that it was made from.
 Key = tuple[str, Hashable]
@@ -32,7 +36,7 @@ class KernelCache:
         most: how many kernels of one kind a weight may have; the oldest goes.
     """
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self, most: int = MOST_SHAPES) -> None:
         self._most = most
         self._entries = WeakTensorKeyDictionary()
         self._lock = threading.RLock()  # building a bound kernel asks for a packed weight
@@ -88,6 +92,17 @@ class KernelCache:
         """Drop the kernels of ``weight``, because its values have changed in place."""
         with self._lock:
             self._entries.pop(weight, None)
+
+
+def drop_oldest(entries: dict[Any, Any], most: int) -> None:
+    """Drop the oldest entries of a dictionary, so that it has fewer than ``most``.
+
+    Args:
+        entries: several threads may read it.
+        most: how many there may be with the next one.
+    """
+    for key in list(entries)[: max(0, len(entries) + 1 - most)]:
+        entries.pop(key, None)
 
 
 def _same(before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:

