@@ -29,8 +29,8 @@ class _LazyBuffers(dict[str, Any]):
     """The buffers of a released layer; whoever reads them brings the plain weight back.
 
     Compilers, exporters and ``module.buffers()`` read them. State dicts, files, copies and
-    attributes do not: they get a plain weight of their own. Asking for a name, which
-    ``module.eval()`` does, reads nothing.
+    attributes do not: they get a plain weight of their own. ``module.eval()`` only asks whether
+    there is a buffer of some name, which does not bring the weight back.
     """
 
     def __init__(self, owner: ReleasableWeightMixin, others: dict[str, Any]) -> None:

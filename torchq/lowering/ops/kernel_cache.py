@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["KERNELS", "MOST_SHAPES", "KernelCache", "drop_oldest"]
 
-#: For how many input shapes kernels are kept. Those of oneDNN, which it keeps by itself, are about
-#: a thousand: as many as a network of 30 layers needs.
+#: How many input shapes kernels are kept for. oneDNN itself keeps a thousand compiled kernels: as
+#: many as a network of 30 layers needs for this number of shapes.
 MOST_SHAPES = 32
 
 #: A kind of kernel, and the numbers that it was made from.
@@ -95,11 +95,11 @@ class KernelCache:
 
 
 def drop_oldest(entries: dict[Any, Any], most: int) -> None:
-    """Drop the oldest entries of a dictionary, so that it has fewer than ``most``.
+    """Make room for one more entry in a dictionary, by dropping its oldest ones in place.
 
     Args:
-        entries: several threads may read it.
-        most: how many there may be with the next one.
+        entries: the dictionary, in order of age. Several threads may read it.
+        most: how many entries there may be in all.
     """
     for key in list(entries)[: max(0, len(entries) + 1 - most)]:
         entries.pop(key, None)

@@ -1,6 +1,7 @@
 """Weights in the memory layouts of oneDNN's kernels, and back.
 
-Packed tensors are opaque: the kernels know their layout, and torch can compare two.
+A packed weight is an opaque tensor, whose layout the kernel chooses for the shape of its input.
+Kernels that choose the same layout for the same weight share one packed copy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = [
 
 #: What the cache calls packed weights of convolutions and of linear layers.
 _PACKED_KINDS = ("packed conv", "packed linear")
-#: What it calls the list of the packed copies of a weight, which kernels and layers hold.
+#: The key of the list of the packed copies of a weight. The list has weak references: a copy lives
+#: as long as a kernel or a layer holds it.
 _COPIES = ("packed copies", None)
 _Copies = list[weakref.ref[Tensor]]
 
@@ -74,7 +76,7 @@ def packed_conv(shape: Sequence[int], weights: Int8Weights, params: ConvParams) 
 
     def build() -> PackedLayer:
         plain = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
-        # Scales do not enter what is packed, and reading all of them takes as long as packing.
+        # The packed weight does not depend on the scales, and reading each of them takes time.
         packed = torch.ops.onednn.qconv_prepack(
             plain, scale.flatten()[:1], x_scale, 0, *as_lists(params), list(shape)
         )
