@@ -69,7 +69,6 @@ def test_images_of_all_sizes_share_a_weight() -> None:
     alone = [copy.deepcopy(model)(x) for x in images]
     for x, expected in zip(images, alone, strict=True):
         assert torch.equal(model(x), expected)
-    assert most < len(SIZES)
     assert alive() - before == most
 
 

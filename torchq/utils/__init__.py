@@ -3,7 +3,7 @@
 from torchq.utils.copying import copy_module, undone_on_error
 from torchq.utils.data import check_fields, parse_json, short_repr
 from torchq.utils.files import replacing
-from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of
+from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of, unwrapped
 from torchq.utils.names import (
     Pattern,
     check_pattern,
@@ -44,5 +44,6 @@ __all__ = [
     "terminal_width",
     "twin_of",
     "undone_on_error",
+    "unwrapped",
     "wrap",
 ]

@@ -1,4 +1,4 @@
-"""Helpers on :class:`torch.nn.Module`: its device, its paths, temporary training modes."""
+"""Helpers on :class:`torch.nn.Module`: its device, its paths, its wrappers, temporary modes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["device_of", "evaluating", "set_submodule", "twin_of"]
+__all__ = ["device_of", "evaluating", "set_submodule", "twin_of", "unwrapped"]
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -45,3 +47,23 @@ def twin_of(module: nn.Module) -> nn.Module:
         {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
     )
     return twin
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside wrappers of torch, which have no computation of their own.
+
+    These are ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel`` and what
+    ``torch.compile`` returns, also one around another.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> unwrapped(torch.nn.DataParallel(layer)) is layer
+        True
+        >>> unwrapped(layer) is layer
+        True
+    """
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
+        return unwrapped(model.module)
+    if type(model).__name__ == "OptimizedModule":
+        return unwrapped(next(model.children()))
+    return model
