@@ -13,17 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = [
-    "Source",
-    "assigning_class",
-    "crowded_folders",
-    "functions",
-    "long_files",
-    "long_functions",
-    "missing_exports",
-    "read_package",
-]
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -57,21 +46,6 @@ def functions(source: Source) -> Iterator[Function]:
     for node in ast.walk(source.tree):
         if isinstance(node, Function):
             yield node
-
-
-def crowded_folders(folder: Path, limit: int, alike: dict[str, str]) -> list[str]:
-    """Name folders with more than ``limit`` modules, except those whose modules are ``alike``."""
-    counts: dict[str, int] = {}
-    for path in folder.rglob("*.py"):
-        if path.name != "__init__.py":
-            name = path.parent.relative_to(folder.parent).as_posix()
-            counts[name] = counts.get(name, 0) + 1
-    crowded = {name: count for name, count in counts.items() if count > limit}
-    stale = sorted(set(alike) - set(crowded))
-    return [
-        *(f"{name}: {count} modules" for name, count in crowded.items() if name not in alike),
-        *(f"{name}: listed as alike, but it has at most {limit} modules" for name in stale),
-    ]
 
 
 def assigning_class(modules: dict[str, Source]) -> list[str]:
@@ -115,29 +89,4 @@ def long_functions(modules: dict[str, Source], limit: int) -> list[str]:
             count = _lines_of(node) - (_lines_of(node.body[0]) if documented else 0)
             if count > limit:
                 problems.append(f"{source.name}.{node.name}: {count} lines")
-    return problems
-
-
-def _exports(source: Source) -> list[str] | None:
-    for node in source.tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-        ):
-            return list(ast.literal_eval(node.value))
-    return None
-
-
-def missing_exports(modules: dict[str, Source]) -> list[str]:
-    """Name public modules that hold more than a docstring but declare no literal ``__all__``."""
-    problems = []
-    for source in modules.values():
-        leaf = source.name.rpartition(".")[2]
-        is_bare = len(source.tree.body) == (ast.get_docstring(source.tree) is not None)
-        if leaf.startswith("_") or is_bare:
-            continue
-        exports = _exports(source)
-        if exports is None:
-            problems.append(f"{source.name}: no __all__")
-        elif len(set(exports)) != len(exports):
-            problems.append(f"{source.name}: __all__ repeats a name")
     return problems
