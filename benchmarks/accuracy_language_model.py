@@ -39,14 +39,6 @@ def _awq(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.awq_(model, batches, progress=False)
 
 
-def _hadamard(model: nn.Module, batches: list[Tensor]) -> None:
-    torchq.ptq.hadamard_(model, batches[0])
-
-
-def _hadamard_online(model: nn.Module, batches: list[Tensor]) -> None:
-    torchq.ptq.hadamard_(model, batches[0], online=True)
-
-
 def _gptq(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.gptq_(model, batches, progress=False)
 
@@ -55,23 +47,19 @@ def _published_gptq(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.gptq_(model, batches, target="weight", refine=False, progress=False)
 
 
-# Name -> what runs before quantize_, before calibrate, and after it.
-_ALGORITHMS: dict[str, tuple[Algorithm, Algorithm, Algorithm]] = {
-    "nearest": (_nothing, _nothing, _nothing),
-    "smooth_": (_nothing, _smooth, _nothing),
-    "awq_": (_nothing, _awq, _nothing),
-    "GPTQ as published": (_nothing, _nothing, _published_gptq),
-    "gptq_": (_nothing, _nothing, _gptq),
-    "hadamard_": (_hadamard, _nothing, _nothing),
-    "hadamard_, online": (_hadamard_online, _nothing, _nothing),
-    "hadamard_, online, gptq_": (_hadamard_online, _nothing, _gptq),
+# Name -> what runs before calibrate, and after it.
+_ALGORITHMS: dict[str, tuple[Algorithm, Algorithm]] = {
+    "nearest": (_nothing, _nothing),
+    "smooth_": (_smooth, _nothing),
+    "awq_": (_awq, _nothing),
+    "GPTQ as published": (_nothing, _published_gptq),
+    "gptq_": (_nothing, _gptq),
 }
 _CASES = [
     *(("W4 group 128", name) for name in ("nearest", "awq_", "GPTQ as published", "gptq_")),
     *(("W8A8", name) for name in ("nearest", "smooth_")),
     *(("W4A8", name) for name in ("nearest", "smooth_", "awq_")),
-    *(("W4A4", name) for name in ("nearest", "smooth_", "hadamard_", "hadamard_, online")),
-    *(("W4A4", name) for name in ("gptq_", "hadamard_, online, gptq_")),
+    *(("W4A4", name) for name in ("nearest", "smooth_", "gptq_")),
 ]
 
 
@@ -122,10 +110,9 @@ def _measure(
     model: nn.Module, widths: str, name: str, batches: list[Tensor], test: Tensor
 ) -> dict[str, Any]:
     """Return the perplexity, and the seconds of process time of the algorithm."""
-    first, before, after = _ALGORITHMS[name]
+    before, after = _ALGORITHMS[name]
     quantized = copy.deepcopy(model)
     start = time.process_time()
-    first(quantized, batches)
     torchq.quantize_(quantized, _recipe(widths), exclude=["lm_head"])
     before(quantized, batches)
     torchq.calibrate(quantized, batches, progress=False)

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq
-from tests.ptq.test_rotation import TOKENS
-from tests.ptq.test_rotation import net as transformer
 from torchq.ptq import (
     adaround_,
     awq_,
     correct_bias_,
     equalize_,
     gptq_,
-    hadamard_,
     learn_ranges_,
     smooth_,
 )
@@ -95,7 +92,6 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "equalize_": (net, lambda m: equalize_(m, BATCHES[0], absorb_biases=True)),
     "smooth_": (quantized, lambda m: smooth_(m, BATCHES, progress=False)),
     "awq_": (quantized, lambda m: awq_(m, BATCHES, progress=False)),
-    "hadamard_": (transformer, lambda m: hadamard_(m, TOKENS, online=True)),
     "correct_bias_": (
         lambda: quantized(ready=True),
         lambda m: correct_bias_(m, BATCHES, progress=False),

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.ptq.test_rotation import TOKENS
-from tests.ptq.test_rotation import net as transformer
 from torchq.cli import main
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq import TunedConfig, tune
@@ -140,15 +138,15 @@ def test_transformers_get_what_applies_to_them() -> None:
 
     with pytest.warns(UserWarning, match="tune: the best of"):
         result = tune(
-            transformer(),
-            [TOKENS],
+            nn.Sequential(nn.LayerNorm(6), net()).eval(),
+            batches(),
             metric,
             max_drop=0.0,
             recipe=torchq.recipes.integer(4, 4),
             progress=False,
         )
     errors = {trial.change: trial.error for trial in result.table}
-    names = ["smoothing", "awq", "rotation"]
+    names = ["smoothing", "awq"]
     assert [change for change in errors if change in names] == names
     assert not any(errors[name] for name in names) and "equalization" not in errors
 

@@ -10,7 +10,6 @@ from torchq.ptq.blockwise import LazyWeights, RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.learned_ranges import LearnedRangesReport, learn_ranges_
-from torchq.ptq.rotation import RotationReport, hadamard_
 from torchq.ptq.smoothing import (
     AWQGroup,
     AWQReport,
@@ -33,7 +32,6 @@ __all__ = [
     "GPTQReport",
     "LazyWeights",
     "LearnedRangesReport",
-    "RotationReport",
     "RunOptions",
     "SmoothReport",
     "SmoothedGroup",
@@ -45,7 +43,6 @@ __all__ = [
     "correct_bias_",
     "equalize_",
     "gptq_",
-    "hadamard_",
     "learn_ranges_",
     "smooth_",
     "tune",

@@ -29,7 +29,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 
-# What factors and rotations may change of 16-bit weights, in units in the last place.
+# What factors may change of 16-bit weights, in units in the last place.
 _ULPS = 8
 
 

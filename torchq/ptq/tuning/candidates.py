@@ -20,7 +20,7 @@ Candidate = tuple[str, TunedConfig]
 _METHODS = ("auto", "mse", "percentile", "entropy")
 _END_BITS = 8
 _FLOAT_BITS = 32
-# Weights and inputs of so few bits gain from scaling columns, and from rotations.
+# Weights of so few bits gain from scaling columns.
 _FEW_BITS = 4
 # What norms of transformers are called; other libraries have their own classes.
 _NORMS = ("LayerNorm", "RMSNorm")
@@ -94,8 +94,6 @@ def _prepared(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     if any(kind.endswith(_NORMS) for kind in kinds):
         names.append("smoothing")
         names += ["awq"] if fewest_weight_bits(best.config) <= _FEW_BITS else []
-        has_rms_norm = any(kind.endswith("RMSNorm") for kind in kinds)
-        names += ["rotation"] if has_rms_norm and _fewest_input_bits(best) <= _FEW_BITS else []
     for name in names:
         yield name, replace(best, before=(*best.before, name))
 
@@ -115,11 +113,6 @@ STAGES: Sequence[Stage] = (_methods, _unsigned, _ends, _prepared, _algorithms)
 def fewest_weight_bits(config: QuantConfig) -> int:
     """Return the fewest bits of a weight among the rules; 32 where all weights are float."""
     found = [_bits(rule.weight) for rule in config.rules if rule.weight is not None]
-    return min(found, default=_FLOAT_BITS)
-
-
-def _fewest_input_bits(settings: TunedConfig) -> int:
-    found = [_bits(rule.input) for rule in settings.config.rules if rule.input is not None]
     return min(found, default=_FLOAT_BITS)
 
 

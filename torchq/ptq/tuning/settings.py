@@ -18,7 +18,6 @@ from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
-from torchq.ptq.rotation import hadamard_
 from torchq.ptq.smoothing import awq_, smooth_
 from torchq.swap import quantize_
 from torchq.utils import NotebookText, check_fields, parse_json, short_repr
@@ -30,23 +29,16 @@ __all__ = ["ALGORITHMS", "PREPARATIONS", "TunedConfig"]
 _AUTO = "auto"
 
 
-def _rotated(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
-    return hadamard_(model, batches[0], online=True)
-
-
 def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
     return equalize_(model, batches[0])
 
 
 #: Algorithms before calibration, by name, in the order in which they run.
 PREPARATIONS: Mapping[str, Any] = {
-    "rotation": _rotated,
     "equalization": _equalized,
     "smoothing": smooth_,
     "awq": awq_,
 }
-# Rotations change the float model; the others read its quantizers.
-_ON_FLOAT = "rotation"
 
 #: Algorithms after calibration, by name.
 ALGORITHMS: Mapping[str, Any] = {
@@ -108,11 +100,9 @@ class TunedConfig(NotebookText):
         Raises:
             TorchqError: what the functions raise.
         """
-        if _ON_FLOAT in self.before:
-            PREPARATIONS[_ON_FLOAT](model, batches)
         quantize_(model, self.config)
         for name, function in PREPARATIONS.items():
-            if name in self.before and name != _ON_FLOAT:
+            if name in self.before:
                 function(model, batches, progress=progress)
         report = calibrate(
             model, batches, method=self.method, on_unseen="disable", progress=progress
