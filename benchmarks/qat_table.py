@@ -1,4 +1,4 @@
-"""Print the table of docs/measured/qat.md that compares the methods of training.
+"""Print the table of docs/benchmarks.md that compares the methods of training.
 
 Each method stands for its seeds: the mean accuracy, and the lowest and the highest.
 

@@ -34,7 +34,7 @@ html_title = "torchq"
 html_static_path = ["images", "style"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
-templates_path: list[str] = []
+templates_path = ["templates"]
 exclude_patterns = ["_build"]
 
 autodoc_typehints = "description"
@@ -52,7 +52,9 @@ copybutton_prompt_is_regexp = True
 copybutton_only_copy_prompt_lines = False
 # torch's own docstrings use references of torch's own documentation.
 autodoc_inherit_docstrings = False
-autosummary_generate = False
+# The pages of packages are written to docs/generated while the site is built.
+autosummary_generate = True
+autosummary_imported_members = True
 
 # A type such as bytes is also the name of attributes, between which Sphinx cannot choose.
 suppress_warnings = ["ref.python"]
