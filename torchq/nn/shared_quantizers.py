@@ -1,6 +1,6 @@
 """One quantizer for several tensors.
 
-The same :class:`~torchq.nn.TensorQuantizer` object is the child of several modules. Calibration
+The same :class:`~torchq.nn.TensorQuantizer` object stands in several slots. Calibration
 therefore sees all tensors, a learned range has one gradient, ``deepcopy`` and ``pickle`` keep the
 sharing, and the state dict holds the range under every path.
 """
@@ -46,6 +46,8 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
             )
     quantizers = [q for q in chosen if isinstance(q, TensorQuantizer)]
     first = quantizers[0]
+    if all(quantizer is first for quantizer in quantizers):
+        return first
     for path, quantizer in zip(paths, quantizers, strict=True):
         if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
             raise ConfigError(
@@ -68,11 +70,14 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
 
 
 def shared_groups(model: nn.Module) -> list[list[str]]:
-    """Return, for every quantizer that is the child of several modules, its paths."""
-    owners: dict[int, dict[int, str]] = {}
-    for path, module in model.named_modules():
-        for leaf, child in module.named_children():
-            if isinstance(child, TensorQuantizer):
-                owners.setdefault(id(child), {})[id(module)] = f"{path}.{leaf}" if path else leaf
-    groups = [list(paths.values()) for paths in owners.values()]
+    """Return the paths of every quantizer that stands in several slots, of one module or more."""
+    slots: dict[int, dict[tuple[int, str], str]] = {}
+    owner = {"": id(model)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = path.rpartition(".")
+        owner[path] = id(module)
+        if isinstance(module, TensorQuantizer):
+            # A module that stands in several places counts once, by its first path.
+            slots.setdefault(id(module), {}).setdefault((owner[parent], leaf), path)
+    groups = [list(paths.values()) for paths in slots.values()]
     return [paths for paths in groups if len(paths) > 1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
@@ -37,7 +37,7 @@ from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers
 
-__all__ = ["apply_record_", "public_state", "swap_record"]
+__all__ = ["apply_record_", "public_state", "swap_record", "with_all_shared"]
 
 _VERSION = 2
 _MODES = frozenset(["off", "observe", "quantize", "observe+quantize"])
@@ -129,6 +129,45 @@ def apply_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
         _check_placed_quantizers(model, checked)
         _set_modes(model, checked)
         name_quantizers(model)
+
+
+def with_all_shared(
+    record: Mapping[str, Any], state: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Return a record that names every slot of a shared quantizer, as some of torchq 0.2.0 do not.
+
+    They name the first slot of each module alone. The ranges tell where the quantizer stands too.
+
+    Args:
+        record: from a file.
+        state: the tensors of the file.
+        prefix: what the names of these tensors have before the paths of the record.
+
+    Raises:
+        ConfigError: The record is damaged, or of another version.
+    """
+    checked = _Record.read(record)
+    groups = [list(group) for group in checked.shared]
+    named = {*checked.modes, *(path for group in groups for path in group)}
+    earlier: list[str] = []
+    for key in [key for key in state if key.startswith(prefix) and key.endswith(".amax")]:
+        path = key.removeprefix(prefix).removesuffix(".amax")
+        parent = path.rpartition(".")[0]
+        for first in earlier if path not in named else ():
+            amax = state[f"{prefix}{first}.amax"]
+            if first.rpartition(".")[0] == parent and _equal(amax, state[key]):
+                group = next((group for group in groups if first in group), [first])
+                groups += [group] if group not in groups else []
+                group.append(path)
+                named.add(path)
+                break
+        earlier += [path] if path in named else []
+    return {**record, "shared": groups}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    is_readable = isinstance(one, Tensor) and isinstance(other, Tensor) and not one.is_meta
+    return is_readable and one.shape == other.shape and one.tolist() == other.tolist()
 
 
 def _public_path(path: str) -> str:

@@ -17,7 +17,7 @@ from torchq.swap.apply import name_quantizers
 from torchq.utils import qualified_name, replacing
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
-from torchq.workflow.record import apply_record_, public_state, swap_record
+from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
 
 __all__ = ["load", "load_model", "save"]
 
@@ -114,7 +114,7 @@ def _unpack(
                 f"load: {os.fspath(path)}: got no 'state_dict'; expected named tensors. The file "
                 "is damaged"
             )
-        return data["torchq"], state, model
+        return with_all_shared(data["torchq"], state), state, model
     state = {} if state is None else dict(state)
     found = record_in(state)
     if found is None:
@@ -124,9 +124,10 @@ def _unpack(
         )
     prefix, record = found
     parts = dict(model.named_modules(remove_duplicate=False))
+    inside = f"{prefix}." if prefix else ""
+    record = with_all_shared(record, state, inside)
     if prefix in parts:
         return record, state, parts[prefix]
-    inside = f"{prefix}."
     own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
     return record, own, model
 
