@@ -26,7 +26,7 @@ def attend_in_bfloat16(
     """Return the attention of ``query`` to ``key``, with products of bfloat16 numbers.
 
     CPUs with AVX512_BF16 or AMX multiply these faster than float32. Which of the two forms is the
-    faster one depends on the CPU and on the number of tokens (benchmarks/deploy_attention.py).
+    faster one depends on the CPU and on the number of tokens.
 
     Args:
         query: float32, (..., L, width). Anything but float32 is left to torch's kernel.
