@@ -18,7 +18,6 @@ import torchq
 from torchq.ptq import (
     RunOptions,
     adaround_,
-    awq_,
     correct_bias_,
     gptq_,
     learn_ranges_,
@@ -49,11 +48,10 @@ def net(recipe: Any = None) -> Any:
 def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
     """Return the state dict that each algorithm leaves."""
     run, found = RunOptions(group=group), {}
-    for name, function in (("smooth_", smooth_), ("awq_", awq_)):
-        model = net(torchq.recipes.integer(4, 8))
-        function(model, data, run=run, progress=False)
-        torchq.calibrate(model, data, method="auto", group=group, progress=False)
-        found[name] = model.state_dict()
+    model = net(torchq.recipes.integer(4, 8))
+    smooth_(model, data, run=run, progress=False)
+    torchq.calibrate(model, data, method="auto", group=group, progress=False)
+    found["smooth_"] = model.state_dict()
     for name in ("correct_bias_", "gptq_", "learn_ranges_", "adaround_"):
         model = net(torchq.recipes.integer(3, 8))
         torchq.calibrate(model, data, group=group, progress=False)

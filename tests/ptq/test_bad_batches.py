@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.ptq.test_interrupts import state
 from torchq.errors import CalibrationError, ConfigError, QuantizationError, TorchqError
-from torchq.ptq import adaround_, awq_, correct_bias_, equalize_, gptq_, learn_ranges_, smooth_
+from torchq.ptq import adaround_, correct_bias_, equalize_, gptq_, learn_ranges_, smooth_
 from torchq.ptq.blockwise import grid_of
 
 GOOD = torch.rand(16, 6, generator=torch.Generator().manual_seed(0))
@@ -37,7 +37,6 @@ def ready() -> Any:
 
 FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
     "smooth_": (quantized, lambda m, b: smooth_(m, b, progress=False)),
-    "awq_": (quantized, lambda m, b: awq_(m, b, progress=False)),
     "correct_bias_": (ready, lambda m, b: correct_bias_(m, b, progress=False)),
     "gptq_": (ready, lambda m, b: gptq_(m, b, progress=False)),
     "learn_ranges_": (ready, lambda m, b: learn_ranges_(m, b, steps=2, progress=False)),

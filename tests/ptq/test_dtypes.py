@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import torchq
 from torchq.ptq import (
     adaround_,
-    awq_,
     correct_bias_,
     equalize_,
     gptq_,
@@ -94,7 +93,6 @@ def test_what_follows_calibration_makes_the_output_no_worse(name: str, dtype: to
 
 BEFORE: dict[str, Callable[[Any, list[Tensor]], object]] = {
     "smooth_": lambda m, b: smooth_(m, b, alpha=0.5, progress=False),
-    "awq_": lambda m, b: awq_(m, b, progress=False),
     "equalize_": lambda m, b: equalize_(m, b[0]),
 }
 

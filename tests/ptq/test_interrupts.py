@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchq
 from torchq.ptq import (
     adaround_,
-    awq_,
     correct_bias_,
     equalize_,
     gptq_,
@@ -91,7 +90,6 @@ def places(function: Callable[[Any], object], model: nn.Module) -> list[int]:
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "equalize_": (net, lambda m: equalize_(m, BATCHES[0], absorb_biases=True)),
     "smooth_": (quantized, lambda m: smooth_(m, BATCHES, progress=False)),
-    "awq_": (quantized, lambda m: awq_(m, BATCHES, progress=False)),
     "correct_bias_": (
         lambda: quantized(ready=True),
         lambda m: correct_bias_(m, BATCHES, progress=False),

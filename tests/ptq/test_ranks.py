@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-NAMES = ["smooth_", "awq_", "correct_bias_", "gptq_", "learn_ranges_", "adaround_", "tune"]
+NAMES = ["smooth_", "correct_bias_", "gptq_", "learn_ranges_", "adaround_", "tune"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,7 +33,7 @@ def test_every_rank_has_the_same_result(
     assert all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", NAMES[:3])
 def test_the_result_is_that_of_one_process(
     found: list[dict[str, dict[str, torch.Tensor]]], name: str
 ) -> None:

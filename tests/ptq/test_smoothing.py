@@ -202,3 +202,24 @@ def test_factors_that_would_be_worse_than_none_are_left_out() -> None:
     assert torch.equal(model[0].weight, before)
     assert model[0].input_quantizer.pre_quant_scale is None
     assert report.groups[0].spread_before == report.groups[0].spread_after
+
+
+def test_an_interrupt_changes_nothing() -> None:
+    """The fourth run is the one that verifies the output after all factors are folded."""
+    model, runs = net(), 0
+    before = copy.deepcopy(model.state_dict())
+
+    def interrupted(model: nn.Module, batch: Tensor) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 4:
+            assert not torch.equal(model.norm.weight, before["norm.weight"])
+            raise KeyboardInterrupt
+        return model(batch)
+
+    run = torchq.ptq.RunOptions(forward=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smooth_(model, batches(), run=run, progress=False)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())

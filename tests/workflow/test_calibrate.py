@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -345,3 +346,13 @@ def test_an_interruption_between_two_ranges_sets_none(
     with pytest.raises(KeyboardInterrupt):
         torchq.calibrate(model, data, progress=False)
     assert not any(q.calibrated for q in quantizers(model).values())
+
+
+def test_weights_that_were_calibrated_alone_are_kept_in_silence() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torchq.quantize_(model, torchq.recipes.integer(4, 8))
+    torchq.workflow.calibrate_weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = torchq.calibrate(model, [torch.randn(16, 8)], progress=False)
+    assert report.kept == ("0.weight_quantizer", "1.weight_quantizer")

@@ -10,19 +10,10 @@ from torchq.ptq.blockwise import LazyWeights, RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.learned_ranges import LearnedRangesReport, learn_ranges_
-from torchq.ptq.smoothing import (
-    AWQGroup,
-    AWQReport,
-    SmoothedGroup,
-    SmoothReport,
-    awq_,
-    smooth_,
-)
+from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
 from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
 __all__ = [
-    "AWQGroup",
-    "AWQReport",
     "AdaRoundBlock",
     "AdaRoundReport",
     "BiasReport",
@@ -39,7 +30,6 @@ __all__ = [
     "TuneTrial",
     "TunedConfig",
     "adaround_",
-    "awq_",
     "correct_bias_",
     "equalize_",
     "gptq_",

@@ -245,11 +245,11 @@ def _unexpected(
 ) -> set[str]:
     """Return the quantizers with known ranges that a caller may not expect.
 
-    Where weights and no inputs have ranges, an algorithm has set those of the weights.
+    Where weights and no inputs have ranges, :func:`calibrate_weights` has set those of the weights.
     """
     of_inputs = {name for name, q in live.items() if id(q) not in weights}
-    is_algorithm = of_inputs and done.isdisjoint(of_inputs)
-    return set() if is_algorithm else done
+    weights_alone = of_inputs and done.isdisjoint(of_inputs)
+    return set() if weights_alone else done
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:

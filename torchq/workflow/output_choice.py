@@ -217,6 +217,6 @@ def set_range_by_output(
             dist.all_reduce(error, group=group)
         return error
 
-    amax, _ = search_weight_amax(layer, x, add=add)
+    amax = search_weight_amax(layer, x, add=add)
     quantizer.set_amax(amax)
     return True

@@ -6,7 +6,7 @@ clipping search of the authors' code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import TensorQuantizer
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
-__all__ = ["WEIGHT_FRACTIONS", "output_error", "search_weight_amax"]
+__all__ = ["WEIGHT_FRACTIONS", "search_weight_amax"]
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
 WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
@@ -31,9 +31,8 @@ def search_weight_amax(
     layer: Any,
     x: Tensor,
     *,
-    fractions: Sequence[float] = WEIGHT_FRACTIONS,
     add: Callable[[Tensor], Tensor] = _same,
-) -> tuple[Tensor, float]:
+) -> Tensor:
     """Return the weight range of least squared error of the layer's output.
 
     Every group of the weight takes its own fraction of its largest magnitude. Where a group is a
@@ -43,38 +42,23 @@ def search_weight_amax(
         layer: a Linear or Conv layer whose weight has a symmetric quantizer.
         x: samples of its input, (groups, inputs, samples); see
             :func:`torchq.workflow.layer_matrices.input_matrix`.
-        fractions: what is tried.
         add: from the errors of these samples to those of all, where several processes have some.
 
     Returns:
-        The range, of the shape of the quantizer's amax, and the mean of the fractions.
+        The range, of the shape of the quantizer's amax.
     """
     quantizer: TensorQuantizer = layer.weight_quantizer
     d, weight = quantizer.descriptor, layer.weight.detach().float()
     largest = reduce_amax(weight, d.granularity)
     loss = _loss(layer, x.float(), d.granularity)
     best, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
-    for fraction in fractions:
+    for fraction in WEIGHT_FRACTIONS:
         amax = largest * fraction
         rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)
         error = add(loss(rounded - weight).view(largest.shape))
         best = torch.where(error < least, fraction, best)
         least = torch.minimum(error, least)
-    return largest * best, best.mean().item()
-
-
-def output_error(layer: Any, x: Tensor, rounded: Tensor, rounded_x: Tensor) -> float:
-    """Return the squared error of the output of ``layer`` on samples, over its power.
-
-    Args:
-        layer: a Linear or Conv layer.
-        x: (groups, inputs, samples).
-        rounded: what takes the place of its weight.
-        rounded_x: what takes the place of ``x``.
-    """
-    expected = weight_matrix(layer, layer.weight.detach().float()) @ x
-    found = weight_matrix(layer, rounded.float()) @ rounded_x
-    return float((found - expected).square().sum() / expected.square().sum().clamp(min=1e-30))
+    return largest * best
 
 
 def _loss(layer: Any, x: Tensor, granularity: Granularity) -> Callable[[Tensor], Tensor]:

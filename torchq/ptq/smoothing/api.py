@@ -133,8 +133,6 @@ def smooth_(
         model,
         batches,
         lambda group, inputs: _smooth(group, inputs, alpha),
-        lambda group, inputs, done: done,
-        weights=False,
         tolerance=tolerance,
         run=run or RunOptions(),
         progress=progress,
@@ -153,7 +151,7 @@ def _smooth(group: ChannelGroup, inputs: Inputs, asked: float | str) -> Smoothed
 
     alpha: float | None
     if isinstance(asked, str):
-        alpha, _ = best_alpha(group, inputs, factors, (None, *_ALPHAS))
+        alpha = best_alpha(group, inputs, factors, (None, *_ALPHAS))
     else:
         alpha = asked
     found = factors(alpha)

@@ -31,20 +31,13 @@ class Inputs:
 
     Attributes:
         largest: the largest magnitude of each channel.
-        total: the sum of the magnitudes of each channel.
         count: how many values of a channel that are.
         samples: some rows of the input of Linear layers, or some images.
     """
 
     largest: Tensor
-    total: Tensor
     count: int
     samples: Tensor
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean magnitude of each channel."""
-        return self.total / max(self.count, 1)
 
     def matrix(self, layer: Any) -> Tensor:
         """Return the samples as a layer reads them, (groups, inputs, samples)."""
@@ -53,16 +46,15 @@ class Inputs:
 
     def over_ranks(self, group: Group) -> Inputs:
         """Return the inputs of all processes of ``group``."""
-        count = torch.tensor(self.count, dtype=torch.float64, device=self.total.device)
-        total, number = all_sums([self.total, count], group)
+        count = torch.tensor(self.count, dtype=torch.float64, device=self.largest.device)
+        (number,) = all_sums([count], group)
         largest = all_largest(self.largest, group)
-        return Inputs(largest, total, int(number), all_rows(self.samples, group))
+        return Inputs(largest, int(number), all_rows(self.samples, group))
 
     def add(self, other: Inputs) -> Inputs:
         """Return the inputs of both."""
         return Inputs(
             torch.maximum(self.largest, other.largest),
-            self.total + other.total,
             self.count + other.count,
             torch.cat([self.samples, other.samples]),
         )
@@ -131,4 +123,4 @@ def _inputs(layer: Any, x: Tensor, batches: int) -> Inputs:
     samples = rows[:: max(1, len(rows) // each)][:each].clone()
     nothing = channels.new_zeros(1, channels.shape[1])
     largest = torch.cat([channels, nothing]).amax(0)  # also without a row
-    return Inputs(largest, channels.sum(0), len(channels), samples)
+    return Inputs(largest, len(channels), samples)

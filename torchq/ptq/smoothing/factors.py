@@ -19,24 +19,20 @@ from torchq.utils import device_of
 __all__ = ["channel_factors", "fold_", "model_outputs", "relative_error", "restored_on_error"]
 
 
-def channel_factors(x: Tensor, weight: Tensor | None, alpha: float) -> Tensor:
+def channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
     """Return ``x_j^alpha / weight_j^(1 - alpha)`` of each channel j.
 
-    With the largest magnitudes of inputs and weights it is equation 4 of SmoothQuant; with the mean
-    magnitude of inputs and without weights it is equation 5 of AWQ. The factors are divided by
-    their geometric mean, so that equal channels change nothing. A channel that is zero on either
-    side keeps the factor 1.
+    With the largest magnitudes it is equation 4 of the paper. The factors are divided by their
+    geometric mean, so that equal channels change nothing. A channel that is zero on either side
+    keeps the factor 1.
 
     Args:
         x: the size of each input channel.
-        weight: the size of each column of the weights, or None.
+        weight: the size of each column of the weights.
         alpha: 0 to 1.
     """
-    live = x > 0
-    log = alpha * x.clamp(min=1e-30).log()
-    if weight is not None:
-        live = live & (weight > 0)
-        log = log - (1 - alpha) * weight.clamp(min=1e-30).log()
+    live = (x > 0) & (weight > 0)
+    log = alpha * x.clamp(min=1e-30).log() - (1 - alpha) * weight.clamp(min=1e-30).log()
     if not bool(live.any()):
         return torch.ones_like(x)
     return torch.where(live, (log - log[live].mean()).exp(), 1.0)
@@ -83,18 +79,14 @@ def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor], group: G
 
 @contextmanager
 def restored_on_error(groups: list[ChannelGroup]) -> Iterator[None]:
-    """Bring weights, factors and weight ranges back if anything ends the block early."""
+    """Bring weights and factors back if anything ends the block early."""
     layers = [layer for group in groups for _, layer in group.layers]
     inputs = [layer.input_quantizer for layer in layers]
     scales = [(q, q.pre_quant_scale) for q in inputs if hasattr(q, "pre_quant_scale")]
-    weights = [layer.weight_quantizer for layer in layers]
-    ends = [(q, q.ends()) for q in weights if hasattr(q, "ends")]
     with tensors_restored_on_error(m for group in groups for m in group.modules()):
         try:
             yield
         except BaseException:
             for quantizer, scale in scales:
                 quantizer.pre_quant_scale = scale
-            for quantizer, saved in ends:
-                quantizer.set_ends(saved)
             raise

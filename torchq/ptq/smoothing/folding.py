@@ -17,7 +17,7 @@ from torchq.ptq.modes import quantizers_off
 from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
 from torchq.ptq.smoothing.factors import model_outputs, relative_error, restored_on_error
 from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
-from torchq.utils import evaluating, progress_bar
+from torchq.utils import evaluating
 from torchq.workflow import quantizers
 
 __all__ = ["check_not_calibrated", "fold_all"]
@@ -25,7 +25,6 @@ __all__ = ["check_not_calibrated", "fold_all"]
 # The change of a float32 output that is accepted without being asked for.
 _TOLERANCE = 1e-4
 
-Folded = TypeVar("Folded")
 Result = TypeVar("Result")
 
 
@@ -43,10 +42,8 @@ def fold_all(
     where: str,
     model: nn.Module,
     batches: Iterable[Any],
-    fold: Callable[[ChannelGroup, Inputs], Folded],
-    finish: Callable[[ChannelGroup, Inputs, Folded], Result],
+    fold: Callable[[ChannelGroup, Inputs], Result],
     *,
-    weights: bool,
     tolerance: float | None,
     run: RunOptions,
     progress: bool,
@@ -58,21 +55,19 @@ def fold_all(
         model: quantized and not calibrated.
         batches: each holds the arguments of one call.
         fold: changes one group in place, in float.
-        finish: what follows for each group, once the output is verified.
-        weights: which groups: all with quantized weights; or those with quantized inputs.
         tolerance: the largest relative change of the float output; None chooses it by the dtype.
         run: how the model is run.
         progress: show progress bars.
 
     Returns:
-        What ``finish`` returned, in running order; the reasons for layers that were left alone; and
+        What ``fold`` returned, in running order; the reasons for layers that were left alone; and
         the change of the output.
     """
     kept = list(islice(checked_batches(where, batches), run.num_batches))
     if not kept:
         raise CalibrationError(f"{where}: got no batch; expected at least one")
     with torch.no_grad(), evaluating(model), quantizers_off(model):
-        groups, skipped = find_groups(model, kept[0], weights=weights)
+        groups, skipped = find_groups(model, kept[0])
         if not groups:
             reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
             raise ConfigError(
@@ -92,10 +87,7 @@ def fold_all(
                     f"{most:.1e}. The model is as before. A norm may use its weight in "
                     "another way than as a factor"
                 )
-            steps = list(zip(groups, folded, strict=True))
-            bar = progress_bar(steps, description=f"{where}: groups", enabled=progress)
-            done = [finish(group, seen[group.names[0]], one) for group, one in bar]
-    return tuple(done), skipped, error
+    return tuple(folded), skipped, error
 
 
 def _largest_change(groups: list[ChannelGroup]) -> float:

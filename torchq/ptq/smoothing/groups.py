@@ -40,25 +40,13 @@ class ChannelGroup:
         if self.source is not None:
             yield self.source[1]
 
-    def takes_scale(self) -> bool:
-        """Return True if the input quantizers can multiply by factors (``pre_quant_scale``)."""
-        return all(
-            isinstance(layer, nn.Linear) and isinstance(layer.input_quantizer, TensorQuantizer)
-            for _, layer in self.layers
-        )
 
-
-def find_groups(
-    model: nn.Module, example: Any, *, weights: bool
-) -> tuple[list[ChannelGroup], dict[str, str]]:
+def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dict[str, str]]:
     """Return the groups in running order, and the layers that cannot be treated.
 
     Args:
         model: a quantized model whose quantizers are off.
         example: the arguments of one call.
-        weights: False finds Linear layers with quantized inputs and norms before them, and Conv
-            layers with quantized inputs behind a layer. True finds Linear and Conv layers with
-            quantized weights, and norms and layers before them.
     """
     flow = record(model, example, _is_leaf)
     skipped: dict[str, str] = {}
@@ -69,7 +57,7 @@ def find_groups(
         if call.name not in wanted or call.module is not wanted[call.name]:
             continue
         reached.add(call.name)
-        reason = _obstacle(model, flow, call, weights)
+        reason = _obstacle(model, flow, call)
         if reason is None:
             # An input of the model has no source, and its layers stay apart.
             key = call.inputs or (-1 - call.index,)
@@ -80,12 +68,12 @@ def find_groups(
     groups: list[ChannelGroup] = []
     for key, calls in chosen.items():
         layers = tuple((call.name, call.module) for call in calls)
-        source = _source(model, flow, key, calls, weights, example)
+        source = _source(model, flow, key, calls, example)
         if source is not None:
             groups.append(ChannelGroup(layers, source))
             continue
         for name, layer in layers:
-            if weights or isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear):
                 groups.append(ChannelGroup(((name, layer),), None))
             else:
                 skipped[name] = "nothing before it can take the factors of its channels"
@@ -104,16 +92,10 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_torch_leaf(module) or isinstance(module, QuantModule) or is_norm(module)
 
 
-def _obstacle(model: nn.Module, flow: Flow, call: Call, weights: bool) -> str | None:
+def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
     """Return why the input channels of a layer cannot be scaled, or None."""
     layer: Any = call.module
-    if weights and not isinstance(layer.weight_quantizer, TensorQuantizer):
-        return "its weight is not quantized"
-    if weights and layer.weight_quantizer.descriptor.dynamic:
-        return "its weight range is dynamic"
-    if weights and not layer.weight_quantizer.descriptor.symmetric:
-        return "its weight range is asymmetric"
-    if not weights and not isinstance(layer.input_quantizer, TensorQuantizer):
+    if not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
     reason = takes_factors(model, flow, call)
     if reason is not None:
@@ -128,7 +110,6 @@ def _source(
     flow: Flow,
     key: tuple[int, ...],
     calls: list[Call],
-    weights: bool,
     example: Any,
 ) -> tuple[str, Any] | None:
     """Return what makes the channels that exactly these calls read, or None."""
@@ -143,5 +124,4 @@ def _source(
         fits = source.module.weight.shape[0] == calls[0].module.weight.shape[1]  # type: ignore
         return (source.name, source.module) if runs_once and fits else None
     is_convolution = isinstance(calls[0].module, CONVOLUTIONS)
-    searched = weights or is_convolution
-    return layer_before(model, flow, source, calls, example) if searched else None
+    return layer_before(model, flow, source, calls, example) if is_convolution else None

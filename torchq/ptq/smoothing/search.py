@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,40 +15,32 @@ from torchq.ptq.smoothing.channel_inputs import Inputs
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
-__all__ = ["best_alpha", "entry_factors", "quantized"]
-
-
-Exponent = TypeVar("Exponent", float, float | None)
+__all__ = ["best_alpha"]
 
 
 def best_alpha(
     group: ChannelGroup,
     inputs: Inputs,
-    factors: Callable[[Exponent], Tensor],
-    alphas: Sequence[Exponent],
-) -> tuple[Exponent, dict[Exponent, float]]:
-    """Return the exponent with the least squared error of the outputs of a group, and all errors.
+    factors: Callable[[float | None], Tensor],
+    alphas: Sequence[float | None],
+) -> float | None:
+    """Return the exponent with the least squared error of the outputs of a group.
 
     Args:
         group: its layers have quantizers, whose formats are tried with the largest magnitudes.
         inputs: what it reads.
         factors: from an exponent to the factor of each channel.
         alphas: the exponents; of several with the same error the first one is returned.
-
-    Returns:
-        The exponent, and for each exponent the error over the power of the outputs.
     """
     matrices = [(layer, inputs.matrix(layer)) for _, layer in group.layers]
-    power = sum(float(_product(layer, x).square().sum()) for layer, x in matrices)
     errors = {}
     for alpha in alphas:
         scale = factors(alpha)
-        total = sum(_error(layer, x, entry_factors(layer, scale)) for layer, x in matrices)
-        errors[alpha] = total / max(power, 1e-30)
-    return min(alphas, key=errors.__getitem__), errors
+        errors[alpha] = sum(_error(layer, x, _entry_factors(layer, scale)) for layer, x in matrices)
+    return min(alphas, key=errors.__getitem__)
 
 
-def entry_factors(layer: Any, factors: Tensor) -> Tensor:
+def _entry_factors(layer: Any, factors: Tensor) -> Tensor:
     """Return the factor of every entry of the input matrix of a layer, (groups, inputs)."""
     if isinstance(layer, nn.Linear):
         return factors.unsqueeze(0)
@@ -63,7 +55,7 @@ def _product(layer: Any, x: Tensor) -> Tensor:
 def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     """Return the squared error of the output of one layer with some factors."""
     weight = weight_matrix(layer, layer.weight.detach().float()) * factors.unsqueeze(1)
-    rounded = quantized(layer.weight_quantizer, weight_from_matrix(layer, weight))
+    rounded = _quantized(layer.weight_quantizer, weight_from_matrix(layer, weight))
     x_rounded = _quantized_inputs(layer, x / factors.unsqueeze(2))
     found = weight_matrix(layer, rounded) @ x_rounded
     return float((found - _product(layer, x)).square().sum())
@@ -73,13 +65,13 @@ def _quantized_inputs(layer: Any, x: Tensor) -> Tensor:
     """Return an input matrix as the input quantizer would round it."""
     quantizer = layer.input_quantizer
     if isinstance(layer, nn.Linear):
-        return quantized(quantizer, x[0].t()).t().unsqueeze(0)
+        return _quantized(quantizer, x[0].t()).t().unsqueeze(0)
     d = getattr(quantizer, "descriptor", None)
     is_whole = d is not None and isinstance(d.granularity, PerTensor)
-    return quantized(quantizer, x) if is_whole else x
+    return _quantized(quantizer, x) if is_whole else x
 
 
-def quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
+def _quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
     """Return ``x`` fake quantized in the range of its largest magnitudes."""
     if not isinstance(quantizer, TensorQuantizer):
         return x

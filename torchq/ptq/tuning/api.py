@@ -76,8 +76,8 @@ def tune(
     """Find settings with which the quantized model keeps a metric.
 
     After the recipe itself these are tried in turn: other calibration methods, unsigned inputs, 8
-    bits for the first and last layer, equalization of convolutions, and for transformers
-    SmoothQuant and AWQ, then bias correction, GPTQ and AdaRound. Each trial changes the best
+    bits for the first and last layer, equalization of convolutions, SmoothQuant for
+    transformers, then bias correction, GPTQ and AdaRound. Each trial changes the best
     settings so far in one point. The first trial that keeps the metric ends the search. If
     none does, mixed precision follows: four trials that halve the interval between the recipe's
     weights and wider ones, for the fewest mean bits that keep the metric.

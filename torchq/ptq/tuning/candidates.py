@@ -20,8 +20,6 @@ Candidate = tuple[str, TunedConfig]
 _METHODS = ("auto", "mse", "percentile", "entropy")
 _END_BITS = 8
 _FLOAT_BITS = 32
-# Weights of so few bits gain from scaling columns.
-_FEW_BITS = 4
 # What norms of transformers are called; other libraries have their own classes.
 _NORMS = ("LayerNorm", "RMSNorm")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -93,7 +91,6 @@ def _prepared(best: TunedConfig, model: nn.Module) -> Iterator[Candidate]:
     kinds = {type(module).__name__ for module in model.modules()}
     if any(kind.endswith(_NORMS) for kind in kinds):
         names.append("smoothing")
-        names += ["awq"] if fewest_weight_bits(best.config) <= _FEW_BITS else []
     for name in names:
         yield name, replace(best, before=(*best.before, name))
 

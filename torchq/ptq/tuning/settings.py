@@ -18,7 +18,7 @@ from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
 from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
-from torchq.ptq.smoothing import awq_, smooth_
+from torchq.ptq.smoothing import smooth_
 from torchq.swap import quantize_
 from torchq.utils import NotebookText, check_fields, parse_json, short_repr
 from torchq.workflow import calibrate
@@ -37,7 +37,6 @@ def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> An
 PREPARATIONS: Mapping[str, Any] = {
     "equalization": _equalized,
     "smoothing": smooth_,
-    "awq": awq_,
 }
 
 #: Algorithms after calibration, by name.
