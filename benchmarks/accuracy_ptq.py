@@ -57,7 +57,7 @@ _CALIBRATION = 512
 _POOL = 4096
 # The most training images that an algorithm sees; the divergence is measured on the others.
 _MOST_IMAGES = 1024
-# Changed copies of each image, for learned ranges and the rounding after them.
+# Changed copies of each image.
 _COPIES = 3
 # Training steps of the last part of learned rounding.
 _FINISH = 300
@@ -125,12 +125,6 @@ def _adaround_finish(model: nn.Module, batches: list[torch.Tensor], seed: int) -
     torchq.ptq.adaround_(model, batches, steps=0, finish=_FINISH, seed=seed, progress=False)
 
 
-def _learn_ranges_gptq(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
-    batches = _with_changed_copies(batches, seed, _COPIES)
-    torchq.ptq.learn_ranges_(model, batches, seed=seed, progress=False)
-    torchq.ptq.gptq_(model, batches, progress=False)
-
-
 def _gptq_copies(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     batches = _with_changed_copies(batches, seed, _COPIES)
     torchq.ptq.gptq_(model, batches, progress=False)
@@ -154,7 +148,6 @@ _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None
     "gptq_, 1,024 images": (_gptq, 1024),
     "smooth_, gptq_": (_smooth_gptq, 512),
     "gptq_, 1,024 images and copies": (_gptq_copies, 1024),
-    "learn_ranges_, gptq_": (_learn_ranges_gptq, 1024),
     "adaround_, steps=0": (_adaround_finish, 1024),
     "adaround_, finish=0": (_adaround_blocks, 1024),
     "adaround_": (_adaround, 1024),

@@ -20,7 +20,6 @@ from torchq.ptq import (
     adaround_,
     correct_bias_,
     gptq_,
-    learn_ranges_,
     smooth_,
     tune,
 )
@@ -52,13 +51,11 @@ def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
     smooth_(model, data, run=run, progress=False)
     torchq.calibrate(model, data, method="auto", group=group, progress=False)
     found["smooth_"] = model.state_dict()
-    for name in ("correct_bias_", "gptq_", "learn_ranges_", "adaround_"):
+    for name in ("correct_bias_", "gptq_", "adaround_"):
         model = net(torchq.recipes.integer(3, 8))
         torchq.calibrate(model, data, group=group, progress=False)
         if name == "correct_bias_":
             correct_bias_(model, data, group=group, progress=False)
-        elif name == "learn_ranges_":
-            learn_ranges_(model, data, steps=4, run=run, progress=False)
         elif name == "gptq_":
             gptq_(model, data, run=run, progress=False)
         else:

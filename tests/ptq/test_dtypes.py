@@ -16,7 +16,6 @@ from torchq.ptq import (
     correct_bias_,
     equalize_,
     gptq_,
-    learn_ranges_,
     smooth_,
 )
 
@@ -72,7 +71,6 @@ AFTER: dict[str, Callable[[Any, list[Tensor]], object]] = {
     "correct_bias_": lambda m, b: correct_bias_(m, b, progress=False),
     "gptq_": lambda m, b: gptq_(m, b, progress=False),
     "adaround_": lambda m, b: adaround_(m, b, steps=15, finish=5, progress=False),
-    "learn_ranges_": lambda m, b: learn_ranges_(m, b, steps=10, progress=False),
 }
 
 

@@ -16,7 +16,6 @@ from torchq.ptq import (
     correct_bias_,
     equalize_,
     gptq_,
-    learn_ranges_,
     smooth_,
 )
 
@@ -93,10 +92,6 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "correct_bias_": (
         lambda: quantized(ready=True),
         lambda m: correct_bias_(m, BATCHES, progress=False),
-    ),
-    "learn_ranges_": (
-        lambda: quantized(ready=True),
-        lambda m: learn_ranges_(m, BATCHES, steps=3, progress=False),
     ),
 }
 

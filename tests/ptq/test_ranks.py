@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-NAMES = ["smooth_", "correct_bias_", "gptq_", "learn_ranges_", "adaround_", "tune"]
+NAMES = ["smooth_", "correct_bias_", "gptq_", "adaround_", "tune"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,6 @@ from torchq.ptq.bias_correction import BiasReport, correct_bias_
 from torchq.ptq.blockwise import LazyWeights, RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
-from torchq.ptq.learned_ranges import LearnedRangesReport, learn_ranges_
 from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
 from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
@@ -22,7 +21,6 @@ __all__ = [
     "GPTQLayer",
     "GPTQReport",
     "LazyWeights",
-    "LearnedRangesReport",
     "RunOptions",
     "SmoothReport",
     "SmoothedGroup",
@@ -33,7 +31,6 @@ __all__ = [
     "correct_bias_",
     "equalize_",
     "gptq_",
-    "learn_ranges_",
     "smooth_",
     "tune",
 ]

@@ -25,7 +25,7 @@ from torchq.ptq.blockwise import Block, Replay
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import rank_in
 
-__all__ = ["Finish", "WholeModel", "layer_biases", "output_distance"]
+__all__ = ["Finish"]
 
 _RATE = 1e-3
 # Rows of a batch in one step.

@@ -99,14 +99,9 @@ class LearnedBlock:
         own = [m.bias for m in block.layers.values() if m.bias is not None]
         self.biases = [*own, *biases]
 
-    def rates(self, rate: float) -> list[tuple[list[Tensor], float]]:
-        """Return what is learned beside the weights, each list with its learning rate.
-
-        Args:
-            rate: of ranges and biases.
-        """
-        logs = [log for learned in self.ranges for log in learned.logs]
-        return [([*logs, *self.biases], rate)]
+    def others(self) -> list[Tensor]:
+        """Return what is learned beside the weights."""
+        return [*(log for learned in self.ranges for log in learned.logs), *self.biases]
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the output of the block with its soft weights; differentiable."""

@@ -23,7 +23,7 @@ from torchq.ptq.adaround.learned_block import LearnedBlock, biases_learned, mixe
 from torchq.ptq.adaround.soft_rounding import decision_penalty, rectified_sigmoid
 from torchq.ptq.blockwise import map_tensors
 from torchq.ptq.ranks import Group, all_sums
-from torchq.utils import device_of, progress_bar
+from torchq.utils import device_of
 
 __all__ = ["BlockData", "Settings", "learn", "mean_error", "output_error"]
 
@@ -46,8 +46,6 @@ class Settings:
         group: processes that learn together.
         rate: of ranges and biases, at the start.
         loss: from an output and its target.
-        where: the start of error texts, and of the progress bar.
-        progress: show a progress bar of the steps.
     """
 
     steps: int
@@ -56,8 +54,6 @@ class Settings:
     group: Group = None
     rate: float = _RATE
     loss: Callable[[Any, Any], Tensor] | None = None
-    where: str = "adaround_"
-    progress: bool = False
 
     def error(self, out: Any, target: Any) -> Tensor:
         """Return the error that is learned from; :func:`output_error` without a loss."""
@@ -115,30 +111,22 @@ def learn(
         CalibrationError: the loss is NaN or infinite.
     """
     weights = [soft.v for soft in learned.weights.values()]
-    rates = learned.rates(settings.rate)
     groups: list[dict[str, Any]] = [
         {"params": weights, "lr": _RATE_WEIGHTS},
-        *({"params": parameters, "lr": rate} for parameters, rate in rates),
+        {"params": learned.others(), "lr": settings.rate},
     ]
     with torch.enable_grad(), biases_learned(learned.biases):
         parameters = [parameter for group in groups for parameter in group["params"]]
         # Steps of 16-bit values would be rounded away, and their squares would be 0.
         exact = [_in_float32(parameter) for parameter in parameters]
         optimizer = _adam(groups, exact)
-        steps = progress_bar(
-            range(settings.steps),
-            description=settings.where,
-            enabled=settings.progress,
-            unit="step",
-        )
-        for number in steps:
-            for group, (_, rate) in zip(optimizer.param_groups[1:], rates, strict=True):
-                group["lr"] = rate * _cosine(number, settings.steps)
+        for number in range(settings.steps):
+            optimizer.param_groups[1]["lr"] = settings.rate * _cosine(number, settings.steps)
             loss = _loss(learned, data, settings, number, generator)
             (total,) = all_sums([loss.detach()], settings.group)
             if not bool(total.isfinite()):
                 raise CalibrationError(
-                    f"{settings.where}: {name}: the error became NaN or infinite after {number} "
+                    f"adaround_: {name}: the error became NaN or infinite after {number} "
                     "steps; expected finite inputs and outputs. The block keeps its former weights"
                 )
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
