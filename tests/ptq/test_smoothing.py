@@ -134,60 +134,6 @@ def test_layers_that_cannot_be_smoothed_are_named() -> None:
     assert report.skipped == {"1": reason, "2": reason}
 
 
-class Convolutions(nn.Module):
-    """A grouped and a depthwise layer behind layers, and layers that nothing can serve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.grouped = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2)
-        self.depthwise, self.clipped = nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 1)
-        self.shared = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.relu(self.stem(x))
-        x = nn.functional.max_pool2d(nn.functional.leaky_relu(self.grouped(x), 0.1), 2)
-        x = self.clipped(nn.functional.relu6(self.depthwise(x)))
-        return self.shared(x) + x
-
-
-def convolutions() -> Any:
-    torch.manual_seed(0)
-    model = Convolutions().eval()
-    with torch.no_grad():
-        for layer in (model.stem, model.grouped):
-            layer.weight.mul_(torch.logspace(-1, 1, 8).view(-1, 1, 1, 1))
-    torchq.quantize_(model, torchq.recipes.integer(8, 4))
-    return model
-
-
-def test_layers_before_convolutions_take_the_factors() -> None:
-    """Equation 4 for channels of images, which are moved through ReLU and pooling."""
-    model, floats = convolutions(), convolutions()
-    x = [torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))]
-    with torch.no_grad(), torchq.disabled(floats):
-        expected = floats(x[0])
-        read = floats.stem(x[0]).relu().amax((0, 2, 3))
-    w = torch.cat([part.amax(0) for part in floats.grouped.weight.abs().amax((2, 3)).chunk(2)])
-    factors = (read / w).sqrt()
-    factors = (factors / factors.log().mean().exp()).view(-1, 1, 1, 1)
-    report = smooth_(model, x, alpha=0.5, progress=False)
-    torch.testing.assert_close(model.stem.weight, floats.stem.weight / factors)
-    columns = factors.view(2, 1, 4, 1, 1)
-    wanted = (floats.grouped.weight.view(2, 4, 4, 3, 3) * columns).view(8, 4, 3, 3)
-    # Its rows have factors too, those of the depthwise layer behind it.
-    rows = (model.grouped.weight / wanted).flatten(1)
-    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
-    groups = [(group.layers, group.source) for group in report.groups]
-    assert groups == [(("grouped",), "stem"), (("depthwise",), "grouped")]
-    reason = "nothing before it can take the factors of its channels"
-    assert report.skipped == dict.fromkeys(("stem", "clipped", "shared"), reason)
-    errors = []
-    for net in (model, convolutions()):
-        torchq.calibrate(net, x, progress=False)
-        errors.append((net(x[0]) - expected).norm().item())
-    assert errors[0] < 0.9 * errors[1]
-
-
 def test_factors_that_would_be_worse_than_none_are_left_out() -> None:
     """Inputs and weights that have codes without an error, which every exponent would change."""
     torch.manual_seed(0)

@@ -38,8 +38,7 @@ class SmoothedGroup:
 
     Attributes:
         layers: their paths.
-        source: path of the norm or layer that took the inverse factors; None if the input
-            quantizers did.
+        source: path of the norm that took the inverse factors; None if the input quantizers did.
         alpha: the share of the difficulty that moved to the weights; None if nothing changed,
             because all factors would have made the error larger.
         spread_before: the largest over the median magnitude of the input channels.
@@ -88,14 +87,12 @@ def smooth_(
     run: RunOptions | None = None,
     progress: bool = True,
 ) -> SmoothReport:
-    """Divide the input channels of quantized Linear and Conv layers by factors, in place.
+    """Divide the input channels of quantized Linear layers by factors, in place.
 
     Call it after :func:`torchq.quantize_` and before :func:`torchq.calibrate`. The factor of
     channel j is ``max|x_j|^alpha / max|w_j|^(1 - alpha)`` (equation 4 of the paper); the weights
     are multiplied by it. A LayerNorm or RMSNorm whose output only such layers read takes the
-    inverse factors; elsewhere the input quantizer of a Linear layer multiplies by them
-    (``pre_quant_scale``). A Conv layer is treated if a layer before it, through ReLU or pooling,
-    can take them, which costs no arithmetic and helps most where activations have few bits. The
+    inverse factors; elsewhere the input quantizer multiplies by them (``pre_quant_scale``). The
     float output stays the same, which is verified on the first batch. A call that fails changes
     nothing.
 

@@ -15,14 +15,11 @@ from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.ranks import Group, all_largest, all_rows, all_sums
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.utils import device_of, progress_bar
-from torchq.workflow.layer_matrices import input_matrix
 
 __all__ = ["Inputs", "observe_inputs"]
 
-# Rows of the input of a Linear layer, or images of a convolution, that are kept in all.
-_ROWS, _IMAGES = 1024, 16
-# Columns of a matrix of samples.
-_SAMPLES = 1024
+# Rows of the input of a layer that are kept in all.
+_ROWS = 1024
 
 
 @dataclass
@@ -32,17 +29,12 @@ class Inputs:
     Attributes:
         largest: the largest magnitude of each channel.
         count: how many values of a channel that are.
-        samples: some rows of the input of Linear layers, or some images.
+        samples: some rows of the input, (rows, inputs).
     """
 
     largest: Tensor
     count: int
     samples: Tensor
-
-    def matrix(self, layer: Any) -> Tensor:
-        """Return the samples as a layer reads them, (groups, inputs, samples)."""
-        x = input_matrix(layer, self.samples)
-        return x[..., :: max(1, x.shape[2] // _SAMPLES)]
 
     def over_ranks(self, group: Group) -> Inputs:
         """Return the inputs of all processes of ``group``."""
@@ -86,7 +78,7 @@ def observe_inputs(
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             x = (args[0] if args else kwargs["input"]).detach().float()
-            inputs = _inputs(module, x, len(batches))
+            inputs = _inputs(x, len(batches))
             found[name] = found[name].add(inputs) if name in found else inputs
 
         return hook
@@ -112,15 +104,11 @@ def observe_inputs(
     return found
 
 
-def _inputs(layer: Any, x: Tensor, batches: int) -> Inputs:
+def _inputs(x: Tensor, batches: int) -> Inputs:
     """Return the inputs of one call."""
-    if isinstance(layer, nn.Linear):
-        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        channels, each = rows.abs(), max(1, _ROWS // batches)
-    else:
-        rows = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
-        channels, each = rows.abs().transpose(0, 1).flatten(1).t(), max(1, _IMAGES // batches)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    each = max(1, _ROWS // batches)
     samples = rows[:: max(1, len(rows) // each)][:each].clone()
-    nothing = channels.new_zeros(1, channels.shape[1])
-    largest = torch.cat([channels, nothing]).amax(0)  # also without a row
-    return Inputs(largest, len(channels), samples)
+    nothing = rows.new_zeros(1, rows.shape[1])
+    largest = torch.cat([rows.abs(), nothing]).amax(0)  # also without a row
+    return Inputs(largest, len(rows), samples)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchq.graph import call_model, tensors_in
 from torchq.ptq.blockwise import RunOptions
-from torchq.ptq.channels import LAYERS, scale_inputs_, scale_outputs_, tensors_restored_on_error
+from torchq.ptq.channels import scale_inputs_, tensors_restored_on_error
 from torchq.ptq.ranks import Group, all_largest
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.utils import device_of
@@ -41,7 +41,7 @@ def channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
 def fold_(group: ChannelGroup, factors: Tensor) -> None:
     """Multiply the input channels of the layers by factors, and what they read by the inverse.
 
-    A norm or layer before them takes the inverse; without one the input quantizers do.
+    A norm before them takes the inverse; without one the input quantizers do.
 
     Args:
         group: changed in place.
@@ -55,13 +55,10 @@ def fold_(group: ChannelGroup, factors: Tensor) -> None:
             layer.input_quantizer.pre_quant_scale = inverse if old is None else old * inverse
     if group.source is None:
         return
-    source: Any = group.source[1]
-    if isinstance(source, LAYERS):
-        scale_outputs_(source, 1 / factors)
-    else:
-        for parameter in (source.weight, getattr(source, "bias", None)):
-            if parameter is not None:
-                parameter.div_(factors.to(parameter.dtype))
+    norm: Any = group.source[1]
+    for parameter in (norm.weight, getattr(norm, "bias", None)):
+        if parameter is not None:
+            parameter.div_(factors.to(parameter.dtype))
 
 
 def model_outputs(model: Any, batch: Any, run: RunOptions) -> list[Tensor]:

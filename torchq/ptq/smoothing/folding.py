@@ -72,7 +72,7 @@ def fold_all(
             reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
             raise ConfigError(
                 f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
-                "quantized Linear or Conv layers whose input channels can take factors. Run "
+                "quantized Linear layers whose input channels can take factors. Run "
                 "torchq.quantize_ first, or leave this algorithm out"
             )
         seen = observe_inputs(where, model, groups, kept, run, progress)

@@ -1,4 +1,4 @@
-"""Layers that read one tensor, and what can take factors from the channels of this tensor."""
+"""Linear layers that read one tensor, and the norm that makes the channels of this tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import nn
 
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.ptq.channels import CONVOLUTIONS
-from torchq.ptq.smoothing.sources import is_norm, layer_before, takes_factors
 
 __all__ = ["ChannelGroup", "find_groups"]
 
@@ -22,8 +20,8 @@ class ChannelGroup:
 
     Attributes:
         layers: path and layer of each.
-        source: path and module of the norm, or of the layer, that makes the channels of the tensor
-            and can take their factors, because nothing else reads it; None if there is none.
+        source: path and module of the norm that makes the channels of the tensor and can take
+            their factors, because nothing else reads it; None if there is none.
     """
 
     layers: tuple[tuple[str, Any], ...]
@@ -68,15 +66,11 @@ def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dic
     groups: list[ChannelGroup] = []
     for key, calls in chosen.items():
         layers = tuple((call.name, call.module) for call in calls)
-        source = _source(model, flow, key, calls, example)
+        source = _source(flow, key, calls)
         if source is not None:
             groups.append(ChannelGroup(layers, source))
-            continue
-        for name, layer in layers:
-            if isinstance(layer, nn.Linear):
-                groups.append(ChannelGroup(((name, layer),), None))
-            else:
-                skipped[name] = "nothing before it can take the factors of its channels"
+        else:
+            groups += [ChannelGroup((layer,), None) for layer in layers]
     return groups, skipped
 
 
@@ -84,12 +78,12 @@ def _wanted(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) and isinstance(module, QuantModule)
+        if isinstance(module, nn.Linear) and isinstance(module, QuantModule)
     }
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return is_torch_leaf(module) or isinstance(module, QuantModule) or is_norm(module)
+    return is_torch_leaf(module) or isinstance(module, QuantModule) or _is_norm(module)
 
 
 def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
@@ -97,31 +91,34 @@ def _obstacle(model: nn.Module, flow: Flow, call: Call) -> str | None:
     layer: Any = call.module
     if not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
-    reason = takes_factors(model, flow, call)
-    if reason is not None:
-        return reason
+    if len(flow.calls_of(layer)) > 1:
+        return "it runs several times"
+    if call.functional or id(layer) in flow.read:
+        return "its weight is read by a function"
+    if sum(any(p is layer.weight for p in m.parameters(False)) for m in model.modules()) > 1:
+        return "it shares its weight with another module"
     quantizer = layer.input_quantizer
     holders = [m for m in model.modules() if any(c is quantizer for c in m.children())]
     return "it shares its input quantizer with another module" if len(holders) > 1 else None
 
 
-def _source(
-    model: nn.Module,
-    flow: Flow,
-    key: tuple[int, ...],
-    calls: list[Call],
-    example: Any,
-) -> tuple[str, Any] | None:
-    """Return what makes the channels that exactly these calls read, or None."""
+def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> tuple[str, Any] | None:
+    """Return the norm that makes the channels that exactly these calls read, or None."""
     if len(key) != 1 or key[0] < 0:
         return None
     source = flow.calls[key[0]]
     readers = {reader.index for reader in flow.consumers(source)}
     if readers != {call.index for call in calls} or source.index in flow.outputs:
         return None
-    if source.module is not None and is_norm(source.module):
-        runs_once = len(flow.calls_of(source.module)) == 1
-        fits = source.module.weight.shape[0] == calls[0].module.weight.shape[1]  # type: ignore
-        return (source.name, source.module) if runs_once and fits else None
-    is_convolution = isinstance(calls[0].module, CONVOLUTIONS)
-    return layer_before(model, flow, source, calls, example) if is_convolution else None
+    norm: Any = source.module
+    if norm is None or not _is_norm(norm) or len(flow.calls_of(norm)) != 1:
+        return None
+    layer: Any = calls[0].module
+    return (source.name, norm) if norm.weight.shape[0] == layer.weight.shape[1] else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return True for LayerNorm and for RMSNorm, torch's or another library's."""
+    named = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    weight = getattr(module, "weight", None)
+    return named and weight is not None and weight.dim() == 1

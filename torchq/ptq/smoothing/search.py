@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.formats import PerTensor
 from torchq.functional import fake_quantize, reduce_amax, reduce_range
 from torchq.nn import TensorQuantizer
 from torchq.ptq.smoothing.channel_inputs import Inputs
 from torchq.ptq.smoothing.groups import ChannelGroup
-from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
 
 __all__ = ["best_alpha"]
 
@@ -32,43 +30,19 @@ def best_alpha(
         factors: from an exponent to the factor of each channel.
         alphas: the exponents; of several with the same error the first one is returned.
     """
-    matrices = [(layer, inputs.matrix(layer)) for _, layer in group.layers]
-    errors = {}
+    layers, errors = [layer for _, layer in group.layers], {}
     for alpha in alphas:
         scale = factors(alpha)
-        errors[alpha] = sum(_error(layer, x, _entry_factors(layer, scale)) for layer, x in matrices)
+        errors[alpha] = sum(_error(layer, inputs.samples, scale) for layer in layers)
     return min(alphas, key=errors.__getitem__)
-
-
-def _entry_factors(layer: Any, factors: Tensor) -> Tensor:
-    """Return the factor of every entry of the input matrix of a layer, (groups, inputs)."""
-    if isinstance(layer, nn.Linear):
-        return factors.unsqueeze(0)
-    taps = layer.weight[0, 0].numel()
-    return factors.view(layer.groups, -1).repeat_interleave(taps, dim=1)
-
-
-def _product(layer: Any, x: Tensor) -> Tensor:
-    return weight_matrix(layer, layer.weight.detach().float()) @ x
 
 
 def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     """Return the squared error of the output of one layer with some factors."""
-    weight = weight_matrix(layer, layer.weight.detach().float()) * factors.unsqueeze(1)
-    rounded = _quantized(layer.weight_quantizer, weight_from_matrix(layer, weight))
-    x_rounded = _quantized_inputs(layer, x / factors.unsqueeze(2))
-    found = weight_matrix(layer, rounded) @ x_rounded
-    return float((found - _product(layer, x)).square().sum())
-
-
-def _quantized_inputs(layer: Any, x: Tensor) -> Tensor:
-    """Return an input matrix as the input quantizer would round it."""
-    quantizer = layer.input_quantizer
-    if isinstance(layer, nn.Linear):
-        return _quantized(quantizer, x[0].t()).t().unsqueeze(0)
-    d = getattr(quantizer, "descriptor", None)
-    is_whole = d is not None and isinstance(d.granularity, PerTensor)
-    return _quantized(quantizer, x) if is_whole else x
+    weight = layer.weight.detach().float()
+    rounded = _quantized(layer.weight_quantizer, weight * factors)
+    found = _quantized(layer.input_quantizer, x / factors) @ rounded.t()
+    return float((found - x @ weight.t()).square().sum())
 
 
 def _quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
