@@ -87,6 +87,29 @@ def test_no_case_is_wrong_and_most_are_converted() -> None:
     assert right >= CONVERTED * len(CASES) // 1884
 
 
+#: Operators that have a case each; a network of any toolkit before may hold them.
+USUAL = """Abs Add And ArgMax Attention AveragePool BatchNormalization Cast Clip Concat Constant
+    ConstantOfShape Conv ConvTranspose Cos DepthToSpace Div Elu Equal Erf Exp Expand Flatten Floor
+    GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater HardSigmoid
+    HardSwish Identity InstanceNormalization LSTM LayerNormalization LeakyRelu Less Log LogSoftmax
+    MatMul Max MaxPool Min Mul Neg NonMaxSuppression NonZero Not OneHot PRelu Pad Pow Range
+    Reciprocal ReduceL2 ReduceMax ReduceMean ReduceSum Relu Reshape Resize RoiAlign ScatterElements
+    ScatterND Shape Sigmoid Sin Slice Softmax Softplus SpaceToDepth Split Sqrt Squeeze Sub Sum Tan
+    Tanh Tile TopK Transpose Unsqueeze Where"""
+
+
+@pytest.mark.parametrize("op_type", USUAL.split())
+def test_usual_operators_are_converted(op_type: str) -> None:
+    nodes = ((name, node) for name, case in CASES.items() for node in case.model.graph.node)
+    assert any(outcome(name) == "right" for name, node in nodes if node.op_type == op_type)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "roialign", "resize", "nonmaxsuppression"])
+def test_every_case_of_sequences_and_detectors_is_converted(kind: str) -> None:
+    outcomes = {name: outcome(name) for name in CASES if name.startswith(f"test_{kind}")}
+    assert set(outcomes.values()) == {"right"}, outcomes
+
+
 def test_a_wrong_result_would_be_noticed() -> None:
     case = CASES["test_relu"]
     model = torchq.from_onnx(CASES["test_sigmoid"].model)

@@ -119,6 +119,49 @@ def test_older_names_of_operators_are_read() -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+#: Other names of operators, which files of some version hold.
+ALIASES = {
+    "classifier": {"BatchNorm": "BatchNorm_v1", "Convolution": "Convolution_v1"}
+    | {"Pooling": "Pooling_v1", "Flatten": "flatten", "SoftmaxOutput": "Softmax"},
+    "reductions": {name: f"{name}_axis" for name in ("sum", "max", "min")},
+    "movement": {"Concat": "concat", "Reshape": "reshape", "SliceChannel": "split"},
+    "unary": {"Cast": "cast"},
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_operators_are_read(name: str) -> None:
+    symbol, params = files_of(name)
+    data = json.loads(symbol.read_text())
+    for node in data["nodes"]:
+        node["op"] = ALIASES[name].get(node["op"], node["op"])
+    assert {node["op"] for node in data["nodes"]} >= set(ALIASES[name].values())
+    inputs, expected = recorded(name)
+    got = torchq.from_mxnet(json.dumps(data), params)(**inputs)
+    for output, wanted in zip(got if isinstance(got, tuple) else (got,), expected, strict=True):
+        compare(name, output, wanted)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"\((\d+), (\d+)\)", r"[\1, \2]"),
+        (r"\((\d+), (\d+)\)", r"(\1L,\2L)"),
+        (r"\((\d+),\)", r"[\1]"),
+        ("False", "0"),
+        ("True", "1"),
+    ],
+)
+def test_attributes_in_the_writing_of_other_versions_are_read(pattern: str, text: str) -> None:
+    symbol, params = files_of("convolutions")
+    changed, count = re.subn(f'"{pattern}"', f'"{text}"', symbol.read_text())
+    assert count > 0
+    inputs, expected = recorded("convolutions")
+    got = torchq.from_mxnet(changed, params)(**inputs)
+    for output, wanted in zip(got, expected, strict=True):
+        compare("convolutions", output, wanted)
+
+
 def shape_bytes(shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<i{len(shape)}q", len(shape), *shape)
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import run_file
+from tests.onnx.exported import ends, run_file
+from tests.rank_processes import needs_gloo
 from torchq.errors import ExportError
 
 X = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -113,6 +115,24 @@ def test_s31_branches_become_one_convolution(stride: int, groups: int) -> None:
     assert len(report.replaced) == 1
 
 
+def test_s07_a_quantizer_on_a_residual_is_in_the_file(tmp_path: Path) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+            self.residual = torchq.TensorQuantizer(torchq.QuantDescriptor(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).relu() + self.residual(x)
+
+    model = Residual().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [X], progress=False)
+    torchq.export_onnx(model, X, tmp_path / "m.onnx")
+    for kind in ("QuantizeLinear", "DequantizeLinear"):
+        assert "residual" in ends(tmp_path / "m.onnx", kind)
+
+
 class Join(nn.Module):
     """A residual addition of quantized operands and a concatenation with one range."""
 
@@ -189,6 +209,17 @@ def test_s35_a_model_in_training_is_exported_in_eval_mode(joined: Join, tmp_path
         warnings.simplefilter("ignore")  # torch says that its TorchScript is old.
         torch.jit.save(torch.jit.trace(joined.eval(), X), path)
         torch.testing.assert_close(torch.jit.load(path)(X), joined(X))
+
+
+@needs_gloo
+def test_s35_a_model_under_ddp_is_exported_as_itself(joined: Join, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(joined)
+        torchq.export_onnx(wrapped, X, tmp_path / "m.onnx")
+    finally:
+        dist.destroy_process_group()
+    assert "left.input_quantizer" in ends(tmp_path / "m.onnx", "QuantizeLinear")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
