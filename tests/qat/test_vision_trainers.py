@@ -1,6 +1,6 @@
 """Small real training runs with the trainer of Ultralytics and in the manner of timm's script.
 
-The recipes are those of docs/howto/; here they are run on a data set that is made for the test.
+The recipes are those of docs/howto.md; here they are run on a data set that is made for the test.
 """
 
 from __future__ import annotations
