@@ -23,7 +23,6 @@ from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20, som
 from benchmarks.harness import Reporter, finished_rows, parse, parser
 from benchmarks.qat_networks import depthwise, kept, train_depthwise
 from benchmarks.repvgg import repvgg_cifar
-from benchmarks.shufflenet import shufflenet_cifar
 
 __all__ = ["NETWORKS", "main"]
 
@@ -45,7 +44,6 @@ NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
     "resnet20": resnet20,
     "repvgg": repvgg_cifar,
     "depthwise": _depthwise,
-    "shufflenet": shufflenet_cifar,
 }
 _WIDTHS = ((4, 8), (4, 4), (3, 4), (2, 4))
 _BATCH = 64

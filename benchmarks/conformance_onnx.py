@@ -6,12 +6,11 @@ Runtime. Then every classifier of torchvision is exported with both exporters of
 and compared with itself; the figure is the largest error divided by the largest output. Weights
 are random and inputs small. Each classifier runs in a process of its own with a time limit.
 
-Results are appended to a file as they come, and a second run goes on where the first one ended;
-``--again`` repeats sections. At the end the file keeps the last result of each case.
+One line for each section counts its cases; another line names each case that is wrong.
 
 Example:
     python -m benchmarks.conformance_onnx --out benchmarks/results/conformance_onnx.jsonl
-    python -m benchmarks.conformance_onnx --out benchmarks/results/conformance_onnx.jsonl --table
+    python -m benchmarks.conformance_onnx node light
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from benchmarks.harness import Reporter
 from torchq.errors import FrontendError
 from torchq.frontends.onnx.reader import tensor_of
 
-__all__ = ["SECTIONS", "main", "table"]
+OUTCOMES = ("right", "refused", "wrong", "not run")
 
 Row = dict[str, Any]
 PEERS = ("onnx", "onnxruntime", "torchvision", "onnxscript")
@@ -219,66 +218,27 @@ SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def read(path: Path) -> list[Row]:
-    """Return the results in a file, the last one of each case."""
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {(r["section"], r["name"]): r for r in lines if r["kind"] == "result"}
-    return list(found.values())
-
-
-def keep_last(path: Path) -> None:
-    """Drop results that later ones replace, and descriptions of machines that have none left."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    found = [json.loads(line) for line in lines]
-    last = {(r["section"], r["name"]): i for i, r in enumerate(found) if r["kind"] == "result"}
-    kept, waiting = [], ""
-    for number, row in enumerate(found):
-        if row["kind"] != "result":
-            waiting = lines[number]
-        elif last[row["section"], row["name"]] == number:
-            kept += [waiting, lines[number]]
-            waiting = ""
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(path)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Return the counts of each section as Markdown, then what is wrong, and what is refused."""
-    lines = [
-        "| cases | right | refused | wrong | not run | largest error |",
-        "|---|---|---|---|---|---|",
+def summary(section: str, rows: Sequence[Row]) -> list[Row]:
+    """Return the counts of a section and its largest error, then what is wrong or did not run."""
+    counts = Counter(row["outcome"] for row in rows)
+    errors = [row["error"] for row in rows if "error" in row]
+    total = {key.replace(" ", "_"): counts[key] for key in OUTCOMES}
+    worst = {"largest_error": max(errors)} if errors else {}
+    return [
+        {"section": section, "cases": len(rows), **total, **worst},
+        *(row for row in rows if row["outcome"] in ("wrong", "not run")),
     ]
-    for section in [*SECTIONS, *EXPORTERS]:
-        own = [row for row in rows if row["section"] == section]
-        counts = Counter(row["outcome"] for row in own)
-        errors = [row["error"] for row in own if "error" in row]
-        cells = [str(counts[key]) for key in ("right", "refused", "wrong", "not run")]
-        worst = f"{max(errors):.1e}" if errors else ""
-        lines.append(f"| {section} ({len(own)}) | " + " | ".join(cells) + f" | {worst} |")
-    for row in rows:
-        if row["outcome"] in ("wrong", "not run"):
-            lines.append(
-                f"{row['outcome']}: {row['section']} {row['name']}: {row.get('reason', '')}"
-            )
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the cases, or one classifier, or print the table of a file."""
+    """Run the sections that are asked for, or one classifier."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/conformance_onnx.jsonl")
-    )
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS, *EXPORTERS])
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--limit", type=float, default=900, help="seconds for each classifier")
     parser.add_argument("--match", default="", help="only classifiers whose name contains this")
-    parser.add_argument("--no-classifiers", action="store_true", help="only the cases of onnx")
-    parser.add_argument("--again", nargs="+", default=[], choices=[*SECTIONS, *EXPORTERS])
-    parser.add_argument("--table", action="store_true", help="print the results, run nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
@@ -286,22 +246,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in exported(options.one):
             print(json.dumps(row), flush=True)
         return
-    if not options.table:
-        rows = [row for row in read(options.out) if row["section"] not in options.again]
-        known = {(row["section"], row["name"]) for row in rows}
-        with Reporter("conformance_onnx", options.out, PEERS) as report:
-            for section, cases in SECTIONS.items():
-                if not any(section == done for done, _ in known):
-                    for row in cases():
-                        report.value(**row)
-            chosen = [] if options.no_classifiers else classifier_names()
-            for name in chosen:
-                done = all((exporter, name) in known for exporter in EXPORTERS)
-                if options.match in name and not done:
-                    for row in run_classifier(name, options.limit):
-                        report.value(**row)
-        keep_last(options.out)
-    print(table(read(options.out)))
+    chosen = options.sections or [*SECTIONS, *EXPORTERS]
+    names = (
+        [n for n in classifier_names() if options.match in n] if {*chosen} & {*EXPORTERS} else []
+    )
+    with Reporter("conformance_onnx", options.out, PEERS) as report:
+        for section in (name for name in SECTIONS if name in chosen):
+            for row in summary(section, list(SECTIONS[section]())):
+                report.value(**row)
+        rows = [row for name in names for row in run_classifier(name, options.limit)]
+        for section in (name for name in EXPORTERS if name in chosen):
+            for row in summary(section, [row for row in rows if row["section"] == section]):
+                report.value(**row)
 
 
 if __name__ == "__main__":
