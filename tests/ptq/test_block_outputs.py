@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 import torchq
 from torchq.ptq import gptq_
 from torchq.ptq.blockwise import TensorStore
-from torchq.ptq.blockwise.free_memory import release_free_memory
 from torchq.ptq.blockwise.output_watch import OutputWatch
 
 X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
@@ -129,19 +126,3 @@ def test_a_blank_value_keeps_its_shapes_alone(limit: int) -> None:
         store.drop("x")
         store.blank("x")
         assert "x" not in store
-
-
-def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    return pages * 4096
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library can give memory back")
-def test_freed_memory_goes_back_to_the_system() -> None:
-    """Half of many small pieces are freed, each between two that stay."""
-    pieces: list[Any] = [bytearray(100_000) for _ in range(1000)]
-    pieces[::2] = [None] * 500
-    before = resident()
-    assert release_free_memory()
-    assert before - resident() > 40_000_000
-    assert len(pieces[1]) == 100_000

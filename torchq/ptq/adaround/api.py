@@ -131,7 +131,7 @@ def adaround_(
             (QDrop, Wei et al. 2022); 0.5 in the paper. It costs time and helps most where
             activations have few bits and images are few.
         finish: training steps of the last part, each on 64 rows of a batch, through the whole
-            model. 0 leaves it out, and so do weights in files (``run.weights``).
+            model. 0 leaves it out.
         seed: of the random choices. The result depends on it and on the batches alone.
         checkpoint: a file that keeps finished blocks. If it exists, its blocks are read from it.
         run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
@@ -164,7 +164,7 @@ def adaround_(
     with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
         replay = Replay(model, batches, run, store, "adaround_")
         count, last = len(replay.batches), None
-        if finish and run.weights is None:
+        if finish:
             last = Finish(replay, replay.hold_out(), replace(settings, steps=finish), seed)
         patterns = _each_layer(layers) if block == "layer" else block
         blocks, more = find_blocks(model, layers, replay.count_calls(), patterns)
@@ -175,8 +175,7 @@ def adaround_(
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
             ):
-                with replay.changing(number):
-                    work.treat(number, one)
+                work.treat(number, one)
             output = last.learn() if last is not None else None
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}

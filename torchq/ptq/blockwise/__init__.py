@@ -13,7 +13,6 @@ from torchq.ptq.blockwise.layers import (
     find_layers,
     weight_quantizer,
 )
-from torchq.ptq.blockwise.lazy_weights import LazyWeights
 from torchq.ptq.blockwise.replay import Captured, Replay, RunOptions
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 
@@ -22,7 +21,6 @@ __all__ = [
     "CallCount",
     "Captured",
     "Grid",
-    "LazyWeights",
     "Replay",
     "RunOptions",
     "TensorStore",

@@ -7,7 +7,7 @@ no tracing. The weights of finished blocks are not read any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,8 +24,6 @@ from torchq.nn import Add
 from torchq.ptq.blockwise.additions import AdditionWatch
 from torchq.ptq.blockwise.blocks import Block, CallCount
 from torchq.ptq.blockwise.forwards import replaced_forward
-from torchq.ptq.blockwise.free_memory import release_free_memory
-from torchq.ptq.blockwise.lazy_weights import LazyWeights
 from torchq.ptq.blockwise.output_watch import OutputWatch
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 from torchq.ptq.modes import quantizers_off
@@ -46,14 +44,12 @@ class RunOptions:
         group: processes of torch.distributed that work together, each with its own batches.
         memory_limit: bytes of activations that are kept in memory; the rest goes to temporary
             files.
-        weights: keeps the weights of blocks in files, so that a model may be larger than memory.
     """
 
     num_batches: int | None = None
     forward: Forward | None = None
     group: dist.ProcessGroup | None = None
     memory_limit: int = 2 << 30
-    weights: LazyWeights | None = None
 
 
 class _Stop(BaseException):
@@ -101,7 +97,7 @@ class Replay:
         self.batches = list(islice(checked_batches(where, batches), options.num_batches))
         if not self.batches:
             raise CalibrationError(f"{where}: got no batch; expected at least one")
-        self._forward, self._weights = options.forward, options.weights
+        self._forward = options.forward
         self._blocks: Sequence[Block] = ()
         self._additions = [m for m in model.modules() if isinstance(m, Add)]
 
@@ -153,22 +149,6 @@ class Replay:
                 found.append([name])
             last = source
         return found
-
-    def changing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context in which block ``number`` may change, with its weights in memory."""
-        if self._weights is None:
-            return nullcontext()
-        return self._weights.changing(self._blocks[number].module)
-
-    @property
-    def saves_memory(self) -> bool:
-        """True if the weights lie in files, so that memory counts more than time."""
-        return self._weights is not None
-
-    def release_free_memory(self) -> None:
-        """Give freed memory back to the system, if memory counts."""
-        if self.saves_memory:
-            release_free_memory()
 
     def finish(self, number: int, kind: Kind) -> None:
         """Keep the outputs of block ``number`` for the blocks after it.

@@ -138,9 +138,8 @@ def gptq_(
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="gptq_", enabled=progress, unit="block"
             ):
-                with replay.changing(number):
-                    rounding.treat(number, one)
-                    replay.finish(number, "quantized")
+                rounding.treat(number, one)
+                replay.finish(number, "quantized")
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
     return GPTQReport(rounding.done, ordered, len(replay.batches))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,10 +15,6 @@ from torchq.ptq.gptq.statistics import MomentSums
 from torchq.workflow.layer_matrices import input_matrix, output_matrix
 
 __all__ = ["BlockRounding"]
-
-# The inputs of a layer from which on its matrices are in float32 if memory counts. One of this size
-# in float64 needs 8 MiB.
-_MANY_INPUTS = 1024
 
 
 class BlockRounding:
@@ -58,11 +53,7 @@ class BlockRounding:
         else:
             shortcuts = self._keep_targets(number, block)
         for names in self.replay.layers_by_input(number):
-            # The statistics of one layer may be larger than a block. Shortcuts that are repaired
-            # should not see some of these layers rounded and others not.
-            apart = self.replay.saves_memory and shortcuts.isdisjoint(names)
-            for some in [[name] for name in names] if apart else [names]:
-                self._treat_layers(number, block, some, shortcuts)
+            self._treat_layers(number, block, names, shortcuts)
 
     def _keep_targets(self, number: int, block: Block) -> set[str]:
         """Keep the float outputs of the layers; return those that are added to a shortcut."""
@@ -84,7 +75,7 @@ class BlockRounding:
     ) -> None:
         """Treat layers that read the same input."""
         replay = self.replay
-        sums = {name: MomentSums(self._dtype(block.layers[name])) for name in names}
+        sums = {name: MomentSums() for name in names}
         wanted = [name for name in names if name in repairing]
         for index in range(len(replay.batches)):
             got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
@@ -96,7 +87,6 @@ class BlockRounding:
         for name in names:
             total = sums.pop(name)
             total.reduce(self.group)
-            replay.release_free_memory()
             self.done[name] = round_layer_(
                 name,
                 block.layers[name],
@@ -105,13 +95,6 @@ class BlockRounding:
                 repairs_shortcut=name in repairing,
                 keep=partial(self.wanted.__setitem__, name) if self._keep_wanted else None,
             )
-            replay.release_free_memory()
-
-    def _dtype(self, layer: Any) -> torch.dtype:
-        """Return the dtype of the matrices that a layer is solved with."""
-        weight = layer.weight
-        is_large = self.replay.saves_memory and weight[0].numel() >= _MANY_INPUTS
-        return torch.float32 if is_large and weight.dtype != torch.float64 else torch.float64
 
     def _target(self, name: str, layer: Any, index: int, shortcut: Tensor | None) -> Tensor | None:
         """Return the target of a layer for one batch, None where it is that of its weight."""

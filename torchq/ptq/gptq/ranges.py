@@ -22,8 +22,7 @@ _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
-# Bytes of the rows that are treated at the same time, and of all their candidates together, in
-# float64; those in float32 need half.
+# Bytes of the rows that are treated at the same time, and of all their candidates together.
 _MEMORY, _CANDIDATES_MEMORY = 1 << 21, 1 << 23
 
 
@@ -159,7 +158,7 @@ def _refit(
 ) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
     grid = grid_of(layer, amax, part)
-    codes = (q.double() / grid.scale).to(q.dtype)  # exact also for float32
+    codes = q / grid.scale
     along = codes @ h
     scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
     fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()

@@ -22,7 +22,7 @@ def row_parts(rows: int, row_bytes: int, memory: int | None = None) -> list[slic
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over all samples, all in the dtype of the sums.
+    """Means over all samples, all in float64.
 
     Attributes:
         x: (groups, inputs), the mean input.
@@ -50,16 +50,10 @@ class Moments:
 class MomentSums:
     """Running sums of products.
 
-    A sum of the products of all pairs of inputs may be larger than the layer, so there is never
-    more than one of each.
-
-    Args:
-        dtype: of the sums of products of all pairs. float32 needs half the memory of float64, and
-            no other matrix for the products of one batch; these are in float32 for both.
+    The products of one batch are in float32, their sums in float64.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         self.sums: list[Tensor] = []
         self.count = 0
 
@@ -71,27 +65,20 @@ class MomentSums:
             t: (groups, outputs, samples); None, for every call, leaves the targets out.
         """
         x, t = x.float(), None if t is None else t.float()
-        self._add(0, x.sum(2, dtype=torch.float64), torch.float64)
-        self._add_product(1, x, x)
+        self._add(0, x.sum(2, dtype=torch.float64))
+        self._add(1, x @ x.mT)
         if t is not None:
-            self._add(2, t.sum(2, dtype=torch.float64), torch.float64)
-            self._add(3, t.square().sum(2), torch.float64)
-            self._add_product(4, t, x)
+            self._add(2, t.sum(2, dtype=torch.float64))
+            self._add(3, t.square().sum(2))
+            self._add(4, t @ x.mT)
         self.count += x.shape[2]
 
-    def _add(self, number: int, value: Tensor, dtype: torch.dtype) -> None:
+    def _add(self, number: int, value: Tensor) -> None:
         """Add to one of the sums, or make it."""
         if number == len(self.sums):
-            self.sums.append(value.to(dtype))
+            self.sums.append(value.double())
         else:
             self.sums[number] += value
-
-    def _add_product(self, number: int, a: Tensor, b: Tensor) -> None:
-        """Add the products of all pairs of entries of two samples."""
-        if number < len(self.sums) and self.dtype is torch.float32:
-            self.sums[number].baddbmm_(a, b.mT)  # in place, so without a matrix of its own
-        else:
-            self._add(number, a @ b.mT, self.dtype)
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Sum over the processes of ``group``; None leaves everything as it is."""
@@ -108,8 +95,7 @@ class MomentSums:
         Args:
             centred: take the moments about the mean input and the mean target.
         """
-        means = (total.div_(max(self.count, 1)) for total in self.sums)
-        x, xx, *of_targets = (mean.to(self.dtype) for mean in means)
+        x, xx, *of_targets = (total.div_(max(self.count, 1)) for total in self.sums)
         self.sums = []
         if centred:
             _subtract_products_(xx, x, x)
