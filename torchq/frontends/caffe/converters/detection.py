@@ -55,6 +55,9 @@ def _detection_output(layer: CaffeLayer) -> Value:
         layer.refuse("a threshold that changes (eta) is not supported")
     for name in ("save_output_param", "visualize", "visualize_threshold", "save_file"):
         settings.settings(name)  # they write files, and do not change the result
+    overlap = nms.number("nms_threshold", 0.3)
+    if not 0 <= overlap <= 1:
+        layer.refuse(f"nms_threshold is {overlap}; expected 0 to 1")
     options = DetectionOptions(
         classes=settings.integer("num_classes"),
         shared=settings.flag("share_location", True),
@@ -62,7 +65,7 @@ def _detection_output(layer: CaffeLayer) -> Value:
         code=settings.choice("code_type", "CORNER", "CENTER_SIZE", "CORNER_SIZE", first=1),
         scaled=settings.flag("variance_encoded_in_target", False),
         confidence=settings.number("confidence_threshold", -3.4e38),
-        overlap=nms.number("nms_threshold", 0.3),
+        overlap=overlap,
         candidates=nms.integer("top_k", -1),
         kept=settings.integer("keep_top_k", -1),
     )

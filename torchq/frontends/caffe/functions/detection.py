@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building.suppression import kept_boxes, ranked
+
 __all__ = ["DetectionOptions", "Detections", "PriorBoxes", "PriorOptions"]
 
 
@@ -125,26 +127,49 @@ class Detections(nn.Module):
     def forward(self, locations: Tensor, scores: Tensor, priors: Tensor) -> Tensor:
         """Return detections as (1, 1, count, 7): image, class, score and corners of a box.
 
-        A batch without detections gives one row of -1.
+        Classes come in order, each with its best boxes first. A batch without detections gives one
+        row of -1.
 
         Args:
             locations: (N, boxes * 4), or four for each class.
             scores: (N, boxes * classes).
             priors: of :class:`PriorBoxes`.
         """
-        options, boxes = self.options, priors.shape[2] // 4
+        options, count = self.options, priors.shape[2] // 4
+        labels = [label for label in range(options.classes) if label != options.background]
         places = 1 if options.shared else options.classes
-        corners, spread = priors[0].reshape(2, boxes, 1, 4)
-        decoded = _decode(locations.reshape(-1, boxes, places, 4), corners, spread, options)
-        confidence = scores.reshape(len(decoded), boxes, options.classes)
-        rows = [
-            row
-            for number in range(len(decoded))
-            for row in _of_image(number, decoded[number], confidence[number], options)
-        ]
-        if not rows:
-            return torch.full((1, 1, 1, 7), -1.0, dtype=scores.dtype, device=scores.device)
-        return torch.stack(rows).view(1, 1, -1, 7)
+        corners, spread = priors[0].reshape(2, count, 1, 4)
+        decoded = _decode(locations.reshape(-1, count, places, 4), corners, spread, options)
+        decoded = decoded.transpose(1, 2)
+        if not options.shared:
+            decoded = decoded[:, labels]
+        confidence = scores.reshape(-1, count, options.classes)[:, :, labels].transpose(1, 2)
+        compared = min(options.candidates, count) if options.candidates > -1 else count
+        confidence, order = ranked(confidence, compared)
+        index = order.unsqueeze(-1).expand(-1, -1, -1, 4)
+        boxes = decoded.expand(-1, len(labels), -1, -1).gather(2, index)
+        kept = self._kept(boxes, confidence)
+        image = torch.arange(kept.shape[0]).to(scores).view(-1, 1, 1).expand(kept.shape)
+        label = torch.tensor(labels).to(scores).view(1, -1, 1).expand(kept.shape)
+        rows = torch.cat([torch.stack([image, label, confidence], -1), boxes], -1).reshape(-1, 7)
+        # The last row stands for no detection.
+        rows = torch.cat([rows, torch.full_like(rows[:1], -1.0)])
+        found = torch.cat([kept.reshape(-1), ~kept.any().reshape(1)])
+        return rows[torch.nonzero(found).squeeze(1)].unsqueeze(0).unsqueeze(0)
+
+    def _kept(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        """Return which boxes (N, classes, boxes, 4), the best first, are detections."""
+        options = self.options
+        flat = kept_boxes(
+            boxes.flatten(0, 1), scores.flatten(0, 1).unsqueeze(1), options.overlap,
+            options.confidence,
+        )  # fmt: skip
+        kept = flat.reshape(scores.shape).flatten(1)
+        if options.kept > -1:
+            most = min(options.kept, kept.shape[1])
+            _, best = ranked(torch.where(kept, scores.flatten(1), -torch.inf), most)
+            kept = kept & (torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0)
+        return kept.reshape(scores.shape)
 
 
 def _decode(x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions) -> Tensor:
@@ -158,50 +183,3 @@ def _decode(x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions)
     middle = (prior[..., 2:] + prior[..., :2]) / 2 + x[..., :2] * size
     half = torch.exp(x[..., 2:]) * size / 2
     return torch.cat([middle - half, middle + half], -1)
-
-
-def _of_image(
-    number: int, boxes: Tensor, scores: Tensor, options: DetectionOptions
-) -> list[Tensor]:
-    """Return the rows of one image: classes in order, each with its best boxes first."""
-    found: list[tuple[float, int, int]] = []
-    for label in range(options.classes):
-        if label != options.background:
-            own = boxes[:, 0 if options.shared else label]
-            kept = _suppress(own.detach(), scores[:, label].detach(), options)
-            found += [(float(scores[place, label].detach()), label, place) for place in kept]
-    if -1 < options.kept < len(found):
-        best = sorted(found, key=lambda item: -item[0])[: options.kept]
-        chosen = set(best)
-        found = [item for item in found if item in chosen]
-    rows = []
-    for _, label, place in found:
-        head = scores.new_tensor([number, label])
-        box = boxes[place, 0 if options.shared else label]
-        rows.append(torch.cat([head, scores[place, label].reshape(1), box]))
-    return rows
-
-
-def _suppress(boxes: Tensor, scores: Tensor, options: DetectionOptions) -> list[int]:
-    """Return the places of boxes that overlap no better one too much, the best first."""
-    order = torch.sort(scores, descending=True, stable=True).indices
-    order = order[scores[order] > options.confidence]
-    if options.candidates > -1:
-        order = order[: options.candidates]
-    kept: list[int] = []
-    for place in order.tolist():
-        if all(_overlap(boxes[place], boxes[other]) <= options.overlap for other in kept):
-            kept.append(place)
-    return kept
-
-
-def _overlap(a: Tensor, b: Tensor) -> float:
-    """Return the area that two boxes share over the area that they cover."""
-    sides = torch.minimum(a[2:], b[2:]) - torch.maximum(a[:2], b[:2])
-    if bool((sides < 0).any()):
-        return 0.0
-    shared = float(sides[0] * sides[1])
-    areas = [
-        float((box[2] - box[0]).clamp(min=0) * (box[3] - box[1]).clamp(min=0)) for box in (a, b)
-    ]
-    return shared / max(areas[0] + areas[1] - shared, 1e-12)

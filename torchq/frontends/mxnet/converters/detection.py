@@ -37,10 +37,13 @@ def _detection(node: SymbolContext) -> Value:
 def _box_nms(node: SymbolContext) -> Value:
     kind = node.text("in_format", "corner")
     node.expect("out_format", kind)
+    overlap = node.number("overlap_thresh", 0.5)
+    if not 0 <= overlap <= 1:
+        node.refuse(f"overlap_thresh is {overlap}; expected 0 to 1")
     return node.call(
         detection.box_nms,
         node.inputs[0],
-        node.number("overlap_thresh", 0.5),
+        overlap,
         node.number("valid_thresh", 0.0),
         node.integer("topk", -1),
         node.integer("coord_start", 2),

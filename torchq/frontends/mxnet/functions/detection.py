@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from torchq.frontends.building.suppression import kept_boxes, ranked
 
 __all__ = ["box_nms", "multibox_detection", "multibox_prior"]
 
@@ -46,14 +50,6 @@ def multibox_prior(
     return boxes.clamp(0, 1) if clip else boxes
 
 
-def _overlaps(boxes: Tensor, one: Tensor) -> Tensor:
-    """Return the overlap of boxes (corners) with one box, over their union; 0 for no area."""
-    low, high = torch.maximum(boxes[:, :2], one[:2]), torch.minimum(boxes[:, 2:], one[2:])
-    common = (high - low).clamp(min=0).prod(1)
-    union = (boxes[:, 2:] - boxes[:, :2]).prod(1) + (one[2:] - one[:2]).prod() - common
-    return torch.where(union > 0, common / union, 0.0)
-
-
 def multibox_detection(
     scores: Tensor,
     locations: Tensor,
@@ -80,38 +76,35 @@ def multibox_detection(
     """
     corners = anchors[0]
     size, center = corners[:, 2:] - corners[:, :2], (corners[:, 2:] + corners[:, :2]) / 2
-    moved = locations.reshape(len(scores), -1, 4) * torch.tensor(list(variances)).to(locations)
+    moved = locations.reshape(scores.shape[0], -1, 4) * torch.tensor(list(variances)).to(locations)
     middle, half = moved[..., :2] * size + center, moved[..., 2:].exp() * size / 2
     boxes = torch.cat([middle - half, middle + half], -1)
     boxes = boxes.clamp(0, 1) if clip else boxes
     best, kinds = scores[:, 1:].max(1)
-    results = []
-    for own_boxes, own_scores, own_kinds in zip(boxes, best, kinds, strict=True):
-        valid = torch.nonzero(own_scores >= threshold).flatten()
-        rows = torch.full((len(own_scores), 6), -1.0, dtype=scores.dtype, device=scores.device)
-        count = len(valid)
-        found = [own_kinds[valid].to(rows).unsqueeze(1), own_scores[valid].unsqueeze(1)]
-        rows[:count] = torch.cat([*found, own_boxes[valid]], 1)
-        if 0 < overlap <= 1:
-            order = torch.sort(rows[:count, 1], descending=True, stable=True).indices
-            limit = min(most, count) if most > 0 else count
-            rows[:limit] = rows[order[:limit]]
-            rows[limit:count, 0] = -1  # MXNet leaves the rest of these rows where it was
-            _suppress(rows[:limit], overlap, across_classes)
-        results.append(rows)
-    return torch.stack(results)
-
-
-def _suppress(rows: Tensor, overlap: float, across_classes: bool) -> None:
-    """Give the class -1 to rows that overlap a better one, in place."""
-    for place in range(len(rows)):
-        if rows[place, 0] < 0:
-            continue
-        rest = rows[place + 1 :]
-        hit = _overlaps(rest[:, 2:], rows[place, 2:]) >= overlap
+    valid, count = best >= threshold, best.shape[1]
+    place = torch.arange(count, device=scores.device)
+    _, order = ranked(valid.to(best), count)
+    limit = count
+    if 0 < overlap <= 1:
+        limit = min(most, count) if most > 0 else count
+        _, better = ranked(torch.where(valid, best, -torch.inf), count)
+        order = torch.where(place < limit, better, order)  # MXNet leaves the others where they were
+    best, kinds = best.gather(1, order), kinds.gather(1, order)
+    boxes = boxes.gather(1, order.unsqueeze(-1).expand(-1, -1, 4))
+    valid = place < valid.sum(1, keepdim=True)
+    kept = valid & (place < limit)
+    if 0 < overlap <= 1:
+        own = kept.unsqueeze(1)
         if not across_classes:
-            hit &= rest[:, 0] == rows[place, 0]
-        rest[hit, 0] = -1
+            labels = torch.arange(scores.shape[1] - 1, device=scores.device)
+            own = own & (kinds.unsqueeze(1) == labels.view(-1, 1))
+        masked = torch.where(own, best.unsqueeze(1), -torch.inf)
+        # A box that overlaps by just so much goes too.
+        below = float(np.nextafter(np.float32(overlap), np.float32(0)))
+        kept = kept_boxes(boxes, masked, below, torch.finfo(torch.float32).min).any(1)
+    label = torch.where(kept, kinds.to(best), -1.0)
+    rows = torch.cat([torch.stack([label, best], -1), boxes], -1)
+    return torch.where(valid.unsqueeze(-1), rows, -1.0)
 
 
 def box_nms(
@@ -141,25 +134,31 @@ def box_nms(
         is_center: boxes are centre and size, not corners.
     """
     flat = data.reshape(-1, *data.shape[-2:])
-    results = torch.full_like(flat, -1)
-    for rows, result in zip(flat, results, strict=True):
-        scores = rows[:, score_index]
-        valid = scores > threshold
-        if id_index >= 0 and background >= 0:
-            valid &= rows[:, id_index] != background
-        order = torch.nonzero(valid).flatten()
-        order = order[torch.sort(scores[order], descending=True, stable=True).indices]
-        order = order[:most] if most > 0 else order
-        boxes = rows[:, start : start + 4]
-        if is_center:
-            boxes = torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
-        kept = []
-        while len(order):
-            kept.append(int(order[0]))
-            rest = order[1:]
-            hit = _overlaps(boxes[rest], boxes[order[0]]) > overlap
-            if id_index >= 0 and not across_classes:
-                hit &= rows[rest, id_index] == rows[order[0], id_index]
-            order = rest[~hit]
-        result[: len(kept)] = rows[kept]
-    return results.reshape(data.shape)
+    total = flat.shape[1]
+    scores = flat[..., score_index]
+    valid = scores > threshold
+    if id_index >= 0 and background >= 0:
+        valid = valid & (flat[..., id_index] != background)
+    count = min(most, total) if most > 0 else total
+    scores, order = ranked(torch.where(valid, scores, -torch.inf), count)
+    rows = _rows_at(flat, order)
+    boxes = rows[..., start : start + 4]
+    if is_center:
+        middle, half = boxes[..., :2], boxes[..., 2:] / 2
+        boxes = torch.cat([middle - half, middle + half], -1)
+    scores = scores.unsqueeze(1)
+    if id_index >= 0 and not across_classes:
+        own = rows[..., id_index]
+        labels = torch.unique(own.detach())
+        scores = torch.where(own.unsqueeze(1) == labels.view(-1, 1), scores, -torch.inf)
+    kept = kept_boxes(boxes, scores, overlap, torch.finfo(torch.float32).min).any(1)
+    _, order = ranked(kept.to(flat), count)  # those that are kept come to the front
+    place = torch.arange(count, device=data.device)
+    found = place < kept.sum(1, keepdim=True)
+    rows = torch.where(found.unsqueeze(-1), _rows_at(rows, order), -1.0)
+    return F.pad(rows, (0, 0, 0, total - count), value=-1.0).reshape(data.shape)
+
+
+def _rows_at(rows: Tensor, order: Tensor) -> Tensor:
+    """Return rows (N, rows, numbers) at places (N, count)."""
+    return rows.gather(1, order.unsqueeze(-1).expand(-1, -1, rows.shape[2]))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchq.frontends.building import Value
+from torchq.frontends.building.suppression import non_max_suppression
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import boxes, vision
 from torchq.frontends.onnx.registry import converter
@@ -159,7 +160,7 @@ def _non_max_suppression(node: NodeContext) -> Value:
     limit = 0.0 if numbers[1] is None else numbers[1]
     center = bool(node.attr("center_point_box", 0))
     arguments = (*node.inputs[:2], most, limit, numbers[2], center)
-    return node.call(boxes.non_max_suppression, *arguments)
+    return node.call(non_max_suppression, *arguments)
 
 
 def _number(node: NodeContext, index: int) -> Any:

@@ -1,0 +1,120 @@
+"""Detections of files that were read, in the ONNX files that are written of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:.*no active quantizer"),
+]
+HERE = Path(__file__).parent
+EXPORTERS = pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
+
+
+def ssd(changes: dict[str, str]) -> nn.Module:
+    """Return the small SSD of the recorded files, with other fields of its last layer."""
+    text = (HERE / "caffe_files/detector.prototxt").read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return torchq.from_caffe(text, HERE / "caffe_files/detector.caffemodel")
+
+
+def photos(count: int, strength: float) -> Tensor:
+    """Return images; a strength of 0 gives images without anything."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 3, 32, 32, generator=generator) * strength
+
+
+def exported(model: nn.Module, example: Any, folder: Path, dynamo: bool) -> Any:
+    path = folder / "detector.onnx"
+    torchq.export_onnx(model, example, path, dynamo=dynamo, progress=False)
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def assert_same_detections(session: Any, model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    feeds = {v.name: x.numpy() for v, x in zip(session.get_inputs(), inputs, strict=True)}
+    with torch.no_grad():
+        wanted = model(*inputs)
+    wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
+    for one, other in zip(session.run(None, feeds), wanted, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-4, atol=1e-5)
+    return wanted
+
+
+SSD = {
+    "as it is": {},
+    "few": {"confidence_threshold: 0.3": "confidence_threshold: 0.6", "keep_top_k: 20": ""},
+    "corners": {"CENTER_SIZE": "CORNER", "top_k: 50": "top_k: 9", "background_label_id: 0": ""},
+    "no background": {"background_label_id: 0": "background_label_id: -1"},
+}
+
+
+@pytest.mark.parametrize("changes", SSD.values(), ids=SSD.keys())
+@EXPORTERS
+def test_detections_of_ssd_in_a_file_follow_the_image(
+    changes: dict[str, str], dynamo: bool, tmp_path: Path
+) -> None:
+    model = ssd(changes)
+    session = exported(model, photos(1, 1.0), tmp_path, dynamo)
+    counts = set()
+    for count, strength in ((1, 1.0), (1, 0.0), (1, 4.0), (2, 2.0), (3, 8.0)):
+        (found,) = assert_same_detections(session, model, photos(count, strength))
+        counts.add(int((found[..., 1] >= 0).sum()))
+    assert len(counts) >= 3, counts
+
+
+@EXPORTERS
+def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Path) -> None:
+    model = ssd({"confidence_threshold: 0.3": "confidence_threshold: 0.6"})
+    session = exported(model, photos(1, 4.0), tmp_path, dynamo)
+    (none,) = assert_same_detections(session, model, photos(2, 0.0))
+    assert torch.equal(none, torch.full((1, 1, 1, 7), -1.0))
+    (some,) = assert_same_detections(session, model, photos(2, 4.0))
+    assert some.shape[2] > 1 and bool((some[..., 1] >= 0).all())
+
+
+def mxnet_boxes() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the operators of the recorded file, each with an output, and their inputs."""
+    files = (HERE / f"mxnet_files/boxes-{end}" for end in ("symbol.json", "0000.params"))
+    model: Any = torchq.from_mxnet(*files)
+    recorded = dict(np.load(HERE / "mxnet_files/boxes.npz"))
+    return model, {name: torch.from_numpy(recorded[f"in:{name}"]) for name in model.input_names}
+
+
+@EXPORTERS
+def test_detections_of_mxnet_in_a_file_follow_the_scores(dynamo: bool, tmp_path: Path) -> None:
+    model, given = mxnet_boxes()
+    session = exported(model, tuple(given.values()), tmp_path, dynamo)
+    assert_same_detections(session, model, *given.values())
+    for seed in range(3):
+        mixed = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+        changed = {name: x[:, mixed] if x.shape[1] == 30 else x for name, x in given.items()}
+        changed["scores"] = changed["scores"][..., mixed].round(decimals=1)  # many are equal
+        changed["rows"] = changed["rows"].round(decimals=1)
+        assert_same_detections(session, model, *changed.values())
+    nothing = given | {"scores": given["scores"] * 0, "rows": given["rows"] * 0 - 1}
+    results = assert_same_detections(session, model, *nothing.values())
+    assert any(bool((y == -1).all()) for y in results)
+    limit = assert_same_detections(session, model, *at_the_limit(given).values())
+    assert limit[3][0, :2, 0].tolist() == [0, -1]  # 0.5 is the threshold
+
+
+def at_the_limit(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs with two boxes that share just half of what they cover."""
+    anchors, scores = torch.zeros(1, 30, 4), torch.zeros(2, 4, 30)
+    anchors[0, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    anchors[0, 1] = torch.tensor([0.0, 0.0, 1.0, 0.5])
+    scores[:, 1, :2] = torch.tensor([0.9, 0.8])
+    changed = {"anchors": anchors, "scores": scores, "locations": torch.zeros(2, 120)}
+    return given | changed

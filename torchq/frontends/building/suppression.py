@@ -1,0 +1,158 @@
+"""Which boxes of a detector are kept: computed one by one, and one operator in ONNX files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq.frontends.building.written import write_operator
+
+__all__ = ["kept_boxes", "non_max_suppression", "ranked"]
+
+_LIBRARY = torch.library.Library("torchq", "FRAGMENT")
+_LIBRARY.define(
+    "non_max_suppression(Tensor boxes, Tensor scores, int most, float iou_limit, "
+    "float? score_limit, bool center_form) -> Tensor"
+)
+
+
+def _iou(boxes: Tensor, one: Tensor) -> Tensor:
+    """Return the overlap of boxes (y1, x1, y2, x2) with one box, over their union."""
+    low, high = torch.maximum(boxes[:, :2], one[:2]), torch.minimum(boxes[:, 2:], one[2:])
+    common = (high - low).clamp(min=0).prod(1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    return common / (areas + (one[2:] - one[:2]).prod() - common)
+
+
+def non_max_suppression(
+    boxes: Tensor,
+    scores: Tensor,
+    most: Tensor | int,
+    iou_limit: Tensor | float,
+    score_limit: Tensor | float | None,
+    center_form: bool,
+) -> Tensor:
+    """Return (batch, class, box) of the boxes that no better box of their class overlaps too much.
+
+    Args:
+        boxes: (batch, boxes, 4): two opposite corners (y, x, y, x), or centre and size (x, y, w,
+            h).
+        scores: (batch, classes, boxes).
+        most: kept boxes of each class and batch at most.
+        iou_limit: a box that overlaps a better one by more than this share of their union goes.
+        score_limit: boxes with a score up to this go; None for all.
+        center_form: the second form of boxes.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return _written_suppression(boxes, scores, most, iou_limit, score_limit, center_form)
+    numbers = (int(most), float(iou_limit), None if score_limit is None else float(score_limit))
+    if torch.compiler.is_compiling():  # the loop below is no part of a graph
+        return torch.ops.torchq.non_max_suppression(boxes, scores, *numbers, center_form)
+    return _suppress(boxes, scores, *numbers, center_form)
+
+
+def _suppress(
+    boxes: Tensor,
+    scores: Tensor,
+    most: int,
+    iou_limit: float,
+    score_limit: float | None,
+    center_form: bool,
+) -> Tensor:
+    """Return the kept boxes, computed one by one."""
+    if center_form:
+        middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
+        corners = torch.cat([middle - half, middle + half], -1)
+    else:
+        first, second = boxes[..., :2], boxes[..., 2:]
+        corners = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
+    found = []
+    for batch in range(scores.shape[0]):
+        for kind in range(scores.shape[1]):
+            own = scores[batch, kind]
+            order = torch.sort(own, descending=True, stable=True).indices
+            if score_limit is not None:
+                order = order[own[order] > score_limit]
+            found += [[batch, kind, i] for i in _keep(corners[batch], order, most, iou_limit)]
+    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+
+
+def _fake_suppression(boxes: Tensor, scores: Tensor, *_: object) -> Tensor:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return boxes.new_empty((size, 3), dtype=torch.int64)
+
+
+_LIBRARY.impl("non_max_suppression", _suppress, "CompositeExplicitAutograd")
+torch.library.register_fake("torchq::non_max_suppression", _fake_suppression, lib=_LIBRARY)
+
+
+def _scalar(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(dtype)
+    return torch.full((), value, dtype=dtype)
+
+
+def _written_suppression(
+    boxes: Tensor,
+    scores: Tensor,
+    most: Tensor | int,
+    iou_limit: Tensor | float,
+    score_limit: Tensor | float | None,
+    center_form: bool,
+) -> Tensor:
+    """Return the kept boxes as the ONNX operator, during an export."""
+    inputs = [boxes.float(), scores.float()]  # the operator knows no other type
+    for value, dtype in ((most, torch.int64), (iou_limit, torch.float32)):
+        inputs.append(_scalar(value, dtype))
+    if score_limit is not None:
+        inputs.append(_scalar(score_limit, torch.float32))
+    sizes: tuple[int, ...] = ()
+    example = None
+    if torch.jit.is_tracing():
+        example = boxes.new_zeros((scores.shape[0], 3), dtype=torch.int64)
+    else:
+        count = torch.nonzero(scores.reshape(-1)).shape[0]  # some number that no one knows yet
+        sizes = (count, 3)
+    return write_operator(
+        "NonMaxSuppression", 11, inputs, {"center_point_box": int(center_form)}, sizes,
+        torch.int64, example,
+    )  # fmt: skip
+
+
+def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:
+    kept: list[int] = []
+    while len(order) and len(kept) < most:
+        best = int(order[0])
+        kept.append(best)
+        rest = order[1:]
+        # Boxes without an area overlap nothing: their share is NaN, which is not greater.
+        order = rest[~(_iou(corners[rest], corners[best]) > overlap)]
+    return kept
+
+
+def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float) -> Tensor:
+    """Return True where a box is kept for a class, of the shape of ``scores``.
+
+    Arguments are those of :func:`non_max_suppression`. Boxes whose corners are in the wrong order
+    count as boxes without an area.
+    """
+    low, high = boxes[..., :2], boxes[..., 2:]
+    boxes = torch.cat([low, torch.maximum(low, high)], -1).detach()
+    scores = scores.detach()
+    kinds, places = scores.shape[1:]
+    found = non_max_suppression(boxes, scores, places, overlap, score_limit, False)
+    flat = (found[:, 0] * kinds + found[:, 1]) * places + found[:, 2]
+    return torch.zeros_like(scores).reshape(-1).scatter(0, flat, 1.0).reshape(scores.shape) > 0
+
+
+def ranked(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest elements of the last dimension and their places; of equals the first.
+
+    Args:
+        scores: (..., elements).
+        count: how many are wanted.
+    """
+    if torch.onnx.is_in_onnx_export():  # the operator TopK takes the first of equals as well
+        return torch.topk(scores, count)
+    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[..., :count], places[..., :count]
