@@ -6,6 +6,7 @@ import copy
 import io
 import random
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.serialization import config
 
 import torchq
 from torchq.errors import ConfigError, FuseError, QuantizationError, TorchqError
@@ -260,6 +262,25 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
         "expected a range",
     ),
 }
+FACTORS = "first.input_quantizer.pre_quant_scale"
+BAD_FACTORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "text": ("3", QuantizationError, "is a str, not a tensor"),
+    "a list": ([1.0], QuantizationError, "is a list, not a tensor"),
+    "None": (None, QuantizationError, "is a NoneType, not a tensor"),
+    "sparse": (torch.ones(3, 1, 1).to_sparse(), QuantizationError, "is not a dense tensor"),
+    "complex": (torch.ones(3, 1, 1) * 1j, QuantizationError, "has the type torch.complex64"),
+    "integer": (torch.ones(3, 1, 1, dtype=torch.int32), ConfigError, "got torch.int32"),
+    "repeated": (torch.ones(1).expand(2**40), QuantizationError, "repeats its numbers"),
+    "zero": (torch.zeros(3, 1, 1), ConfigError, "got zero, negative, NaN or infinite values"),
+    "negative": (torch.tensor(-1.0), ConfigError, "got zero, negative, NaN or infinite values"),
+    "NaN": (torch.tensor(float("nan")), ConfigError, "got zero, negative, NaN or infinite"),
+    "for 5 channels": (torch.ones(5), ConfigError, r"got shape \(5,\); expected .* \(3, 1, 1\)"),
+    "for columns": (torch.ones(3), ConfigError, r"got shape \(3,\)"),
+    "for images": (torch.ones(2, 3, 1, 1), ConfigError, r"got shape \(2, 3, 1, 1\)"),
+    "empty": (torch.ones(0), ConfigError, r"got shape \(0,\)"),
+}
+for name, (factors, error, text) in BAD_FACTORS.items():
+    BAD[f"factors {name}"] = set_entry(STATE, FACTORS, value=factors), error, f"{FACTORS}:? {text}"
 for value in (float("nan"), float("inf"), -1.0, 1e39):
     tensor = torch.tensor(value, dtype=torch.float64)
     text = f"{AMAX}: got negative, NaN or infinite values"
@@ -313,6 +334,70 @@ def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_pat
             torchq.restore_(model)
             model.load_state_dict(Net().state_dict())
             before = snapshot(model)
+
+
+def test_a_changed_bit_of_the_numbers_is_found(data: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(data, tmp_path / "good.pt")
+    good, source = (tmp_path / "good.pt").read_bytes(), random.Random(0)
+    expected = {key: value.clone() for key, value in data[STATE].items()}
+    for key in ("first.weight", "second.bias", AMAX):
+        place = good.index(data[STATE][key].flatten()[:1].numpy().tobytes())
+        bad = bytearray(good)
+        bad[place] ^= 1 << source.randrange(8)
+        (tmp_path / "bad.pt").write_bytes(bad)
+        model = Net().eval()
+        before = snapshot(model)
+        with pytest.raises(ConfigError, match=r"bad\.pt: cannot be read .*Bad CRC-32"):
+            torchq.load(model, tmp_path / "bad.pt")
+        assert snapshot(model) == before
+    for _ in range(60):
+        bad = bytearray(good)
+        bad[source.randrange(len(bad))] ^= 1 << source.randrange(8)
+        (tmp_path / "bad.pt").write_bytes(bad)
+        model = Net().eval()
+        try:
+            torchq.load(model, tmp_path / "bad.pt")
+        except TorchqError:
+            continue
+        found = model.state_dict()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_files_without_checksums_are_read(data: dict[str, Any], tmp_path: Path) -> None:
+    """The one of torch is optional, and its format without an archive has none."""
+    with config.patch({"save.compute_crc32": False}):
+        torch.save(data, tmp_path / "none.pt")
+    torch.save(data, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("none.pt", "old.pt"):
+        found = torchq.load(Net().eval(), tmp_path / name).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in data[STATE].items())
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    torchq.save(quantized(), tmp_path / "good.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "good.pt") as good,
+        zipfile.ZipFile(tmp_path / "bad.pt", "w", zipfile.ZIP_DEFLATED) as bad,
+    ):
+        for part in good.infolist():
+            zeros = bytes(1 << 25) if part.filename.endswith("data/0") else good.read(part)
+            bad.writestr(part.filename, zeros)
+    with pytest.raises(ConfigError, match=r"\d+ bytes unpack to \d+, but torch.save does not"):
+        torchq.load(Net(), tmp_path / "bad.pt")
+
+
+def test_factors_of_the_input_are_those_of_the_file(tmp_path: Path) -> None:
+    """Also if the model has others, or some where the file has none."""
+    model = quantized()
+    torchq.save(model, tmp_path / "plain.pt")
+    scaled = quantized()
+    scaled.first.input_quantizer.pre_quant_scale = torch.tensor([1.0, 2.0, 0.5]).view(3, 1, 1)
+    torchq.save(scaled, tmp_path / "scaled.pt")
+    other = quantized()
+    other.first.input_quantizer.pre_quant_scale = torch.tensor(3.0)
+    for into in (Net().eval(), other):
+        assert torch.equal(torchq.load(into, tmp_path / "scaled.pt")(X), scaled(X))
+        assert torch.equal(torchq.load(into, tmp_path / "plain.pt")(X), model(X))
 
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:

@@ -277,10 +277,9 @@ class QuantizerRange(SignChoice):
                 state_dict[key] = state_dict[key].to(torch.float32)
                 if state_dict[key].shape != getattr(self, end).shape:
                     self._adopt(torch.empty_like(state_dict[key], device=self.amax.device), end)
-        if prefix + "pre_quant_scale" in state_dict and self.pre_quant_scale is None:
-            self.pre_quant_scale = torch.empty_like(
-                state_dict[prefix + "pre_quant_scale"], device=self.amax.device
-            )
+        factors, present = state_dict.get(prefix + "pre_quant_scale"), self.pre_quant_scale
+        if factors is not None and (present is None or present.shape != factors.shape):
+            self.pre_quant_scale = torch.empty_like(factors, device=self.amax.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing, own = args[2], {prefix + "amax", prefix + "amin", prefix + "unsigned"}
         if prefix + "amax" in missing:  # A float checkpoint leaves the range as it is.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from torchq.workflow.record import swap_record
 __all__ = ["embed_record_", "read_file", "record_in"]
 
 _KEY = "torchq_record"
+# Bytes of an archive that are checked at once.
+_CHUNK = 1 << 20
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _DTYPES = {
     "F64": torch.float64,
@@ -122,6 +125,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
         try:
             if path.suffix == ".safetensors":
                 return _read_safetensors(file.read(), map_location)
+            _check_archive(file)
             return torch.load(file, map_location=map_location, weights_only=True)
         except Exception as error:  # a damaged archive or pickle fails in many ways
             reason = next(iter(str(error).splitlines()), "")[:200]
@@ -129,6 +133,30 @@ def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
                 f"load: {path}: cannot be read ({type(error).__name__}: {reason}); "
                 "expected a file that torchq.save wrote, or weights"
             ) from None
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Check a zip archive for damage, and for parts that would take more memory than the file.
+
+    ``torch.load`` does neither. It also reads a format without archive, which is left to it.
+
+    Raises:
+        ValueError: The parts are larger than the file.
+        Exception: The archive is damaged.
+    """
+    is_archive = file.read(4) == b"PK\x03\x04"
+    size = file.seek(0, os.SEEK_END)
+    if is_archive:
+        archive = zipfile.ZipFile(file)
+        unpacked = sum(part.file_size for part in archive.infolist())
+        if unpacked > size:
+            raise ValueError(f"{size} bytes unpack to {unpacked}, but torch.save does not compress")
+        for part in archive.infolist():
+            if part.CRC:  # 0 where torch was told not to compute it
+                with archive.open(part) as content:
+                    while content.read(_CHUNK):
+                        pass
+    file.seek(0)
 
 
 def _read_folder(folder: Path, map_location: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
-from torchq.utils import qualified_name, replacing
+from torchq.utils import qualified_name, replacing, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
 
 __all__ = ["load", "load_model", "save"]
+
+# A tensor that stands for a floating-point one of any shape.
+_ANY = torch.empty(0, device="cpu", dtype=torch.float32)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -29,12 +33,48 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     by its own code. A file that exists is replaced as a whole, or not at all.
 
     Args:
-        model: any module; left unchanged.
+        model: any module; left unchanged. In place of a wrapper, such as what ``torch.compile``
+            returns, the module inside is written.
         path: the file.
+
+    Raises:
+        QuantizationError: The model was returned by :func:`torchq.deploy`.
     """
-    data = {"torchq": swap_record(model), "state_dict": public_state(model)}
+    with _without_wrappers(model) as inside:
+        _check_not_deployed(inside)
+        data = {"torchq": swap_record(inside), "state_dict": public_state(inside)}
     with replacing(path) as (temporary,):
         torch.save(data, temporary)
+
+
+@contextmanager
+def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module inside ``model``, in which wrapped children are replaced for a while."""
+    inside = unwrapped(model)
+    wrapped = [
+        (parent, name, child)
+        for parent in inside.modules()
+        for name, child in parent.named_children()
+        if unwrapped(child) is not child
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, unwrapped(child))
+    try:
+        yield inside
+    finally:
+        for parent, name, child in wrapped:
+            if getattr(parent, name) is unwrapped(child):
+                setattr(parent, name, child)
+
+
+def _check_not_deployed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(("torchq.lowering.", "torchq.engines.")):
+            raise QuantizationError(
+                f"save: {name or '(root)'}: got a {type(module).__name__} of a deployed model, "
+                "which load cannot build; expected the model that was deployed. Save that one, or "
+                "call torch.save(model, path)"
+            )
 
 
 def load_model(
@@ -73,7 +113,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
     the model is touched, nothing in it is executed, and a call that fails changes nothing.
 
     Args:
-        model: the architecture that was saved, float or quantized.
+        model: the architecture that was saved, float or quantized, with or without wrappers such
+            as what ``torch.compile`` returns.
         path: what :func:`save` wrote; or a checkpoint of Lightning or a folder of Hugging Face's
             ``save_pretrained``, of a model that
             :func:`torchq.workflow.embed_record_` was called on.
@@ -88,14 +129,40 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, map_location: Any = 
         FuseError: The model cannot be fused as the saved one was.
         OSError: The file cannot be read.
     """
-    record, state, part = _unpack(model, path, read_file(path, map_location))
-    with unchanged_on_error(model):
-        apply_record_(part, record)
-        _add_tied(model, state)
-        _check_tensors(model, state)
-        _check_ranges(model, state)
-        _load_tensors(model, state)
-        name_quantizers(model)
+    content = read_file(path, map_location)
+    with _without_wrappers(model) as inside, unchanged_on_error(inside):
+        record, state, part = _unpack(inside, path, content)
+        whole = _wrapped_as_in(state, inside)
+        apply_record_(whole if part is inside else part, record)
+        for name, quantizer in quantizers(whole).items():
+            if quantizer.pre_quant_scale is not None and f"{name}.pre_quant_scale" not in state:
+                quantizer.pre_quant_scale = None
+        _add_tied(whole, state)
+        _check_tensors(whole, state)
+        _check_ranges(whole, state)
+        _load_tensors(whole, state)
+        name_quantizers(inside)
+    return model
+
+
+def _wrapped_as_in(state: Mapping[str, Any], model: nn.Module) -> nn.Module:
+    """Return ``model``, in the wrappers that the names of tensors of a file of torchq 0.2.0 have.
+
+    Such a file was written of a wrapper, and every name in it begins with that of its child.
+    """
+    is_averaged = isinstance(state.get("n_averaged"), Tensor)
+    for child in ("module", "_orig_mod"):
+        inside = {
+            name.removeprefix(f"{child}."): value
+            for name, value in state.items()
+            if name.startswith(f"{child}.")
+        }
+        if inside and len(inside) + is_averaged == len(state) and not hasattr(model, child):
+            wrapper = nn.Module()
+            wrapper.add_module(child, _wrapped_as_in(inside, model))
+            if is_averaged:
+                wrapper.register_buffer("n_averaged", torch.zeros_like(state["n_averaged"]))
+            return wrapper
     return model
 
 
@@ -159,8 +226,9 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
             "meta device, where nothing can be copied; expected real tensors. Call "
             "model.to_empty(device='cpu') first, then load"
         )
-    for key in own.keys() & state.keys():
-        problem = _difference(own[key], state[key])
+    factors = {key: value for key, value in state.items() if key in adopted}
+    for key in own.keys() & state.keys() | factors.keys():
+        problem = _difference(own.get(key, _ANY), state[key])
         is_range = key.endswith((".amax", ".amin", ".pre_quant_scale")) or key in ("amax", "amin")
         if problem and not (is_range and problem.startswith("has shape")):
             problems.append(f"{key} {problem}")
@@ -206,8 +274,12 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if isinstance(module, QuantModule)
         for quantizer, weight in module.quantized_weights()
     }
+    layers = {id(getattr(m, "input_quantizer", None)): m for m in model.modules()}
     for path, quantizer in quantizers(model).items():
         prefix = f"{path}." if path else ""
+        problem = _factor_problem(layers.get(id(quantizer)), state.get(f"{prefix}pre_quant_scale"))
+        if problem:
+            raise ConfigError(f"load: {prefix}pre_quant_scale: {problem}. The file is damaged")
         weight = weights.get(id(quantizer))
         problem = _range_problem(quantizer, state[f"{prefix}amax"], weight)
         if problem:
@@ -220,14 +292,14 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"load: {prefix}amin: {problem or f'got shape {tuple(amin.shape)}'}; expected "
                     "finite numbers <= 0 of the shape of amax. The file is damaged"
                 )
-        _check_choices(prefix, state)
+        _check_sign(prefix, state)
 
 
-def _check_choices(prefix: str, state: Mapping[str, Tensor]) -> None:
-    """Check what a quantizer holds beside its range; tensors without numbers hold anything.
+def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:
+    """Check the sign that a quantizer chose; a tensor without numbers has any.
 
     Raises:
-        ConfigError: The sign of the codes or the factor of the input is impossible.
+        ConfigError: The sign of the codes is impossible.
     """
     sign = state.get(f"{prefix}unsigned")
     if sign is None or sign.is_meta:
@@ -239,12 +311,35 @@ def _check_choices(prefix: str, state: Mapping[str, Tensor]) -> None:
             f"load: {prefix}unsigned: got {sign.flatten()[:3].tolist()}; expected -1, 0 or 1. "
             "The file is damaged"
         )
-    scale = state.get(f"{prefix}pre_quant_scale")
-    if scale is not None and not scale.is_meta and not bool(torch.isfinite(scale).all()):
-        raise ConfigError(
-            f"load: {prefix}pre_quant_scale: got NaN or infinite values; expected finite ones. "
-            "The file is damaged"
-        )
+
+
+def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
+    """Return what makes factors unfit to multiply the input of ``layer``; empty if nothing does.
+
+    Args:
+        layer: None or one without weights takes any shape.
+        factors: of the input; None and tensors without numbers are fit.
+    """
+    if factors is None:
+        return ""
+    if not factors.is_floating_point():
+        return f"got {factors.dtype}; expected a floating-point tensor"
+    if not factors.is_meta and not bool(((factors > 0) & (factors < torch.inf)).all()):
+        return "got zero, negative, NaN or infinite values; expected finite numbers > 0"
+    weight = getattr(layer, "weight", None)
+    count = getattr(layer, "in_features", getattr(layer, "in_channels", None))
+    if not isinstance(weight, Tensor) or not isinstance(count, int):
+        return "" if factors.numel() else "got an empty tensor; expected factors"
+    channels = (count, *(1 for _ in weight.shape[2:]))
+    own = tuple(factors.shape)
+    while len(own) > len(channels) and own[0] == 1:
+        own = own[1:]
+    padded = (*(1 for _ in channels[len(own) :]), *own)
+    if len(own) > len(channels) or any(
+        a not in (1, b) for a, b in zip(padded, channels, strict=True)
+    ):
+        return f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
+    return ""
 
 
 def _range_problem(quantizer: TensorQuantizer, amax: Tensor, weight: Tensor | None) -> str:

@@ -1,0 +1,148 @@
+"""Files of models in wrappers: what torch.compile, DataParallel and the like return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import torchq
+from tests.rank_processes import needs_gloo
+from torchq.workflow import embed_record_, swap_record
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).eval()
+
+
+def quantized() -> nn.Module:
+    model = net()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [X], progress=False)
+    return model
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: model,
+    "compile": compiled,
+    "DataParallel": nn.DataParallel,
+    "AveragedModel": AveragedModel,
+    "compiled DataParallel": lambda model: compiled(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("into", WRAPPERS)
+@pytest.mark.parametrize("saved", WRAPPERS)
+def test_files_do_not_depend_on_wrappers(saved: str, into: str, tmp_path: Path) -> None:
+    model = quantized()
+    torchq.save(WRAPPERS[saved](model), tmp_path / "m.pt")
+    target = WRAPPERS[into](net())
+    assert torchq.load(target, tmp_path / "m.pt") is target
+    assert torch.equal(target(X), model(X))
+
+
+@pytest.mark.parametrize("into", WRAPPERS)
+@pytest.mark.parametrize("saved", WRAPPERS)
+def test_files_that_name_the_wrapper_are_loaded(saved: str, into: str, tmp_path: Path) -> None:
+    """Version 0.2.0 wrote these."""
+    wrapper = WRAPPERS[saved](quantized())
+    data = {"torchq": swap_record(wrapper), "state_dict": wrapper.state_dict()}
+    torch.save(data, tmp_path / "m.pt")
+    target = WRAPPERS[into](net())
+    torchq.load(target, tmp_path / "m.pt")
+    assert torch.equal(target(X), wrapper(X))
+
+
+class Two(nn.Module):
+    """A network whose trunk is a child, and a layer that stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk: Any = net()
+        self.act: Any = nn.ReLU()
+        self.also = self.act
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.also(self.act(self.trunk(x)))
+        return found
+
+
+@pytest.mark.parametrize("into", WRAPPERS)
+@pytest.mark.parametrize("saved", WRAPPERS)
+def test_children_may_be_wrapped(saved: str, into: str, tmp_path: Path) -> None:
+    model, target = Two().eval(), Two().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [X], progress=False)
+    expected = model(X)
+    model.trunk = wrapper = WRAPPERS[saved](model.trunk)
+    torchq.save(model, tmp_path / "m.pt")
+    assert model.trunk is wrapper
+    target.trunk = wrapper = WRAPPERS[into](target.trunk)
+    torchq.load(target, tmp_path / "m.pt")
+    assert target.trunk is wrapper
+    assert torch.equal(target(X), expected)
+
+
+def test_a_failed_load_leaves_the_wrappers(tmp_path: Path) -> None:
+    torchq.save(quantized(), tmp_path / "m.pt")
+    target = Two().eval()
+    target.trunk = wrapper = compiled(target.trunk)
+    with pytest.raises(torchq.errors.QuantizationError):
+        torchq.load(target, tmp_path / "m.pt")
+    assert target.trunk is wrapper
+
+
+@pytest.mark.parametrize("into", WRAPPERS)
+@pytest.mark.parametrize("saved", WRAPPERS)
+def test_state_dicts_with_a_record_do_not_depend_on_wrappers(
+    saved: str, into: str, tmp_path: Path
+) -> None:
+    model = quantized()
+    embed_record_(model)
+    torch.save(WRAPPERS[saved](model).state_dict(), tmp_path / "m.bin")
+    target = WRAPPERS[into](net())
+    torchq.load(target, tmp_path / "m.bin")
+    assert torch.equal(target(X), model(X))
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@needs_gloo
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_is_unwrapped(tmp_path: Path) -> None:
+    model = quantized()
+    torchq.save(DistributedDataParallel(model), tmp_path / "m.pt")
+    assert torch.equal(torchq.load(net(), tmp_path / "m.pt")(X), model(X))
+    target = DistributedDataParallel(net())
+    torchq.load(target, tmp_path / "m.pt")
+    assert torch.equal(target(X), model(X))
+
+
+def test_a_deployed_model_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    model = torchq.deploy(quantized(), X)
+    with pytest.raises(
+        torchq.errors.QuantizationError,
+        match=r"save: .*: got a \w+ of a deployed model.*call torch\.save\(model, path\)",
+    ):
+        torchq.save(model, tmp_path / "m.pt")
+    assert not any(tmp_path.iterdir())
