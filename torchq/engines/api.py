@@ -15,6 +15,7 @@ from torchq.engines.task import Task
 from torchq.engines.torch_engine import TorchEngine
 from torchq.errors import ConfigError
 from torchq.lowering import simulated_copy
+from torchq.utils import uncompiled
 
 __all__ = ["deploy"]
 
@@ -22,6 +23,7 @@ __all__ = ["deploy"]
 _FASTEST = "fastest"
 
 
+@uncompiled()
 def deploy(
     model: nn.Module,
     example: Any = None,
@@ -44,7 +46,8 @@ def deploy(
     that is called as the original model is, and that returns results of the same structure.
 
     Args:
-        model: calibrated; left unchanged.
+        model: calibrated; left unchanged. Wrappers of torch, such as those of data parallelism and
+            ``torch.compile``, are left out of the result.
         example: arguments for one call of the model, see :func:`torchq.graph.call_model`. With it
             the result is run once and compared with the simulation. A large difference is an
             error; it is a warning where every layer agrees when it is given the inputs of the

@@ -24,7 +24,13 @@ from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
 from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
 from torchq.nn import QuantModule
 from torchq.swap import restore_
-from torchq.utils import copy_module, modules_with_names, progress_stages, set_submodule
+from torchq.utils import (
+    copy_module,
+    modules_with_names,
+    progress_stages,
+    set_submodule,
+    unwrapped,
+)
 from torchq.workflow import freeze_, quantizers
 
 __all__ = ["float_copy", "lower_model", "simulated_copy"]
@@ -81,6 +87,8 @@ def lower_model(
 def simulated_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a calibrated model with fixed ranges, in eval mode and without gradients.
 
+    Wrappers of torch, such as those of data parallelism and ``torch.compile``, are left out.
+
     Args:
         model: left unchanged.
 
@@ -89,7 +97,11 @@ def simulated_copy(model: nn.Module) -> nn.Module:
             them), or a class of the model refuses to be copied.
     """
     _require_calibrated(model)
-    simulated = _copy(model)
+    simulated = _copy(unwrapped(model))
+    # From the inside out, as one wrapper may hold another.
+    for path, module in reversed(list(simulated.named_modules(remove_duplicate=False))):
+        if (inside := unwrapped(module)) is not module:
+            set_submodule(simulated, path, inside)
     freeze_(simulated)
     return simulated.eval().requires_grad_(False)
 

@@ -15,7 +15,7 @@ from torchq.utils.names import (
 from torchq.utils.progress import progress_bar, progress_stages
 from torchq.utils.registry import Registry
 from torchq.utils.text import NotebookText, bullets, markdown_table, table, terminal_width, wrap
-from torchq.utils.tracing import calls_are_recorded, constant_while_tracing
+from torchq.utils.tracing import calls_are_recorded, constant_while_tracing, uncompiled
 
 __all__ = [
     "NotebookText",
@@ -43,6 +43,7 @@ __all__ = [
     "table",
     "terminal_width",
     "twin_of",
+    "uncompiled",
     "undone_on_error",
     "unwrapped",
     "wrap",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["calls_are_recorded", "constant_while_tracing"]
+__all__ = ["calls_are_recorded", "constant_while_tracing", "uncompiled"]
 
 
 def calls_are_recorded() -> bool:
@@ -32,3 +33,16 @@ def constant_while_tracing() -> AbstractContextManager[None]:
     They are constants of the traced model there, and reading them gives no TracerWarning.
     """
     return _ignore_tracer_warnings() if torch.jit.is_tracing() else nullcontext()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what ``torch.compile`` made as it is written, inside a ``with`` block or a function.
+
+    A compiler follows hooks and patched forwards for minutes, and keeps what it saw of them.
+    """
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled yet, and it takes long to load.
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

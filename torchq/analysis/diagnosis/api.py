@@ -21,7 +21,7 @@ from torchq.analysis.diagnosis.registry import CHECKS, Patient
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
 from torchq.swap import targets as known_targets
-from torchq.utils import device_of, progress_bar
+from torchq.utils import device_of, progress_bar, uncompiled, unwrapped
 from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = ["doctor"]
@@ -31,6 +31,7 @@ _WHERE = "doctor"
 _CHECK_FILES = (range_checks, order_checks, structure_checks, target_checks)
 
 
+@uncompiled()
 def doctor(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
@@ -68,6 +69,7 @@ def doctor(
         >>> [finding.kind for finding in torchq.doctor(model).errors]
         ['uncalibrated', 'uncalibrated']
     """
+    model = unwrapped(model)
     known = quantizers(model)
     if not known:
         raise ConfigError(

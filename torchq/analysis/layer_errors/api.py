@@ -17,11 +17,12 @@ from torchq.analysis.layer_errors.report import LayerErrors
 from torchq.analysis.layer_errors.sampling import SAMPLE
 from torchq.analysis.layers import active_quantizers, quantized_layers
 from torchq.graph import Forward, call_model, state_kept
-from torchq.utils import device_of, evaluating, progress_bar
+from torchq.utils import device_of, evaluating, progress_bar, uncompiled, unwrapped
 
 __all__ = ["layer_errors"]
 
 
+@uncompiled()
 def layer_errors(
     model: nn.Module,
     batches: Iterable[Any],
@@ -63,7 +64,7 @@ def layer_errors(
         >>> [row.name for row in errors.rows]
         ['0', '1']
     """
-    where = "layer_errors"
+    where, model = "layer_errors", unwrapped(model)
     stream = checked_batches(where, batches, num_batches)
     layers = quantized_layers(model, where)
     measurement = Measurement(layers, active_quantizers(model), sample)

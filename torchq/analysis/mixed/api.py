@@ -28,7 +28,15 @@ from torchq.analysis.ranking.metrics import Evaluate, batch_size
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.swap import restore_
-from torchq.utils import Pattern, copy_module, device_of, evaluating, matches
+from torchq.utils import (
+    Pattern,
+    copy_module,
+    device_of,
+    evaluating,
+    matches,
+    uncompiled,
+    unwrapped,
+)
 
 __all__ = ["mixed_precision"]
 
@@ -36,6 +44,7 @@ _WHERE = "mixed_precision"
 _POINTS = 12  # budgets that are tried for the front
 
 
+@uncompiled()
 def mixed_precision(
     model: nn.Module,
     batches: Iterable[Any],
@@ -102,7 +111,7 @@ def mixed_precision(
     kept = list(checked_batches(_WHERE, batches))
     if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
-    base = copy_module(model).eval()
+    base = copy_module(unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
     candidates = [

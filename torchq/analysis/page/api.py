@@ -16,12 +16,14 @@ from torchq.analysis.page.collect import collect
 from torchq.analysis.page.document import Report, check_path
 from torchq.errors import CalibrationError
 from torchq.graph import Forward
+from torchq.utils import uncompiled
 
 __all__ = ["report"]
 
 _WHERE = "report"
 
 
+@uncompiled()
 def report(
     model: nn.Module,
     batches: Iterable[Any],

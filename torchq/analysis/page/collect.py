@@ -25,7 +25,7 @@ from torchq.analysis.ranking import SensitivityReport, sensitivity
 from torchq.analysis.ranking.metrics import batch_size
 from torchq.errors import ConfigError, MissingExtraError
 from torchq.graph import Forward, call_model, state_kept
-from torchq.utils import device_of, evaluating
+from torchq.utils import device_of, evaluating, unwrapped
 from torchq.version import __version__
 
 __all__ = ["collect"]
@@ -56,7 +56,7 @@ def collect(
     Returns:
         JSON data, in which None stands for numbers that are not finite.
     """
-    where = "report"
+    where, model = "report", unwrapped(model)
     layers = quantized_layers(model, where)
     alone: dict[str, Any] = {"forward": forward, "progress": progress}
     options = {**alone, "group": group}

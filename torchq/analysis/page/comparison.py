@@ -15,12 +15,14 @@ from torchq.analysis.page.collect import collect
 from torchq.analysis.page.document import Report, check_path
 from torchq.errors import CalibrationError
 from torchq.graph import Forward
+from torchq.utils import uncompiled
 
 __all__ = ["compare"]
 
 _WHERE = "compare"
 
 
+@uncompiled()
 def compare(
     a: nn.Module,
     b: nn.Module,

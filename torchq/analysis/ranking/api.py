@@ -18,7 +18,7 @@ from torchq.analysis.ranking.metrics import Evaluate, Evaluation, find_metric
 from torchq.analysis.ranking.report import SensitivityReport, SensitivityRow
 from torchq.errors import ConfigError
 from torchq.graph import Forward, state_kept
-from torchq.utils import evaluating
+from torchq.utils import evaluating, uncompiled, unwrapped
 
 __all__ = ["sensitivity"]
 
@@ -26,6 +26,7 @@ Mode = Literal["only", "all_but"]
 _WHERE = "sensitivity"
 
 
+@uncompiled()
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
@@ -82,6 +83,7 @@ def sensitivity(
     """
     if mode not in ("only", "all_but"):
         raise ConfigError(f"{_WHERE}: got mode {mode!r}; expected 'only' or 'all_but'")
+    model = unwrapped(model)
     stream = checked_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
     groups = find_groups(model, layers, scope)

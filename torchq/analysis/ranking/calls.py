@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -92,7 +93,7 @@ def observe(forwards: Forwards, run: Callable[[], Any]) -> list[Call]:
     """Run a model and return its calls in the order of their begins."""
     calls: list[Call] = []
     returned: list[tuple[Call, Any, list[tuple[Tensor, int]]]] = []
-    clock = iter(range(1 << 62))
+    clock = itertools.count()
 
     def note(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         call = Call(forwards.key(module), next(clock))
