@@ -35,7 +35,7 @@ ci:
 # The oldest torch that is supported, in an environment of its own.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install "torch==2.6.*" "torchvision==0.21.*" -e ".[all]"
+	.venv-oldest/bin/pip install "torch==2.9.*" "torchvision==0.24.*" -e ".[all]"
 	.venv-oldest/bin/python -m pytest -n 2
 
 # The tools that benchmarks compare with, in an environment of its own.

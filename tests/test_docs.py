@@ -146,8 +146,6 @@ def need_packages(code: str) -> None:
         pytest.importorskip(name, reason=f"the page is about {name}")
     if "onnx" in code:
         pytest.importorskip("onnxscript")
-    if "dynamo=True" in code and not hasattr(torch.onnx, "ops"):
-        pytest.skip("this torch's exporter does not work with the installed onnxscript")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])

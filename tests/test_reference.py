@@ -123,8 +123,7 @@ def test_rounding_agrees_with_a_search_over_all_codes(name: str) -> None:
 def test_overflow(name: str, value: float, overflow: float, saturated: float) -> None:
     assert same(round_to(value, SMALL[name]), overflow)
     assert same(round_to(value, SMALL[name], saturate=True), saturated)
-    # OFP8 allows both modes. torch's own E4M3FN cast moved from the first to the second between
-    # 2.6 and 2.15.
+    # OFP8 allows both modes. torch's own E4M3FN cast moved from the first to the second.
     theirs = torch.tensor(value).to(TORCH_FLOAT8[name]).double().item()
     assert same(theirs, overflow) or same(theirs, saturated)
 

@@ -69,8 +69,6 @@ print(json.dumps(found))
 def results(setting: str, folder: Path) -> dict[str, float]:
     """Return the results of the script behind a setting."""
     exports = bool(find_spec("onnxruntime") and find_spec("onnxscript"))
-    if "device" in setting:  # the exporter of older versions makes constants there
-        exports &= int(torch.__version__.split(".")[1]) >= 8
     runtime = [str(folder)] if exports else []
     code = SCRIPT.replace("ABOVE", f"import copy\n{setting}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}

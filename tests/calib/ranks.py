@@ -158,5 +158,5 @@ def refusals(rank: int) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     run(Path(sys.argv[1]))
-    # Tearing a gloo group down can deadlock in torch 2.6.
+    # Tearing a gloo group down can deadlock.
     os._exit(0)

@@ -15,14 +15,6 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 onnx = pytest.importorskip("onnx")
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-MODERN = pytest.param(
-    True,
-    id="dynamo",
-    marks=pytest.mark.skipif(
-        TORCH < (2, 8), reason="this exporter writes QuantizeLinear from torch 2.8 on"
-    ),
-)
 # The TorchScript exporter and tracing warn about themselves on every call.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,7 +77,7 @@ def run(path: Path, x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
+@pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
 @pytest.mark.parametrize(
     ("inside", "per_channel"),
     [(True, True), (False, False)],
@@ -109,7 +101,7 @@ def test_int8(tmp_path: Path, dynamo: bool, inside: bool, per_channel: bool) -> 
     torch.testing.assert_close(run(path, example()), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
+@pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
 @pytest.mark.parametrize(
     "options", [{"narrow_range": True, "scale_amax": 0.5}, {"num_bits": 4}], ids=str
 )
@@ -130,7 +122,7 @@ def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) ->
         )
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
+@pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
 def test_learned_ranges(tmp_path: Path, dynamo: bool) -> None:
     model = nn.Sequential(
         quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=1.5))
@@ -142,7 +134,7 @@ def test_learned_ranges(tmp_path: Path, dynamo: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(False, id="torchscript"), MODERN])
+@pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
 def test_half_precision(tmp_path: Path, dynamo: bool, low_dtype: torch.dtype) -> None:
     model = calibrated(per_channel=False, dtype=low_dtype)
     found = export(model, example(low_dtype), tmp_path / "model.onnx", dynamo=dynamo)
@@ -164,9 +156,7 @@ def test_half_precision(tmp_path: Path, dynamo: bool, low_dtype: torch.dtype) ->
         (False, 17, ("TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"), torch.float16),
         (False, 17, ("TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"), torch.bfloat16),
         (False, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32),
-        pytest.param(
-            True, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32, marks=MODERN.marks
-        ),
+        (True, 19, ("QuantizeLinear", "DequantizeLinear"), torch.float32),
     ],
     ids=str,
 )

@@ -25,16 +25,9 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
 
 onnx = pytest.importorskip("onnx")
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EXPORTERS = [
     pytest.param(False, id="torchscript"),
-    pytest.param(
-        True,
-        id="dynamo",
-        marks=pytest.mark.skipif(
-            TORCH < (2, 8), reason="this exporter writes QuantizeLinear from torch 2.8 on"
-        ),
-    ),
+    pytest.param(True, id="dynamo"),
 ]
 # The TorchScript exporter and tracing warn about themselves on every call.
 pytestmark = pytest.mark.filterwarnings("ignore")

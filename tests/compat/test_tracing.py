@@ -15,7 +15,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# torch 2.6's tracer warns about what it does itself.
+# torch 2.9's tracer warns about what it does itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("num_bits", [8, (4, 3)], ids=str)
 def test_compiles_as_one_graph(num_bits: Any) -> None:

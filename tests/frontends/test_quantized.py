@@ -182,7 +182,6 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
         torchq.from_onnx(helper.make_model(broken, opset_imports=model.opset_import))
 
 
-@pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 writes blocks")
 @pytest.mark.parametrize("symmetric", [True, False], ids=["int4", "uint4 with zero points"])
 def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> None:
     weight = QuantDescriptor(4, block_size=16, symmetric=symmetric, unsigned=not symmetric)

@@ -69,7 +69,6 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 has the exporter")
 def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(count, 3, 17, 17, generator=generator) for count in (2, 3)]

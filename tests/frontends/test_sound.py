@@ -47,7 +47,6 @@ def test_transforms_and_their_inverse(onesided: int) -> None:
         assert_agrees(back, {"x": sound(length=30).unsqueeze(2)})
 
 
-@pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 has the exporter")
 def test_a_front_end_of_sound_is_exported_again(tmp_path: Path) -> None:
     w = Writer(17)
     spectrum = w.node("STFT", w.input("x", [1, 400]), w.constant(16), "", w.constant(64))

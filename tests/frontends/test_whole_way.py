@@ -123,9 +123,8 @@ CASES: dict[str, tuple[Any, Any, type[nn.Module], int]] = {
 }
 
 
-MODERN = pytest.mark.skipif(not hasattr(torch.onnx, "ops"), reason="torch >= 2.8 has the exporter")
 EXPORTERS = [
-    pytest.param(True, id="export", marks=MODERN),
+    pytest.param(True, id="export"),
     pytest.param(False, id="torchscript"),
 ]
 

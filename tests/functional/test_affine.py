@@ -199,7 +199,7 @@ def test_transforms_and_second_derivatives(generator: torch.Generator) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
 )
 def test_compiles_as_one_graph(generator: torch.Generator) -> None:
     x = torch.randn(5, 7, generator=generator)

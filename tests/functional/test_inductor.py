@@ -11,12 +11,10 @@ from torchq import QuantDescriptor, formats
 from torchq.formats import Format, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
 
-pytestmark = [  # What torch 2.6 says about itself.
+pytestmark = [  # What torch 2.9 says about itself.
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
 ]
-
-EXACT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +43,7 @@ def test_fake_quantize(
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     expected, got = run(x), torch.compile(run, fullgraph=True)(y)
     assert got.stride() == expected.stride()
-    # Older Inductor multiplies by the rounded inverse of a constant: one more rounding of the
-    # scale.
-    torch.testing.assert_close(got, expected, rtol=0.0 if EXACT else 1e-6, atol=0.0)
+    assert torch.equal(got, expected)
     weights = torch.randn(shape)
     (expected * weights).sum().backward()
     (got * weights).sum().backward()

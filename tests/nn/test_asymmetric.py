@@ -212,7 +212,7 @@ def test_nothing_waits_for_the_device(generator: torch.Generator) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
 )
 def test_compiles(generator: torch.Generator) -> None:
     model, x = quantized(generator).eval(), torch.randn(5, 6, generator=generator)

@@ -87,8 +87,6 @@ def test_it_exports_as_composed_operators(
     model: Pairing, batch: dict[str, Tensor], tmp_path: Path
 ) -> None:
     """Three Q/DQ pairs stand before the products that torch makes of it."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
-        pytest.skip("the exporter of older torch has no aten::bilinear")
     session_of = pytest.importorskip("onnxruntime").InferenceSession
     onnx = pytest.importorskip("onnx")
     path = tmp_path / "m.onnx"

@@ -18,7 +18,7 @@ from torchq.errors import QuantizationError
 from torchq.nn import CallSite, QuantLinear, revert_, route_calls_
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
 )
 
 

@@ -198,7 +198,7 @@ def test_traces_are_the_modules_own() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"
-)  # torch 2.6
+)  # torch 2.9
 def test_wired_modules_compile_whole() -> None:
     torch._dynamo.reset()
     module, x = wired(Gate(), add=torchq.nn.QuantAdd()).eval(), torch.randn(3, 4)

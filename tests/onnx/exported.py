@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import torchq
 
-__all__ = ["MODERN", "MODERN_ONLY", "Layers", "Residual", "calibrated", "ends", "run_file"]
-
-#: Exporters that this torch has: the torch.export based one writes Q/DQ from torch 2.8 on.
-MODERN = hasattr(torch.onnx, "ops")
-MODERN_ONLY = pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export")
+__all__ = ["Layers", "Residual", "calibrated", "ends", "run_file"]
 
 
 class Layers(nn.Module):

@@ -82,8 +82,6 @@ def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, tmp_path:
 def test_few_bits_per_axis_and_both_exporters(
     dynamo: bool, generator: torch.Generator, tmp_path: Path
 ) -> None:
-    if dynamo and not hasattr(torch.onnx, "ops"):
-        pytest.skip("this torch's exporter does not work with the installed onnxscript")
     descriptor = QuantDescriptor(4, unsigned=True, symmetric=False, axis=1)
     model, x = nn.Sequential(TensorQuantizer(descriptor)), torch.randn(2, 3, 5, generator=generator)
     torchq.calibrate(model, [x], progress=False)

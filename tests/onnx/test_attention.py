@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated, ends
+from tests.onnx.exported import calibrated, ends
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 EXPORTERS = [
     False,
-    pytest.param(True, marks=MODERN_ONLY),
+    True,
 ]
 
 

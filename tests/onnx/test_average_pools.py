@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 from torchq.onnx.ir import bypass, load_model, nodes_of, replace_stored, save_model, value_of
 from torchq.onnx.qdq import write_record
 
@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 
 BOTH_EXPORTERS = [
     False,
-    pytest.param(True, marks=MODERN_ONLY),
+    True,
 ]
 IMAGES = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
 

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY
 from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
-pytestmark = MODERN_ONLY
 
 DESCRIPTORS = {
     "int8": torchq.QuantDescriptor(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, Layers, Residual, calibrated, ends, run_file
+from tests.onnx.exported import Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError, ExportError
 
@@ -20,16 +20,8 @@ pytest.importorskip("onnxruntime")
 EXPORTERS = [
     pytest.param(False, 13, id="torchscript-13"),
     pytest.param(False, 21, id="torchscript-21"),
-    pytest.param(
-        True,
-        21,
-        id="dynamo-21",
-        marks=pytest.mark.skipif(not MODERN, reason="torch >= 2.8 writes Q/DQ from torch.export"),
-    ),
+    pytest.param(True, 21, id="dynamo-21"),
 ]
-modern = pytest.mark.skipif(
-    not MODERN, reason="needs blocks or types that only torch >= 2.8 writes"
-)
 
 
 def weights_of(path: Path) -> dict[str, object]:
@@ -111,7 +103,7 @@ def test_the_file_is_a_quarter_and_names_no_machine(tmp_path: Path) -> None:
     assert "2 weights stored quantized, 2 activations quantized" in str(report)
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_one_tensor_is_quantized_once(tmp_path: Path, dynamo: bool) -> None:
     model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
     report = torchq.export_onnx(
@@ -155,7 +147,7 @@ class Typed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*got negative values")  # unsigned weights are legal
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_types_of_weights(tmp_path: Path, dynamo: bool) -> None:
     """Every type is stored as itself and gives the simulation's numbers."""
     types = {**TYPES, **MODERN_TYPES} if dynamo else TYPES
@@ -189,7 +181,6 @@ def test_the_torchscript_exporter_says_what_it_cannot_write(tmp_path: Path, name
         torchq.export_onnx(model, torch.randn(3, 48), tmp_path / "m.onnx", dynamo=False)
 
 
-@modern
 def test_types_of_activations(tmp_path: Path) -> None:
     bits = [8, 16, 4, (4, 3), (5, 2), 6]
     rules = [
@@ -213,7 +204,7 @@ def test_four_bit_weights_are_an_eighth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_half_models_keep_float32_scales(tmp_path: Path, dtype: torch.dtype, dynamo: bool) -> None:
     model = calibrated(nn.Sequential(nn.Linear(64, 8)).to(dtype), torch.randn(4, 64, dtype=dtype))
     torchq.export_onnx(model, torch.randn(2, 64, dtype=dtype), tmp_path / "m.onnx", dynamo=dynamo)
@@ -242,7 +233,7 @@ class Keywords(nn.Module):
         return 2 * y if twice else y
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_keyword_arguments_and_more_open_dimensions(tmp_path: Path, dynamo: bool) -> None:
     model = Keywords()
     torchq.quantize_(model)
@@ -283,7 +274,7 @@ class Variadic(nn.Module):
         return self.linear(tensors[0]) + tensors[-1]
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=modern)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_arguments_without_names(tmp_path: Path, dynamo: bool) -> None:
     model = calibrated(Variadic(), torch.randn(4, 6))
     torchq.export_onnx(model, (torch.randn(1, 6),), tmp_path / "m.onnx", dynamo=dynamo)
@@ -378,7 +369,7 @@ def test_float_models_export_with_a_warning(tmp_path: Path) -> None:
     assert report.weights == ()
 
 
-# torch 2.6: dynamo makes an object of every autograd.Function, and torch warns about that.
+# torch 2.9: dynamo makes an object of every autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_torch_export_gives_the_same_numbers() -> None:
     model = calibrated(Residual(), torch.randn(4, 3, 16, 16))

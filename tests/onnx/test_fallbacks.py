@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
@@ -31,7 +31,6 @@ class Remembers(nn.Module):
         return self.linear(x) + self.offsets
 
 
-@MODERN_ONLY
 def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(tmp_path: Path) -> None:
     model, path = calibrated(Remembers(), torch.randn(2, 6)), tmp_path / "m.onnx"
     with pytest.warns(UserWarning, match="fixed batch size of the example. Pass dynamic_batch"):
@@ -42,7 +41,7 @@ def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_what_a_forward_stores_while_it_is_traced_is_not_kept(dynamo: bool, tmp_path: Path) -> None:
     model, x = calibrated(Remembers(), torch.randn(3, 6)), torch.randn(2, 6)
     shape, offsets = model.shape, model.offsets

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from tests.onnx.padded import Pad, exported, images, pads
 from torchq.errors import ExportError
 from torchq.onnx.ir import attribute, load_model, nodes_of, onnx_ir, save_model
@@ -24,7 +24,7 @@ from torchq.onnx.qdq import activation_qparams, read_record, write_record
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-EXPORTERS = [False, pytest.param(True, marks=MODERN_ONLY)]
+EXPORTERS = [False, True]
 
 
 class Shared(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from torchq.errors import ExportError
 from torchq.onnx.ir import load_model, nodes_of, replace_stored, save_model, value_of
 from torchq.onnx.qdq import pair_name, read_record, stored_weight, write_record
@@ -71,7 +71,7 @@ def recorded(path: Path) -> dict[str, list[int]]:
     return {name: [int(channel) for channel in scales] for name, scales in record.items()}
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_integer_kernels_compute_what_the_model_does(
     norm: bool, dynamo: bool, tmp_path: Path

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from tests.onnx.padded import Mobile, Pad, exported, images, pads
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.passes.kernels.fold_pads import with_lengths
@@ -19,7 +19,7 @@ from torchq.onnx.passes.kernels.fold_pads import with_lengths
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-EXPORTERS = [False, pytest.param(True, marks=MODERN_ONLY)]
+EXPORTERS = [False, True]
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from torchq.engines import as_written
 from torchq.onnx.ir import load_model, nodes_of, opset_of, replace_stored, save_model, value_of
 from torchq.onnx.passes.kernels.limited_sums import limit_sums, remove_limits
@@ -87,7 +87,7 @@ def without_limits(path: Path) -> Path:
     return other
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("fixed", [True, False])
 def test_convolutions_add_branches(dynamo: bool, fixed: bool, x: Tensor, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from torchq.onnx.ir import nodes_of, onnx_ir, value_of
 from torchq.onnx.passes.fold_shapes import fold_shapes
 
@@ -22,7 +22,7 @@ ort = pytest.importorskip("onnxruntime")
 
 EXPORTERS = [
     False,
-    pytest.param(True, marks=MODERN_ONLY),
+    True,
 ]
 SHAPES = [(2, 16), (2, 5, 16)]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from torchq.onnx.ir import computed_by, load_model, nodes_of
 
 pytest.importorskip("onnx")
@@ -125,7 +125,7 @@ def test_other_norms_stay_as_they_are(model: nn.Module, tmp_path: Path) -> None:
     assert computed_by(norm.inputs[0], "Reshape") is None
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("relu", [True, False])
 def test_norms_of_small_concatenations_are_one_kernel(
     relu: bool, dynamo: bool, x: Tensor, tmp_path: Path

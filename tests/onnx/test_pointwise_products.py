@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 from torchq.onnx.ir import load_model, nodes_of, replace_stored, save_model, value_of
 
 pytest.importorskip("onnx")
@@ -46,7 +46,7 @@ def exported(model: nn.Module, x: Tensor, path: Path, **options: Any) -> nn.Modu
     return model
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 def test_heads_run_on_integers(bias: bool, dynamo: bool, tmp_path: Path) -> None:
     path, x = tmp_path / "model.onnx", torch.randn(2, 3, 16, 12)

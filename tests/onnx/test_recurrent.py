@@ -28,7 +28,7 @@ class Tagger(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-# torch 2.6 warns of sizes and batches in traces; the file is compared on another batch too.
+# torch 2.9 warns of sizes and batches in traces; the file is compared on another batch too.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])

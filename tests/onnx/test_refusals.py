@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, calibrated
+from tests.onnx.exported import calibrated
 from torchq.errors import ConfigError, ExportError, MissingExtraError
 
 onnx = pytest.importorskip("onnx")
@@ -91,12 +91,8 @@ def test_types_need_their_opset(tmp_path: Path) -> None:
         )
 
 
-def test_old_torch_or_opset_cannot_be_forced(tmp_path: Path) -> None:
-    wanted = (
-        r"dynamo=True with opset 13; expected opset >= 18"
-        if MODERN
-        else r"dynamo=True with torch .*; expected torch >= 2\.8"
-    )
+def test_an_old_opset_cannot_be_forced(tmp_path: Path) -> None:
+    wanted = r"dynamo=True with opset 13; expected opset >= 18"
     with pytest.raises(ExportError, match=wanted):
         torchq.export_onnx(linear(), torch.randn(2, 4), tmp_path / "m.onnx", dynamo=True, opset=13)
 

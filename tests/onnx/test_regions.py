@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 EXPORTERS = [
     False,
-    pytest.param(True, marks=MODERN_ONLY),
+    True,
 ]
 
 
@@ -45,7 +45,6 @@ def test_means_of_images_run_on_integers_in_onnxruntime(tmp_path: Path, dynamo: 
     assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 9, 9)]).ok
 
 
-@MODERN_ONLY
 def test_modules_that_were_traced_for_a_target_export(tmp_path: Path) -> None:
     """The concatenations of a DenseNet are found by a trace, which torch.export must not repeat."""
     densenet = pytest.importorskip("torchvision.models.densenet")

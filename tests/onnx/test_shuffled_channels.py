@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 from torchq.onnx.ir import load_model, nodes_of
 
 pytest.importorskip("onnxruntime")
@@ -54,9 +54,7 @@ OPEN: dict[str, dict[str, Any]] = {
     "all": {"dynamic_shapes": {"x": {2: "height", 3: "width"}}},
 }
 #: With all lengths open, the exporter based on torch.export reads those of the input.
-EXPORTS = [(name, False) for name in OPEN] + [
-    pytest.param(name, True, marks=MODERN_ONLY) for name in ("none", "batch")
-]
+EXPORTS = [(name, False) for name in OPEN] + [(name, True) for name in ("none", "batch")]
 
 
 @pytest.mark.parametrize(("open_lengths", "dynamo"), EXPORTS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, Layers, Residual, calibrated, ends, run_file
+from tests.onnx.exported import Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.onnx import retarget_onnx
 
@@ -86,7 +86,7 @@ def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path
     "dynamo",
     [
         False,
-        pytest.param(True, marks=MODERN_ONLY),
+        True,
     ],
 )
 def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
@@ -112,7 +112,6 @@ def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) ->
     assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
 
 
-@MODERN_ONLY
 def test_the_modern_exporter_reaches_the_same_kernels(model: nn.Module, tmp_path: Path) -> None:
     torchq.export_onnx(
         model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", target="onnxruntime", dynamo=True

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, Residual, calibrated
+from tests.onnx.exported import Residual, calibrated
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import add_node, computed_by, load_model, nodes_of, readers, save_model
 from torchq.onnx.timing.layers import FIRST, LayerNames
@@ -73,7 +73,7 @@ def exported(model: nn.Module, path: Path, dynamo: bool) -> None:
     torchq.export_onnx(model, IMAGE, path, target="onnxruntime", dynamo=dynamo, progress=False)
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 def test_layers_have_the_names_of_the_model(tmp_path: Path, dynamo: bool) -> None:
     path = tmp_path / "m.onnx"
     model = calibrated(Tail() if dynamo else Residual(), IMAGE, target="onnxruntime", example=IMAGE)

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 from torchq.onnx.torch_optimizer import optimize_
 
 ir = pytest.importorskip("onnx_ir")
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
-pytestmark = MODERN_ONLY
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logarithm": lambda x: (x.relu() + 1e-10).log(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN_ONLY, calibrated, run_file
+from tests.onnx.exported import calibrated, run_file
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -31,7 +31,7 @@ class Caches(nn.Module):
         return {"logits": y, "cache": Cache(), "more": (y + 1, None)}
 
 
-@pytest.mark.parametrize("dynamo", [pytest.param(True, marks=MODERN_ONLY), False])
+@pytest.mark.parametrize("dynamo", [True, False])
 def test_what_onnx_has_no_type_for_is_left_out(tmp_path: Path, dynamo: bool) -> None:
     x = torch.randn(3, 4)
     model = calibrated(Caches(), [x])

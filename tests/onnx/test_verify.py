@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.onnx.exported import MODERN, MODERN_ONLY, Layers, Residual, calibrated, run_file
+from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from torchq.errors import ExportError
 from torchq.onnx.verify.session import Session
 
@@ -173,7 +173,6 @@ class Nested(nn.Module):
         return self.left(first) + self.right(second)
 
 
-@pytest.mark.skipif(not MODERN, reason="the TorchScript exporter takes no containers")
 def test_batches_with_tensors_in_containers(tmp_path: Path) -> None:
     batch = {"features": {"first": torch.randn(2, 4), "rest": (torch.randn(2, 5),)}}
     model = Nested()
@@ -186,12 +185,9 @@ def test_batches_with_tensors_in_containers(tmp_path: Path) -> None:
 def test_a_plain_export_is_compared_end_to_end(tmp_path: Path) -> None:
     """A file that torch.onnx.export wrote by itself has no names of quantizers."""
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(8, 6))
-    if hasattr(torch.onnx, "ops"):
-        torch.onnx.export(
-            model, (torch.randn(2, 6),), tmp_path / "m.onnx", opset_version=21, verbose=False
-        )
-    else:
-        torch.onnx.export(model, (torch.randn(2, 6),), str(tmp_path / "m.onnx"), opset_version=17)
+    torch.onnx.export(
+        model, (torch.randn(2, 6),), tmp_path / "m.onnx", opset_version=21, verbose=False
+    )
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 6)])
     assert report.layers == ()
     assert report.ok and report.outputs[0].max_diff < 1e-6
@@ -232,7 +228,7 @@ def test_weights_that_overflow_without_vnni_are_counted(
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
 
 
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn", "tensorrt"])
 def test_activations_of_four_bits_verify_with_every_sign(
     target: str, dynamo: bool, tmp_path: Path

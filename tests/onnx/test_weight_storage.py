@@ -46,8 +46,6 @@ def test_four_bit_convolutions_run_on_integers(unsigned: bool, tmp_path: Path) -
 
 def test_blocks_of_four_bits_stay(tmp_path: Path) -> None:
     """ONNX Runtime has a kernel for them, MatMulNBits."""
-    if not hasattr(torch.onnx, "ops"):
-        pytest.skip("torch >= 2.8 writes blocks")
     config = QuantConfig((Rule("*", weight=QuantDescriptor(4, block_size=32)),))
     model = calibrated(nn.Sequential(nn.Linear(64, 8)), torch.randn(4, 64), config=config)
     torchq.export_onnx(model, torch.randn(4, 64), tmp_path / "m.onnx", target="onnxruntime")

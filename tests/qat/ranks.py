@@ -5,7 +5,6 @@ It is started as ``python -m torch.distributed.run ... ranks.py FOLDER``.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchq
 from torchq.workflow import quantizers
-
-# The stream of a CPU, which FSDP2 waits for, came with torch 2.7.
-SHARDS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-
-
-LEAVES_PARAMETERS_OUT = "ignored_params" in inspect.signature(fully_shard).parameters
 
 
 class Net(nn.Module):
@@ -85,8 +78,6 @@ def main(folder: Path) -> None:
     for name, learn in (("fsdp fixed", False), ("fsdp learned", True)):
         model, groups = prepared(rank, learn=learn)
         results[f"{name} before"] = state(model)
-        if not SHARDS_ON_CPU or (learn and not LEAVES_PARAMETERS_OUT):
-            continue
         options = {"ignored_params": torchq.qat.replicate_ranges_(model)} if learn else {}
         mesh = init_device_mesh("cpu", (2,))
         for part in (model.stem, model.body, model.head, model):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import torchq
 from tests.rank_processes import needs_gloo, run_ranks
@@ -18,16 +16,11 @@ pytestmark = needs_gloo
 
 Results = list[dict[str, Any]]
 
-needs_fsdp = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP2 needs a GPU"
-)
-leaves_out = "ignored_params" in inspect.signature(fully_shard).parameters
-needs_ignoring = pytest.mark.skipif(not leaves_out, reason="this torch shards all parameters")
 CASES = [
     "ddp fixed",
     "ddp learned",
-    pytest.param("fsdp fixed", marks=needs_fsdp),
-    pytest.param("fsdp learned", marks=[needs_fsdp, needs_ignoring]),
+    "fsdp fixed",
+    "fsdp learned",
 ]
 
 
@@ -57,8 +50,7 @@ def test_weights_move_and_only_learned_ranges_do(results: Results, case: str) ->
     assert (moved & ranges == ranges) if case.endswith("learned") else not moved & ranges
 
 
-@needs_fsdp
-@pytest.mark.parametrize("kind", ["fixed", pytest.param("learned", marks=needs_ignoring)])
+@pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_sharded_training_is_that_of_replicas(results: Results, kind: str) -> None:
     replicas, shards = results[0][f"ddp {kind}"], results[0][f"fsdp {kind}"]
     assert replicas.keys() == shards.keys()

@@ -17,7 +17,7 @@ from tests.models import ConvNet, image_batches
 from torchq import QuantConfig, QuantDescriptor, TensorQuantizer
 from torchq.formats import INT8, PerTensor
 
-# torch 2.6: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
+# torch 2.9: dynamo makes an object of every autograd.Function that it meets, and torch warns of it
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function'> should not be instantiated:DeprecationWarning"
 )

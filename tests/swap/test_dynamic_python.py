@@ -142,7 +142,7 @@ def test_copies_pickles_and_files_have_the_operators(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.6
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"  # torch 2.9
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models_stay_dynamic(backend: str) -> None:

@@ -62,7 +62,7 @@ def test_copies_and_pickles_keep_the_operators() -> None:
     model, x = quantized()
     expected = model(x)
     twins = [copy.deepcopy(model)]
-    if hasattr(torch.onnx, "ops"):  # torch < 2.8 cannot pickle annotations that are text
+    if not torch.__version__.startswith("2.9"):  # It cannot pickle annotations that are text.
         twins.append(pickle.loads(pickle.dumps(model)))
     for twin in twins:
         assert torch.equal(twin(x), expected)

@@ -89,16 +89,6 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def fsdp_runs_here() -> bool:
-    """FSDP2 needs a CPU stream that torch 2.6 does not have."""
-    model = fully_shard(nn.Linear(2, 2))
-    try:
-        model(torch.zeros(1, 2))
-    except AttributeError:
-        return False
-    return True
-
-
 def train_step(model: nn.Module, x: Tensor) -> float:
     loss = model(x).square().mean()
     loss.backward()
@@ -134,25 +124,23 @@ def run(folder: Path) -> None:
     found["alone on purpose"], found["not warned"] = without_group(
         data, [dist.new_group([i]) for i in range(2)][rank]
     )
-    found["fsdp"] = fsdp_runs_here()
-    if found["fsdp"]:
-        # Its forward gathers weights, so both ranks need as many batches and the same branches.
-        same = (
-            [torch.full_like(x, 150.0) + x for x in batches(0)]
-            if not rank
-            else [torch.full((4, 3, 8, 8), 170.0)] * 2
-        )
-        found["fsdp data"] = same
-        model = quantized()
-        wrapped = sharded(model)
-        torchq.calibrate(wrapped, same, group=world, progress=False)
-        found["fsdp ranges"] = ranges(model)
-        found["fsdp loss"] = train_step(wrapped, same[0])
+    # Its forward gathers weights, so both ranks need as many batches and the same branches.
+    same = (
+        [torch.full_like(x, 150.0) + x for x in batches(0)]
+        if not rank
+        else [torch.full((4, 3, 8, 8), 170.0)] * 2
+    )
+    found["fsdp data"] = same
+    model = quantized()
+    wrapped = sharded(model)
+    torchq.calibrate(wrapped, same, group=world, progress=False)
+    found["fsdp ranges"] = ranges(model)
+    found["fsdp loss"] = train_step(wrapped, same[0])
     torch.save(found, folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     run(Path(sys.argv[1]))
-    # Tearing a gloo group down can deadlock in torch 2.6.
+    # Tearing a gloo group down can deadlock.
     os._exit(0)

@@ -70,8 +70,6 @@ def test_the_same_under_ddp(results: Results) -> None:
 
 
 def test_the_same_under_fsdp2_and_training_goes_on(results: Results) -> None:
-    if not results[0]["fsdp"]:
-        pytest.skip("this torch has no FSDP2 on the CPU")
     expected = one_process([x for found in results for x in found["fsdp data"]])
     for found in results:
         assert_same_bits(found["fsdp ranges"], expected)

@@ -178,7 +178,7 @@ def _usual(task: Task) -> tuple[Shapes, ...]:
 
 def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLengths]]:
     """Yield what to try in order: which exporter, and which lengths are open."""
-    exporters = (False, True) if hasattr(torch.onnx, "ops") else (False,)
+    exporters = (False, True)
     for dynamo in exporters:
         for opened in lengths[:-1]:
             yield dynamo, opened

@@ -175,7 +175,7 @@ class PerBlock(Granularity):
         if torch.compiler.is_dynamo_compiling():
             # The same view, but one that Inductor computes as a buffer of whole blocks. It would
             # fuse narrow() into a loop over the shorter axis, and that loop reads memory that
-            # nobody wrote (torch 2.6 to 2.15 on CPUs).
+            # nobody wrote (torch 2.9 to 2.15 on CPUs).
             view = torch.as_strided(x, shape, x.stride())
         else:
             view = x.narrow(axis, 0, shape[axis])

@@ -292,11 +292,6 @@ def _modern(
     x: Tensor, scale: Tensor, point: Tensor, kind: OnnxType, axis: int | None, block: int
 ) -> Tensor:
     """Write standard operators into the ``torch.export`` program by name."""
-    if not hasattr(torch.onnx, "ops"):
-        raise ExportError(
-            f"torch {torch.__version__}: this exporter cannot write QuantizeLinear; "
-            "expected torch >= 2.8, or dynamo=False"
-        )
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     if block:
         attributes["block_size"] = block

@@ -34,7 +34,6 @@ def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     granularity = granularity or PerTensor()
     parts = granularity.split(x.detach())
     dims = granularity.reduce_dims(parts.dim())
-    # is_plain comes first: in torch 2.6 a traced size that is compared with 0 becomes a constant.
     if dims and is_plain(x) and x.device.type == "cpu" and x.numel():
         amax = largest_magnitude(parts, dims).view(granularity.amax_shape(x.shape))
     else:

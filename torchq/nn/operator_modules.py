@@ -180,7 +180,6 @@ def _has_other_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Return True if a call gives another value for an argument that the trace fixed."""
     different = []
     for name, position, default in module._constants:  # noqa: SLF001
-        # Not bound by ``inspect.Signature``, which torch.compile of torch 2.6 cannot follow.
         given = kwargs.get(name, default)
         if position is not None and position < len(args):
             given = args[position]

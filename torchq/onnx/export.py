@@ -76,8 +76,8 @@ def export_onnx(
             what the simulation does.
         opset: 10 to 23; None takes 20, or 21 for what needs it. Per-channel ranges need 13, FP8
             needs 19; int4, int16 and blocks need 21.
-        dynamo: The exporter of torch: True for the one based on ``torch.export`` (torch >= 2.8,
-            opset >= 18), False for TorchScript. None takes the first where it can.
+        dynamo: The exporter of torch: True for the one based on ``torch.export`` (opset >=
+            18), False for TorchScript. None takes the first where the opset allows it.
         dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
             trace that, the file has the batch size of the example, and a warning says so.
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.

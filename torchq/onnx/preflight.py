@@ -47,19 +47,13 @@ def choose_exporter(dynamo: bool | None, opset: int) -> bool:
         raise ExportError(
             f"export_onnx: got opset {opset}; expected {_OPSETS.start} to {_OPSETS.stop - 1}"
         )
-    able = hasattr(torch.onnx, "ops")
-    if dynamo and not able:
-        raise ExportError(
-            f"export_onnx: dynamo=True with torch {torch.__version__}; expected torch >= 2.8. "
-            "Leave dynamo out, or pass False"
-        )
     if dynamo and opset < _DYNAMO_MIN:
         raise ExportError(
             f"export_onnx: dynamo=True with opset {opset}; expected opset >= {_DYNAMO_MIN}. "
             "Pass dynamo=False"
         )
     if dynamo is None:
-        dynamo = able and opset >= _DYNAMO_MIN
+        dynamo = opset >= _DYNAMO_MIN
     if dynamo:
         import_optional("onnxscript", "export_onnx(dynamo=True)")
     return dynamo
@@ -161,7 +155,7 @@ def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
 _CALIBRATE = (
     "Run torchq.calibrate(model, batches), or switch it off with torchq.disabled(model, name)"
 )
-_MODERN = "Use dynamo=True, with torch >= 2.8"
+_MODERN = "Use dynamo=True"
 _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (
         lambda q, _: q.descriptor.dynamic,

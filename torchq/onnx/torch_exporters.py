@@ -138,7 +138,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
             )
             model = onnx_ir.external_data.load_to_model(onnx_ir.load(file))
     except Exception as error:
-        raise _explained(error, "dynamo=True (torch >= 2.8) takes the other exporter") from error
+        raise _explained(error, "dynamo=True takes the other exporter") from error
     _remove_prefix(model)
     set_opset(model, opset)
     return model

@@ -81,7 +81,6 @@ def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     """Return the gradient through the saved mask."""
-    # This is a function because torch 2.6 does not trace the ``backward`` of another Function.
     return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
 
 

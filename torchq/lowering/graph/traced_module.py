@@ -47,7 +47,7 @@ class TracedModel(fx.GraphModule):
         graph = fx.Graph()
         graph.output(graph.graph_copy(graph_module.graph, {}))
         for node in graph.nodes:
-            # Annotations may be strings, which torch 2.6 cannot pickle.
+            # Annotations may be strings, which torch 2.9 cannot pickle.
             node.type = None
         result = cls(graph_module, graph, class_name=type(original).__name__)
         copy_plain_attributes(original, result)

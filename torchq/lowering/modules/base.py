@@ -272,7 +272,6 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
     def epilogue(self) -> Epilogue:
         """Return what kernels do with their sums."""
         out, residual = self.output_qparams, self.residual_qparams
-        # Built in one call: torch.compile of torch 2.6 cannot follow NamedTuple._replace.
         return Epilogue(
             1.0 if out is None else out.scale,
             0 if out is None else out.zero_point,

@@ -40,8 +40,7 @@ _MULTIPLE = 16
 _AT_ONCE = 2**18
 
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
-# Weights are passed as bytes and formats by name because torch cannot pickle float8 tensors, and
-# torch 2.6 cannot serialise them in an exported program.
+# Weights are passed as bytes and formats by name because torch cannot pickle float8 tensors.
 _LIBRARY.define(
     "fp8_linear(Tensor x, Tensor x_divisor, Tensor x_scale, str x_format,"
     " Tensor weight, Tensor weight_scale, str weight_format, Tensor? bias) -> Tensor"

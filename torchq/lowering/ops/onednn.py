@@ -204,7 +204,7 @@ def _add_product(weights: Int8Weights, epilogue: Epilogue) -> Run:
 def _convolution_copies() -> bool:
     """Return True if torch's convolution returns a copy of the tensor that it has added to.
 
-    Torch 2.6 returns the tensor itself, torch 2.15 a copy, which can take longer than convolving.
+    Torch 2.9 returns the tensor itself, torch 2.15 a copy, which can take longer than convolving.
     Its product of matrices returns the tensor itself.
     """
     target = torch.zeros(1, 16, 1, 1, dtype=torch.float32, device="cpu")

@@ -74,7 +74,6 @@ def int8_conv(
     Returns:
         (N, out, ...), of the epilogue's dtype; channels last in memory on CPUs.
     """
-    # Unpacked: torch.compile of torch 2.6 cannot follow slices of a NamedTuple.
     *output, scale, zero_point = epilogue
     return torch.ops.torchq.int8_conv(x, *weights, *params, *output, residual, scale, zero_point)
 

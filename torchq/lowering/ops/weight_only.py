@@ -164,8 +164,7 @@ def _bind_int4(x: Tensor, weights: BlockWeights) -> Callable[[Tensor], Tensor] |
     codes, scale, _, _ = weights
     size = x.shape[-1] // scale.shape[1]
     group = next((g for g in _GROUPS if size % g == 0), 0)
-    exists = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-    if not group or codes.shape[0] % 16 or not exists:
+    if not group or codes.shape[0] % 16:
         return None
 
     def build() -> tuple[Tensor, Tensor]:

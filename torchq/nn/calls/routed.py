@@ -135,7 +135,7 @@ class _Router(TorchFunctionMode):
     def __init__(self, module: RoutedModule) -> None:
         super().__init__()
         self.module = module
-        self.found: set[int] = set()  # Positions in calls; torch 2.6 compiles no set of sites.
+        self.found: set[int] = set()  # Positions in calls.
         self.others: dict[str, int] = {}
 
     def __torch_function__(
