@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.frontends.onnx_writer import Writer
 from tests.models import StagedNet
 from torchq.errors import FrontendError
 
@@ -272,3 +273,15 @@ def test_a_constant_that_would_fill_the_memory_is_refused() -> None:
     parts = [initializer("one", torch.ones(1)), initializer("huge", torch.tensor([2**40]))]
     with pytest.raises(FrontendError, match=r"Expand .* expected at most"):
         torchq.from_onnx(file_of(nodes, [1], parts))
+
+
+def test_inputs_whose_names_make_one_argument_are_kept_apart() -> None:
+    w = Writer(17)
+    names = ["in.1", "in/1", "self", "in_1_2"]
+    total, *rest = [w.input(name, [2]) for name in names]
+    for other in rest:
+        total = w.node("Sub", total, other)
+    read = torchq.from_onnx(w.model(total))
+    given = [torch.tensor([float(10**i), 1.0]) for i in range(4)]
+    assert read.input_names == names
+    assert torch.equal(read(*given), given[0] - given[1] - given[2] - given[3])

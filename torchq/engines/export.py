@@ -24,7 +24,8 @@ from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
 from torchq.nn import QuantModule
 from torchq.onnx import export_onnx
-from torchq.onnx.example_call import argument_names
+from torchq.onnx.example_call import named_tensors
+from torchq.onnx.interface_names import argument_names
 from torchq.onnx.ir import load_model
 
 __all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes", "tensor_shapes", "with_rows"]
@@ -190,6 +191,7 @@ def export_graph(
             dynamo=dynamo,
             dynamic_batch=lengths.batch,
             dynamic_shapes=opened,
+            input_names=list(named_tensors(model, *call_arguments(model, example))),
         )
         if len(list(Path(folder).iterdir())) > 1:
             raise ExportError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,15 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, tensors_in
+from torchq.onnx.interface_names import (
+    argument_names,
+    checked_names,
+    checked_shapes,
+    input_names_of,
+    output_names_of,
+)
 
-__all__ = ["ExampleCall", "argument_names", "named_tensors", "nested_tensors"]
+__all__ = ["ExampleCall", "named_tensors", "nested_tensors"]
 
 _BATCH = "batch"
 
@@ -25,9 +31,10 @@ class ExampleCall:
         example: A tensor, positional arguments or keyword arguments.
         dynamic_batch: Open the first dimension of the first tensor, and of all others of the same
             length.
-        dynamic_shapes: More open dimensions by the name of the argument.
-        input_names: Names for the file.
-        output_names: Names for the file.
+        dynamic_shapes: More open dimensions by the name of the argument, or by that in the file.
+        input_names: Names for the file; default those of the file that the model was read from,
+            or of the arguments.
+        output_names: Names for the file; default those of the file that the model was read from.
 
     Attributes:
         args: Positional arguments.
@@ -36,7 +43,8 @@ class ExampleCall:
         lengths: The shape of each tensor in the example, by its name in the file.
 
     Raises:
-        ExportError: ``dynamic_shapes`` names an argument that is no tensor of the example.
+        ExportError: ``dynamic_shapes`` names an argument that is no tensor of the example, or a
+            dimension that it does not have; or names are no sequence of different strings.
     """
 
     def __init__(
@@ -54,18 +62,22 @@ class ExampleCall:
         self.args = tuple(_copied(value) for value in args)
         self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
         tensors = named_tensors(model, self.args, self.kwargs)
-        self.input_names = list(tensors if input_names is None else input_names)
-        self.output_names = None if output_names is None else list(output_names)
+        own = input_names_of(model, tensors)
+        count = len(nested_tensors(model, self.args, self.kwargs))
+        given = checked_names("input_names", () if input_names is None else input_names, count)
+        self.input_names = checked_names("input_names", [*given, *own[len(given) :]], count)
+        found = output_names_of(model) if output_names is None else output_names
+        self.output_names = None if found is None else checked_names("output_names", found)
+        if not {*self.input_names}.isdisjoint(self.output_names or ()):
+            both = sorted({*self.input_names} & {*(self.output_names or ())})
+            raise ExportError(
+                f"export_onnx: got {', '.join(both)} as the name of an input and of an output; "
+                "expected different names. Pass input_names=[...] and output_names=[...]"
+            )
         pairs = zip(self.input_names, tensors.values(), strict=False)
         self.lengths = {name: tuple(tensor.shape) for name, tensor in pairs}
-        asked = dynamic_shapes or {}
-        unknown = sorted(set(asked) - set(tensors))
-        if unknown:
-            raise ExportError(
-                f"export_onnx: dynamic_shapes names {unknown}; "
-                f"expected some of the tensor arguments {sorted(tensors)}"
-            )
-        self.open = {name: dict(asked.get(name, {})) for name in tensors}
+        arguments = dict(zip(self.input_names, tensors, strict=False))
+        self.open = checked_shapes(dynamic_shapes, tensors, arguments)
         if dynamic_batch:
             self._open_batch(tensors)
 
@@ -113,13 +125,3 @@ def nested_tensors(
         else:
             found |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
     return found
-
-
-def argument_names(model: nn.Module, count: int) -> list[str]:
-    """Return the names of the first ``count`` positional arguments, ``input_0`` for ``*args``."""
-    names = [
-        parameter.name
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    return [*names, *(f"input_{i}" for i in range(len(names), count))][:count]

@@ -81,8 +81,10 @@ def export_onnx(
         dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
             trace that, the file has the batch size of the example, and a warning says so.
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.
-        input_names: Names in the file; default the names of the arguments of ``forward``.
-        output_names: Names in the file; default those of the exporter.
+        input_names: Names in the file; default those of the file that the model was read from
+            (:func:`torchq.from_onnx` and its like), or the arguments of ``forward``.
+        output_names: Names in the file; default those of the file that the model was read from, or
+            of the exporter.
         progress: Show a bar where it takes longer than a second.
 
     Returns:

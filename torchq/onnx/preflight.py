@@ -43,9 +43,9 @@ def choose_exporter(dynamo: bool | None, opset: int) -> bool:
         ExportError: The opset is out of range, or the exporter cannot do what was asked.
         MissingExtraError: onnxscript, which that exporter needs, is not installed.
     """
-    if opset not in _OPSETS:
+    if not isinstance(opset, int) or opset not in _OPSETS:
         raise ExportError(
-            f"export_onnx: got opset {opset}; expected {_OPSETS.start} to {_OPSETS.stop - 1}"
+            f"export_onnx: got opset {opset!r}; expected {_OPSETS.start} to {_OPSETS.stop - 1}"
         )
     if dynamo and opset < _DYNAMO_MIN:
         raise ExportError(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import MARK
 from torchq.nn import TensorQuantizer
-from torchq.onnx.example_call import ExampleCall, argument_names
+from torchq.onnx.example_call import ExampleCall
+from torchq.onnx.interface_names import argument_names
 from torchq.onnx.ir import Model, onnx_ir, set_opset
 from torchq.onnx.torch_optimizer import optimize_
 

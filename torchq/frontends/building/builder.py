@@ -11,6 +11,9 @@ from torchq.frontends.building.values import Constant, Value
 
 __all__ = ["GraphBuilder"]
 
+#: The key of ``GraphModule.meta`` under which torch looks for attributes that a copy shall have.
+_KEPT_BY_COPIES = "_user_preserved_attributes"
+
 
 class GraphBuilder:
     """What has been converted so far.
@@ -35,6 +38,16 @@ class GraphBuilder:
     def share_parameters(self, other: GraphBuilder) -> None:
         """Use the parameters of another builder for the same tensors of the file."""
         self._parameters = other._parameters
+
+    def input(self, name: str) -> fx.Node:
+        """Return a new argument of ``forward``, named after an input of the file."""
+        base = wanted = identifier(name)
+        taken = {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
+        count = 1
+        while wanted in taken or wanted == "self":
+            count += 1
+            wanted = f"{base}_{count}"
+        return self.graph.placeholder(wanted)
 
     def parameter(
         self, value: Constant, key: str = "", tensor: Tensor | None = None
@@ -108,7 +121,11 @@ class GraphBuilder:
         draft.graph.eliminate_dead_code()
         draft.graph.lint()
         module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
-        module.input_names = list(input_names)  # type: ignore[assignment]
-        module.input_shapes = list(input_shapes)  # type: ignore[assignment]
-        module.output_names = list(output_names)  # type: ignore[assignment]
+        facts = {
+            "input_names": list(input_names),
+            "input_shapes": list(input_shapes),
+            "output_names": list(output_names),
+        }
+        vars(module).update(facts)
+        module.meta[_KEPT_BY_COPIES] = facts
         return module.eval()

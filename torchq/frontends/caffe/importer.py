@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchq.errors import FrontendError
-from torchq.frontends.building import GraphBuilder, Value, identifier
+from torchq.frontends.building import GraphBuilder, Value
 from torchq.frontends.caffe.network import Layer, Network, Output, read_network
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import CONVERTERS
@@ -105,7 +105,7 @@ class _Importer:
         names = []
         for number, (name, shape) in enumerate(self._network.inputs, start=1):
             if (-number, 0) in read:
-                node = self._builder.graph.placeholder(identifier(name))
+                node = self._builder.input(name)
                 node.meta["caffe_name"] = name
                 self._values[-number, 0] = node
                 # Layers that read images from files do not state their shape.

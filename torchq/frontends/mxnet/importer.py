@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchq.errors import FrontendError
-from torchq.frontends.building import Constant, GraphBuilder, Value, identifier
+from torchq.frontends.building import Constant, GraphBuilder, Value
 from torchq.frontends.mxnet.converters.outputs import LOSSES
 from torchq.frontends.mxnet.ndim import infer_ndims
 from torchq.frontends.mxnet.node import SymbolContext
@@ -116,7 +116,7 @@ class _Importer:
             if tensor is not None:
                 self._values[number, 0] = Constant(tensor, node.name, trainable=True)
             elif number not in labels and self._outputs[number]:
-                placeholder = self._builder.graph.placeholder(identifier(node.name))
+                placeholder = self._builder.input(node.name)
                 placeholder.meta["mxnet_name"] = node.name
                 self._values[number, 0] = placeholder
                 names.append(node.name)

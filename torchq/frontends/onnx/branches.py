@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from torchq.frontends.building import identifier
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
 
@@ -44,7 +43,7 @@ def branch_module(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.G
     """
     inner = outer.inside()
     for name in names:
-        node = inner.graph.placeholder(identifier(name))
+        node = inner.input(name)
         node.meta["onnx_name"] = name
         inner.values[name] = node
     end = NodeContext(inner, "output", "output", 1, {}, [], [], [])

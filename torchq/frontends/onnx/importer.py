@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from torchq.errors import FrontendError
-from torchq.frontends.building import Constant, Value, identifier
+from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.inference import infer_types, note_types
@@ -112,7 +112,7 @@ class Importer:
                 raise FrontendError(
                     f"{self.where}: torch has no type for the elements of the input {value.name!r}"
                 )
-            node = self.builder.graph.placeholder(identifier(value.name))
+            node = self.builder.input(value.name)
             node.meta["onnx_name"] = value.name
             self.builder.values[value.name] = node
 

@@ -18,6 +18,7 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.onnx.example_call import nested_tensors
 from torchq.onnx.export import unwrap
+from torchq.onnx.interface_names import input_names_of
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -104,7 +105,7 @@ def verify_onnx(
         count = 0
         with torch.no_grad(), evaluating(model), file.simulation.active(model):
             for batch in _shown(batches, num_batches, progress):
-                feeds = runs.plain.feeds(nested_tensors(model, *call_arguments(model, batch)))
+                feeds = runs.plain.feeds(_file_inputs(model, batch))
                 expected = file.simulated(model, batch)
                 found = runs.add(feeds, expected, compare=file.for_onnxruntime)
                 with named_errors(path):
@@ -124,6 +125,12 @@ def verify_onnx(
         file.last_layers(),
         tuple(runs.misread),
     )
+
+
+def _file_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names that a file has for them by default."""
+    tensors = nested_tensors(model, *call_arguments(model, batch))
+    return dict(zip(input_names_of(model, tensors), tensors.values(), strict=True))
 
 
 class _Runs:
