@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 
 import torchq
 from tests.frontends.onnx_writer import Writer
-from tests.onnx.exported import MODERN_ONLY, calibrated
+from tests.onnx.exported import calibrated
 from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-EXPORTERS = pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=MODERN_ONLY)])
+EXPORTERS = pytest.mark.parametrize("dynamo", [False, True])
 
 
 def two_inputs(scores: str = "scores") -> fx.GraphModule:
