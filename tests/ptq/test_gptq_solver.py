@@ -162,19 +162,19 @@ def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"group_size": 3}, {"target": "weight", "refine": False}]
+    "weight",
+    [torchq.QuantDescriptor(3, axis=0), torchq.QuantDescriptor(3, block_size=3, block_axis=1)],
 )
 def test_rows_in_parts_are_rounded_as_all_at_once(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, weight: torchq.QuantDescriptor
 ) -> None:
     found, reports = [], []
     for memory in (1 << 23, 1):
-        for name in ("ranges._MEMORY", "ranges._CANDIDATES_MEMORY", "statistics._MEMORY"):
-            monkeypatch.setattr(f"torchq.ptq.gptq.{name}", memory)
+        monkeypatch.setattr("torchq.ptq.gptq.ranges._MEMORY", memory)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 70), nn.Unflatten(1, (7, 10)), nn.Conv1d(7, 5, 3))
-        torchq.quantize_(model, torchq.recipes.integer(3, None))
-        report = torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False, **arguments)
+        torchq.quantize_(model, torchq.QuantConfig((torchq.Rule("*", weight=weight),)))
+        report = torchq.ptq.gptq_(model, [torch.rand(40, 12)], progress=False)
         found.append(model.state_dict())
         reports.append([(x.error_before, x.error_after) for x in report.layers.values()])
     assert reports[0] == [pytest.approx(pair, rel=1e-6) for pair in reports[1]]

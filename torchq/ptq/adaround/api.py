@@ -231,7 +231,7 @@ class _Work:
         self.start, self.seed, self.saved = start, seed, saved
         self.done: dict[str, AdaRoundBlock] = {}
         self.finished: list[str] = []
-        options = Options("block", None, True, 0.01, refine=True)
+        options = Options("block", True, 0.01, refine=True)
         self._rounding = BlockRounding(replay, options, settings.group, keep_wanted=True)
 
     def treat(self, number: int, block: Block) -> None:

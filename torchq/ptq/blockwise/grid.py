@@ -40,10 +40,6 @@ class Grid:
         pairs = zip(self.scale, self.divisor, strict=True)
         return [Grid(scale, divisor, self.format) for scale, divisor in pairs]
 
-    def rows(self, part: slice) -> Grid:
-        """Return the grid of some rows."""
-        return Grid(self.scale[..., part, :], self.divisor[..., part, :], self.format)
-
 
 def grid_of(layer: Any, amax: Tensor | None = None, rows: slice | None = None) -> Grid:
     """Return the grid of the weight of ``layer``, as (groups, outputs, inputs) matrices.

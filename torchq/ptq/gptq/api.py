@@ -65,7 +65,6 @@ def gptq_(
     batches: Iterable[Any],
     *,
     target: Target = "block",
-    group_size: int | None = None,
     act_order: bool = True,
     damping: float = 0.01,
     refine: bool = True,
@@ -94,9 +93,6 @@ def gptq_(
             rounded, moments are centred, and the bias follows in closed form. ``"block"`` wants
             the same, and a layer whose output is added to a shortcut also makes up for the error
             of the shortcut.
-        group_size: give each run of this many inputs of an output channel a range of its own, in
-            place of the granularity of the weight quantizer; for convolutions input channels
-            count. None keeps the granularity.
         act_order: round columns in the order of falling diagonals of the Hessian.
         damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
             > 0. Where the sum is not positive definite, it grows tenfold; the report has it. Unless
@@ -125,7 +121,7 @@ def gptq_(
         >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
         ['0', '1']
     """
-    options, run = Options(target, group_size, act_order, damping, refine), run or RunOptions()
+    options, run = Options(target, act_order, damping, refine), run or RunOptions()
     _check(options)
     layers, skipped = find_layers(model)
     check_ready("gptq_", model, layers, skipped)
@@ -153,5 +149,3 @@ def _check(options: Options) -> None:
         )
     if not 0 < options.damping < float("inf"):
         raise ConfigError(f"gptq_: got damping={options.damping}; expected a number > 0")
-    if options.group_size is not None and options.group_size < 1:
-        raise ConfigError(f"gptq_: got group_size={options.group_size}; expected at least 1")

@@ -38,7 +38,6 @@ class Options:
     """The arguments of :func:`torchq.ptq.gptq_` that concern one layer."""
 
     target: Target
-    group_size: int | None
     act_order: bool
     damping: float
     refine: bool
@@ -95,26 +94,23 @@ def round_layer_(
     _check(name, moments, sums.count, error)
     scarcity = moments.xx.shape[2] / sums.count
     w0, grid = weight_matrix(layer, layer.weight.detach()), grid_of(layer)
-    dtype = moments.xx.dtype
-    before = error.of(lambda part: grid.rows(part).nearest(w0[:, part].to(dtype)))
+    before = error.of(grid.nearest(w0.to(moments.xx.dtype)))
     rounded = _wanted(w0, moments, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
     if keep is not None:
         keep(rounded.clone())
     quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
     published = options.target == "weight"
     least = options.damping if published else max(options.damping, scarcity - _FEW)
-    old = quantizer.descriptor, quantizer.amax.detach().clone()
+    old = quantizer.amax.detach().clone()
     try:
         used = _round_with_ranges_(layer, rounded, h, least, options)
         weight = weight_from_matrix(layer, rounded).to(layer.weight.dtype)
         check_on_grid("gptq_", name, layer, weight)
         _diagonals(h).copy_(diagonals)
         bias = _best_bias(rounded, moments).to(layer.bias.dtype) if fits_bias else None
-        new = weight_matrix(layer, weight)
-        after = error.of(lambda part: new[:, part], bias)
+        after = error.of(weight_matrix(layer, weight), bias)
     except BaseException:
-        quantizer.descriptor = old[0]
-        quantizer.amax.data = old[1]
+        quantizer.amax.data = old
         raise
     layer.weight.copy_(weight)
     if bias is not None:
@@ -160,16 +156,11 @@ def _round_with_ranges_(
     found = [Elimination.damped_(matrix, damping, act_order=options.act_order) for matrix in h]
     solved, used = [one for one, _ in found], max(used for _, used in found)
     quantizer = weight_quantizer(layer)
-    if options.group_size is not None:
-        axis = -1 if layer.weight.dim() == 2 else 1
-        quantizer.descriptor = quantizer.descriptor.replace(
-            axis=None, block_size=options.group_size, block_axis=axis
-        )
     if options.refine:
         _, amax = round_with_best_ranges_(layer, wanted, h, solved)
         quantizer.set_amax(amax)
         return used
-    if options.group_size is not None or not quantizer.calibrated:
+    if not quantizer.calibrated:
         quantizer.calibrate_on(weight_from_matrix(layer, wanted).to(layer.weight.dtype))
     round_groups_(wanted, solved, grid_of(layer))
     return used

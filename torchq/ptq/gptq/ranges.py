@@ -13,7 +13,6 @@ from torchq.functional import amax_from_scale
 from torchq.ptq.blockwise.grid import Grid, grid_of
 from torchq.ptq.blockwise.layers import weight_quantizer
 from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
-from torchq.ptq.gptq.statistics import row_parts
 
 __all__ = ["round_groups_", "round_with_best_ranges_"]
 
@@ -22,8 +21,8 @@ _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
-# Bytes of the rows that are treated at the same time, and of all their candidates together.
-_MEMORY, _CANDIDATES_MEMORY = 1 << 21, 1 << 23
+# Bytes of the rows that are treated at the same time; all their candidates need as many times more.
+_MEMORY = 1 << 21
 
 
 def round_with_best_ranges_(
@@ -48,7 +47,9 @@ def round_with_best_ranges_(
         rounded, amax = _rounded(layer, weight, h, solved, None)
         return weight.copy_(rounded), amax
     ranges = []
-    for part in row_parts(weight.shape[1], weight.shape[2] * 8, _MEMORY):
+    count = max(1, _MEMORY // (weight.shape[2] * 8))
+    for start in range(0, weight.shape[1], count):
+        part = slice(start, start + count)
         weight[:, part], amax = _rounded(layer, weight[:, part], h, solved, part)
         ranges.append(amax)
     return weight, torch.cat(ranges)
@@ -105,31 +106,7 @@ def _best_of_candidates(
 ) -> tuple[Tensor, Tensor]:
     """Return the rounded rows with the best of some ranges, and these ranges.
 
-    All candidates of some rows are rounded at the same time.
-    """
-    if part is None:
-        return _best_rows(layer, weight, h, solved, None, largest, fractions)
-    found = []
-    row_bytes = weight.shape[2] * 8 * len(fractions)
-    for inner in row_parts(weight.shape[1], row_bytes, _CANDIDATES_MEMORY):
-        outer = slice(part.start + inner.start, min(part.start + inner.stop, part.stop))
-        some = weight[:, inner], h, solved, outer, largest[inner], fractions
-        found.append(_best_rows(layer, *some))
-    return torch.cat([q for q, _ in found], 1), torch.cat([amax for _, amax in found])
-
-
-def _best_rows(
-    layer: Any,
-    weight: Tensor,
-    h: Tensor,
-    solved: list[Elimination],
-    part: slice | None,
-    largest: Tensor,
-    fractions: list[float],
-) -> tuple[Tensor, Tensor]:
-    """Return what :func:`_best_of_candidates` does, for the rows ``part`` of a layer.
-
-    ``weight`` and ``largest`` hold these rows alone.
+    All candidates are rounded at the same time.
     """
     grids = [_first_column(grid_of(layer, largest * f, part)) for f in fractions]
     count, rows = len(grids), weight.shape[1]

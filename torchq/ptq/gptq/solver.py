@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchq.ptq.blockwise.grid import Grid
-from torchq.ptq.gptq.statistics import row_parts
 
 __all__ = [
     "Elimination",
@@ -88,11 +87,8 @@ def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Te
         factors, pivots = torch.linalg.lu_factor(xx)
     finally:
         xx.diagonal().copy_(diagonal)
-    found = torch.empty_like(tx)
-    for part in row_parts(len(tx), tx[0].nbytes):
-        wanted = tx[part] + r * weight[part].to(tx.dtype)
-        found[part] = torch.linalg.lu_solve(factors, pivots, wanted.T).T
-    return found
+    wanted = tx + r * weight.to(tx.dtype)
+    return torch.linalg.lu_solve(factors, pivots, wanted.T).T.contiguous()
 
 
 @dataclass(frozen=True)
@@ -167,8 +163,7 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
         grid: of the rows.
     """
     order, u = elimination.order, elimination.factor
-    columns, w = order.tolist(), weight
-    _permute_columns_(w, order)
+    columns, w = order.tolist(), weight[:, order]
     for start in range(0, w.shape[1], _LAZY):
         end = min(start + _LAZY, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
@@ -178,15 +173,8 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
             w[:, i] = rounded
             w[:, i + 1 : end] -= error.unsqueeze(1) * u[i, i + 1 : end]
             errors[:, i - start] = error
-        for part in row_parts(len(w), w[0].nbytes):
-            w[part, end:] -= errors[part] @ u[start:end, end:]
-    _permute_columns_(w, order.argsort())
-
-
-def _permute_columns_(matrix: Tensor, order: Tensor) -> None:
-    """Bring the columns of ``matrix`` into another order, in place, in parts."""
-    for part in row_parts(len(matrix), matrix[0].nbytes):
-        matrix[part] = matrix[part][:, order]
+        w[:, end:] -= errors @ u[start:end, end:]
+    weight[:, order] = w
 
 
 def descend(rounded: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:

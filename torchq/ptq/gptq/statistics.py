@@ -8,16 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Moments", "MomentSums", "row_parts"]
-
-# The number of bytes of temporary results of which a large matrix is treated at once.
-_MEMORY = 1 << 20
-
-
-def row_parts(rows: int, row_bytes: int, memory: int | None = None) -> list[slice]:
-    """Return slices of rows that need about ``memory`` bytes each, 1 MiB by default."""
-    count = max(1, (memory or _MEMORY) // max(row_bytes, 1))
-    return [slice(start, start + count) for start in range(0, rows, count)]
+__all__ = ["MomentSums", "Moments"]
 
 
 @dataclass(frozen=True)
@@ -98,17 +89,11 @@ class MomentSums:
         x, xx, *of_targets = (total.div_(max(self.count, 1)) for total in self.sums)
         self.sums = []
         if centred:
-            _subtract_products_(xx, x, x)
+            xx -= x.unsqueeze(2) * x.unsqueeze(1)
         if not of_targets:
             return Moments(x, None, xx, None, None, centred)
         t, tt, tx = of_targets
         if centred:
-            _subtract_products_(tx, t, x)
+            tx -= t.unsqueeze(2) * x.unsqueeze(1)
             tt -= t.square()
         return Moments(x, t, xx, tx, tt, centred)
-
-
-def _subtract_products_(matrix: Tensor, a: Tensor, b: Tensor) -> None:
-    """Subtract ``a[:, i] * b[:, j]`` from each entry of ``matrix``, in place, in parts."""
-    for part in row_parts(matrix.shape[1], matrix[:, :1].nbytes):
-        matrix[:, part] -= a[:, part].unsqueeze(2) * b.unsqueeze(1)
