@@ -57,8 +57,6 @@ _POOL = 4096
 _MOST_IMAGES = 1024
 # Changed copies of each image.
 _COPIES = 3
-# Training steps of the last part of learned rounding.
-_FINISH = 300
 
 
 def _nothing(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
@@ -113,22 +111,12 @@ def _with_changed_copies(
     return [*batches, *copies]
 
 
-def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
-    batches = _with_changed_copies(batches, seed)
-    torchq.ptq.adaround_(model, batches, finish=_FINISH, seed=seed, progress=False)
-
-
-def _adaround_finish(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
-    batches = _with_changed_copies(batches, seed)
-    torchq.ptq.adaround_(model, batches, steps=0, finish=_FINISH, seed=seed, progress=False)
-
-
 def _gptq_copies(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     batches = _with_changed_copies(batches, seed, _COPIES)
     torchq.ptq.gptq_(model, batches, progress=False)
 
 
-def _adaround_blocks(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
+def _adaround(model: nn.Module, batches: list[torch.Tensor], seed: int) -> None:
     torchq.ptq.adaround_(model, batches, seed=seed, progress=False)
 
 
@@ -146,8 +134,6 @@ _ALGORITHMS: dict[str, tuple[Callable[[nn.Module, list[torch.Tensor], int], None
     "gptq_, 1,024 images": (_gptq, 1024),
     "smooth_, gptq_": (_smooth_gptq, 512),
     "gptq_, 1,024 images and copies": (_gptq_copies, 1024),
-    "adaround_, steps=0": (_adaround_finish, 1024),
-    "adaround_, finish=0": (_adaround_blocks, 1024),
     "adaround_": (_adaround, 1024),
 }
 

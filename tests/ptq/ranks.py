@@ -59,7 +59,7 @@ def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
         elif name == "gptq_":
             gptq_(model, data, run=run, progress=False)
         else:
-            adaround_(model, data, steps=4, finish=4, run=run, progress=False)
+            adaround_(model, data, steps=4, run=run, progress=False)
         found[name] = model.state_dict()
     return found
 

@@ -1,10 +1,9 @@
-"""AdaRound, BRECQ and QDrop against the equations of their papers, and on small models."""
+"""AdaRound and BRECQ against the equations of their papers, and on small models."""
 
 from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 import torchq
 from tests.ptq.test_gptq import Block, batches, calibrated, net
 from torchq.errors import CalibrationError, ConfigError
-from torchq.ptq import RunOptions, adaround_, gptq_
-from torchq.ptq.adaround.learned_block import mixed
+from torchq.ptq import adaround_, gptq_
 from torchq.ptq.adaround.soft_rounding import (
     SoftWeight,
     decision_penalty,
@@ -63,15 +61,6 @@ def test_a_start_rounds_to_what_was_chosen() -> None:
     assert torch.equal((start / scale).round() * scale, rounded)
 
 
-def test_dropping_keeps_a_share_of_the_elements() -> None:
-    x, y = torch.zeros(100_000), torch.ones(100_000)
-    generator = torch.Generator().manual_seed(0)
-    share = 1 - mixed(x, y, 0.25, generator).mean().item()
-    # Six standard deviations of 100,000 choices.
-    assert share == pytest.approx(0.25, abs=6 * math.sqrt(0.25 * 0.75 / 100_000))
-    assert mixed(x, y, 0.0, generator) is y
-
-
 def block_error(model: nn.Module, floats: nn.Module) -> float:
     """Return the error after the last block, on the batches that the model has seen."""
     x = torch.cat(batches())
@@ -81,23 +70,19 @@ def block_error(model: nn.Module, floats: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"block": "layer", "start": "nearest"}, {"block": ["2", "3"], "start": "nearest"}],
+    [{}, {"block": ["2", "3"]}],
 )
 def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     before = calibrated(bits=(2, 8))
     model = calibrated(bits=(2, 8))
-    if arguments.get("start") != "nearest":
-        gptq_(before, batches(), progress=False)
-    report = adaround_(model, batches(), steps=100, finish=0, progress=False, **arguments)
+    gptq_(before, batches(), progress=False)
+    report = adaround_(model, batches(), steps=100, progress=False, **arguments)
     assert block_error(model, net()) < block_error(before, net())
     blocks = list(report.blocks)
-    if arguments.get("block") == "layer":
-        assert blocks == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
-    else:
-        assert blocks == ["0", "2", "3", "5"]
-        assert report.blocks["2"].layers == ("2.conv1", "2.conv2")
+    assert blocks == ["0", "2", "3", "5"]
+    assert report.blocks["2"].layers == ("2.conv1", "2.conv2")
     assert all(block.error_after <= block.error_before for block in report.blocks.values())
-    assert "blocks from 3 batches" in str(report) and report.output is None
+    assert "blocks from 3 batches" in str(report)
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             assert torch.equal(module.weight_quantizer(module.weight), module.weight)
@@ -105,17 +90,16 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
         assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize(("steps", "finish"), [(20, 0), (1, 20)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_ranges_of_activations_are_learned(symmetric: bool, steps: int, finish: int) -> None:
-    """Both ends of asymmetric ranges move, in the blocks and in the last part."""
+def test_ranges_of_activations_are_learned(symmetric: bool) -> None:
+    """Both ends of asymmetric ranges move."""
     model: Any = nn.Sequential(*(m for m in net() if not isinstance(m, nn.ReLU)))
     data = batches()
     torchq.quantize_(model, torchq.recipes.integer(4, 2, symmetric=symmetric, weight_method="max"))
     torchq.calibrate(model, data, progress=False)
     quantizers = [m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")]
     before = [quantizer.ends() for quantizer in quantizers]
-    adaround_(model, data, start="nearest", steps=steps, finish=finish, progress=False)
+    adaround_(model, data, steps=20, progress=False)
     for end in range(1 if symmetric else 2):
         moved = [
             not torch.equal(quantizer.ends()[end], old[end])
@@ -139,9 +123,7 @@ def test_the_seed_decides_the_result() -> None:
         model, data = small()
         torch.manual_seed(5)
         state = torch.get_rng_state()
-        adaround_(
-            model, data, steps=80, start="nearest", seed=seed, drop=0.5, finish=5, progress=False
-        )
+        adaround_(model, data, steps=80, seed=seed, progress=False)
         assert torch.equal(torch.get_rng_state(), state)
         models.append(model.state_dict())
     first, again, other = models
@@ -149,58 +131,15 @@ def test_the_seed_decides_the_result() -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_call_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "blocks.pt"
-    whole, model, runs = calibrated(), calibrated(), 0
-    before = copy.deepcopy(model.state_dict())
-    arguments: dict[str, Any] = {"steps": 4, "finish": 4, "progress": False, "checkpoint": path}
-    adaround_(whole, batches(), steps=4, finish=4, progress=False)
-
-    def interrupted(model: nn.Module, batch: Tensor) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 40:
-            raise KeyboardInterrupt
-        return model(batch)
-
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pytest.warns(UserWarning, match="adaround_: ended after"),
-    ):
-        adaround_(model, batches(), run=RunOptions(forward=interrupted), **arguments)
-    done = len(torch.load(path, weights_only=True)["blocks"])
-    assert 0 < done < 4
-    changed = [name for name, t in model.state_dict().items() if not torch.equal(t, before[name])]
-    assert {name.split(".")[0] for name in changed} <= set(["0", "2", "3", "5"][:done])
-    fresh = calibrated()
-    report = adaround_(fresh, batches(), **arguments)
-    assert len(report.blocks) == 4
-    assert all(torch.equal(t, whole.state_dict()[n]) for n, t in fresh.state_dict().items())
-    with pytest.raises(ConfigError, match=r"checkpoint .*: got a file for .*'steps': 4"):
-        adaround_(calibrated(), batches(), **{**arguments, "steps": 11})
-    path.write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match=r"checkpoint .*: not readable"):
-        adaround_(calibrated(), batches(), **arguments)
-
-
 def test_bad_input_changes_nothing() -> None:
     model = calibrated()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(CalibrationError, match="adaround_: got no batch"):
         adaround_(model, [], progress=False)
-    for start in ("gptq", "nearest"):
-        with pytest.raises(CalibrationError, match=r"(got|became) NaN or infinite"):
-            adaround_(model, [batches()[0] * torch.nan], start=start, progress=False)  # type: ignore
-    with pytest.raises(ConfigError, match="adaround_: got steps=-1; expected at least 0"):
-        adaround_(model, batches(), steps=-1)
-    with pytest.raises(ConfigError, match="adaround_: got steps=0 and start='nearest'; expected"):
-        adaround_(model, batches(), steps=0, start="nearest")
-    with pytest.raises(ConfigError, match="adaround_: got finish=-1; expected at least 0"):
-        adaround_(model, batches(), finish=-1)
-    with pytest.raises(ConfigError, match="adaround_: got start='zero'"):
-        adaround_(model, batches(), start="zero")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="adaround_: got drop=1; expected at least 0"):
-        adaround_(model, batches(), drop=1)
+    with pytest.raises(CalibrationError, match="got NaN or infinite"):
+        adaround_(model, [batches()[0] * torch.nan], progress=False)
+    with pytest.raises(ConfigError, match="adaround_: got steps=0; expected at least 1"):
+        adaround_(model, batches(), steps=0)
     with pytest.raises(ConfigError, match="adaround_: got no layer to treat"):
         adaround_(net(), batches())
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
@@ -212,74 +151,9 @@ def test_formats_without_integer_codes_are_named() -> None:
     weight = torchq.QuantDescriptor((4, 3), axis=0)
     model[1].conv1.weight_quantizer = torchq.TensorQuantizer(weight)
     torchq.calibrate(model, batches(), progress=False)
-    report = adaround_(model, batches(), steps=2, finish=0, progress=False)
+    report = adaround_(model, batches(), steps=2, progress=False)
     assert report.skipped == {"1.conv1": "its weight has no integer codes"}
     assert report.blocks["1"].layers == ("1.conv2",)
-
-
-def output_error_of(model: nn.Module, x: Tensor) -> float:
-    """Return the squared error of the output over its variance, and the divergence added."""
-    with torch.no_grad():
-        found, target = model(x), net()(x)
-        p, q = target.softmax(1), found.softmax(1)
-        divergence = (p * (p / q).log()).sum(1).mean()
-        return float((found - target).square().mean() / target.var(correction=0) + divergence)
-
-
-def test_the_last_part_lowers_the_error_of_the_output_on_batches_of_its_own() -> None:
-    """The blocks learn from two of three batches, as they do without the last part."""
-    model, without = calibrated(bits=(2, 2)), calibrated(bits=(2, 2))
-    arguments: dict[str, Any] = {"steps": 5, "block": "layer", "start": "nearest"}
-    adaround_(without, batches()[:2], finish=0, progress=False, **arguments)
-    report = adaround_(model, batches(), finish=60, progress=False, **arguments)
-    assert report.output is not None and "the model" in str(report)
-    assert report.batches == 3
-    assert report.output[0] == pytest.approx(output_error_of(without, batches()[2]), rel=1e-4)
-    assert report.output[1] == pytest.approx(output_error_of(model, batches()[2]), rel=1e-4)
-    assert report.output[1] < 0.9 * report.output[0]
-    for (name, a), (_, b) in zip(model.named_parameters(), without.named_parameters(), strict=True):
-        is_weight = name.endswith("weight")
-        assert torch.equal(a, b) == is_weight, name
-        assert a.requires_grad and a.grad is None
-
-
-def test_without_steps_blocks_stay_as_gptq_rounds_them() -> None:
-    model, rounded = calibrated(), calibrated()
-    gptq_(rounded, batches()[:2], progress=False)
-    report = adaround_(model, batches(), steps=0, finish=20, progress=False)
-    assert all(block.undecided == 0 for block in report.blocks.values())
-    for (name, a), b in zip(model.named_parameters(), rounded.parameters(), strict=True):
-        assert not name.endswith("weight") or torch.equal(a, b), name
-
-
-class Boxes(nn.Module):
-    """Returns as many rows as the scores say, as a detector does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(x)
-        return found[found[:, 0] > found[:, 0].mean() + 1e-3 * found[:, 1].round(decimals=3)]
-
-
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
-
-
-@pytest.mark.parametrize("kind", [Boxes, Detached])
-def test_the_last_part_is_left_out_where_it_cannot_learn(kind: Any) -> None:
-    model = calibrated(kind().eval(), bits=(2, 2))
-    with pytest.warns(UserWarning, match="adaround_: the last part, .*, was left out"):
-        report = adaround_(model, batches(), steps=2, finish=3, progress=False)
-    assert len(report.blocks) == 4 and report.output is None
 
 
 class Cache:
@@ -318,7 +192,7 @@ def test_a_cache_that_a_block_writes_to_is_that_of_one_call() -> None:
     data = [torch.randn(16, 8) for _ in range(3)]
     torchq.quantize_(model, torchq.recipes.integer(3, 8))
     torchq.calibrate(model, data, progress=False)
-    report = adaround_(model, data, steps=10, drop=0.0, progress=False)
+    report = adaround_(model, data, steps=10, progress=False)
     for block in report.blocks.values():
         # States of earlier calls would make every output several times too large.
         assert block.error_after <= block.error_before < 0.5

@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
     "smooth_": (quantized, lambda m, b: smooth_(m, b, progress=False)),
     "correct_bias_": (ready, lambda m, b: correct_bias_(m, b, progress=False)),
     "gptq_": (ready, lambda m, b: gptq_(m, b, progress=False)),
-    "adaround_": (ready, lambda m, b: adaround_(m, b, steps=2, finish=2, progress=False)),
+    "adaround_": (ready, lambda m, b: adaround_(m, b, steps=2, progress=False)),
 }
 BATCHES: dict[str, tuple[Any, type[TorchqError], str]] = {
     "none": ([], CalibrationError, "got no batch"),
@@ -136,7 +136,7 @@ def test_codes_stay_within_the_format(function: Any, size: float) -> None:
         model[0].weight[0, 0] *= 50.0  # an outlier, beyond the range that is searched
     torchq.quantize_(model, torchq.recipes.integer(16, 16))
     torchq.calibrate(model, [GOOD], progress=False)
-    arguments: dict[str, Any] = {"steps": 2, "finish": 0} if function is adaround_ else {}
+    arguments: dict[str, Any] = {"steps": 2} if function is adaround_ else {}
     function(model, [GOOD], progress=False, **arguments)
     for layer in model:
         codes = layer.weight.detach() / grid_of(layer).scale[0]  # type: ignore[operator]

@@ -70,7 +70,7 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 AFTER: dict[str, Callable[[Any, list[Tensor]], object]] = {
     "correct_bias_": lambda m, b: correct_bias_(m, b, progress=False),
     "gptq_": lambda m, b: gptq_(m, b, progress=False),
-    "adaround_": lambda m, b: adaround_(m, b, steps=15, finish=5, progress=False),
+    "adaround_": lambda m, b: adaround_(m, b, steps=15, progress=False),
 }
 
 

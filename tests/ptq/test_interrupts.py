@@ -116,19 +116,14 @@ def test_every_layer_is_whole(function: Any) -> None:
     """Each layer has all of its new weight, bias and ranges, or its old ones."""
     arguments: dict[str, Any] = {"progress": False}
     if function is adaround_:
-        arguments |= {"steps": 3, "finish": 2, "block": "layer"}
+        arguments |= {"steps": 3}
 
     def run(model: Any) -> Any:
         return function(model, BATCHES, **arguments)
 
-    states = [state(quantized(ready=True))]
-    whole: list[tuple[list[Tensor], dict[str, int]]] = [(BATCHES, {})]
-    if function is adaround_:  # The last part has the second half of the batches to itself.
-        whole.append((BATCHES[:1], {"finish": 0}))
-    for batches, change in whole:
-        done = quantized(ready=True)
-        function(done, batches, **(arguments | change))
-        states.append(state(done))
+    done = quantized(ready=True)
+    run(done)
+    states = [state(quantized(ready=True)), state(done)]
     for place in places(run, quantized(ready=True)):
         model = quantized(ready=True)
         with pytest.raises(KeyboardInterrupt), Interrupt(place):

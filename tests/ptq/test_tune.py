@@ -98,7 +98,7 @@ def test_trials_build_on_the_best_before_them() -> None:
 @pytest.fixture
 def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let AdaRound learn for two steps."""
-    quick: Any = partial(torchq.ptq.adaround_, steps=2, finish=2)
+    quick: Any = partial(torchq.ptq.adaround_, steps=2)
     monkeypatch.setitem(ALGORITHMS, "adaround", quick)  # type: ignore[index]
 
 

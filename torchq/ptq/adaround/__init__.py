@@ -1,4 +1,4 @@
-"""Learned rounding: AdaRound layer by layer, BRECQ and QDrop block by block."""
+"""Learned rounding: AdaRound layer by layer, BRECQ block by block."""
 
 from torchq.ptq.adaround.api import AdaRoundBlock, AdaRoundReport, adaround_
 

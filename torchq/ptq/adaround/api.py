@@ -1,19 +1,16 @@
-"""AdaRound, BRECQ and QDrop: learned rounding, block after block."""
+"""AdaRound and BRECQ: learned rounding, block after block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.ptq.adaround.block_state import BlockState, learnable_ranges
-from torchq.ptq.adaround.checkpoint import Checkpoint
-from torchq.ptq.adaround.finish import Finish
 from torchq.ptq.adaround.learned_block import LearnedBlock
 from torchq.ptq.adaround.reconstruction import BlockData, Settings, learn, mean_error
 from torchq.ptq.blockwise import (
@@ -65,23 +62,17 @@ class AdaRoundReport(NotebookText):
         blocks: path of each block, in running order -> what happened.
         skipped: path of each quantized layer that was left alone -> the reason.
         batches: the number of batches that were read.
-        output: the error of the output of the model before the last part and after it: the squared
-            error over the variance, and for class scores the divergence of the probabilities in
-            nats added; None if there was no such part.
     """
 
     blocks: Mapping[str, AdaRoundBlock]
     skipped: Mapping[str, str]
     batches: int
-    output: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         rows = []
         for name, block in self.blocks.items():
             error = f"{block.error_before:.3g} -> {block.error_after:.3g}"
             rows.append((name, error, f"{block.undecided:.1%}"))
-        if self.output is not None:
-            rows.append(("the model", "{:.3g} -> {:.3g}".format(*self.output), ""))
         header = ("block", "error of the output", "undecided weights")
         last = f"{len(self.blocks)} blocks from {self.batches} batches"
         return report_text(header, rows, self.skipped, last)
@@ -91,13 +82,9 @@ def adaround_(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    block: Pattern | Sequence[Pattern] | Literal["layer"] | None = None,
+    block: Pattern | Sequence[Pattern] | None = None,
     steps: int = 500,
-    start: Literal["gptq", "nearest"] = "gptq",
-    drop: float = 0.0,
-    finish: int = 0,
     seed: int = 0,
-    checkpoint: str | Path | None = None,
     run: RunOptions | None = None,
     progress: bool = True,
 ) -> AdaRoundReport:
@@ -106,45 +93,29 @@ def adaround_(
     Call it after :func:`torchq.fuse_`, :func:`torchq.quantize_` and :func:`torchq.calibrate`. For
     one block after the other, the roundings of all its weights, the ranges of its activations and
     its biases are learned together, so that its output on quantized inputs becomes the output of
-    the float block on float inputs. Blocks before it are quantized already. Afterwards the weights
-    are values of the quantizers' grids. With ``finish``, the ranges of activations and the biases
-    of all layers are learned together last, for the output of the float model; outputs
-    (N, classes) are also compared as probabilities. This last part has the second half of the
-    batches to itself, because on batches that the blocks have learned from there is little left to
-    see.
+    the float block on float inputs. It starts from the rounding of :func:`gptq_`. Blocks before it
+    are quantized already. Afterwards the weights are values of the quantizers' grids.
 
     A block is changed as a whole or not at all, and never for the worse on the batches. A call
-    that fails or is interrupted leaves finished blocks as they are, with a warning; with
-    ``checkpoint`` the same call goes on from there.
+    that fails or is interrupted leaves finished blocks as they are, with a warning.
 
     Args:
         model: a calibrated model.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
             512 to 1,024 images are enough. All are kept in memory.
-        block: patterns of the modules that are blocks; None finds them in the structure (BRECQ);
-            ``"layer"`` treats every layer alone (AdaRound).
-        steps: training steps of each block, each on 32 rows of a batch; 0 leaves blocks as
-            :func:`gptq_` rounds them, and learns in the last part alone.
-        start: ``"gptq"`` rounds the block by :func:`gptq_` first and learns from there, and
-            ``"nearest"`` starts from the float weights and the ranges of calibration.
-        drop: the probability that an element of an activation is not quantized, while learning
-            (QDrop, Wei et al. 2022); 0.5 in the paper. It costs time and helps most where
-            activations have few bits and images are few.
-        finish: training steps of the last part, each on 64 rows of a batch, through the whole
-            model. 0 leaves it out.
+        block: patterns of the modules that are blocks; None finds them in the structure (BRECQ).
+        steps: training steps of each block, each on 32 rows of a batch, at least 1.
         seed: of the random choices. The result depends on it and on the batches alone.
-        checkpoint: a file that keeps finished blocks. If it exists, its blocks are read from it.
         run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
-            processes are averaged, each has its own batches, and all get the same weights; a
-            checkpoint needs a file of each rank's own.
+            processes are averaged, each has its own batches, and all get the same weights.
         progress: show a progress bar.
 
     Returns:
         The report.
 
     Raises:
-        ConfigError: no layer can be treated, an input is not calibrated, an argument is invalid,
-            or the checkpoint is of another call.
+        ConfigError: no layer can be treated, an input is not calibrated, or an argument is
+            invalid.
         CalibrationError: there is no batch, or NaN or infinity appears.
 
     Example:
@@ -155,53 +126,26 @@ def adaround_(
         >>> list(torchq.ptq.adaround_(model, batches, steps=2, progress=False).blocks)
         ['0', '1']
     """
-    _check(steps, start, drop, finish)
+    if steps < 1:
+        raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
     run = run or RunOptions()
     layers, skipped = find_layers(model)
     layers, skipped = _without_float_formats(layers, skipped)
     check_ready("adaround_", model, layers, skipped)
-    settings = Settings(steps, _ROWS, drop, run.group)
+    settings = Settings(steps, _ROWS, run.group)
     with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
         replay = Replay(model, batches, run, store, "adaround_")
-        count, last = len(replay.batches), None
-        if finish:
-            last = Finish(replay, replay.hold_out(), replace(settings, steps=finish), seed)
-        patterns = _each_layer(layers) if block == "layer" else block
-        blocks, more = find_blocks(model, layers, replay.count_calls(), patterns)
+        blocks, more = find_blocks(model, layers, replay.count_calls(), block)
         replay.use_blocks(blocks)
-        saved = Checkpoint(checkpoint, {"seed": seed, "steps": steps, "start": start, "drop": drop})
-        work = _Work(model, replay, settings, start, seed, saved)
+        work = _Work(model, replay, settings, seed)
         with said_how_far("adaround_", work.finished, blocks):
             for number, one in progress_bar(
                 list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
             ):
                 work.treat(number, one)
-            output = last.learn() if last is not None else None
     skipped |= more
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return AdaRoundReport(work.done, ordered, count, output)
-
-
-def _check(steps: int, start: str, drop: float, finish: int) -> None:
-    """Raise an error for an argument that is out of range."""
-    if finish < 0:
-        raise ConfigError(f"adaround_: got finish={finish}; expected at least 0")
-    if steps < 0:
-        raise ConfigError(f"adaround_: got steps={steps}; expected at least 0")
-    if start not in ("gptq", "nearest"):
-        raise ConfigError(f"adaround_: got start={start!r}; expected 'gptq' or 'nearest'")
-    if steps == 0 and start == "nearest":
-        raise ConfigError(
-            "adaround_: got steps=0 and start='nearest'; expected steps >= 1, or start='gptq', "
-            "because nothing would round the weights"
-        )
-    if not 0 <= drop < 1:
-        raise ConfigError(f"adaround_: got drop={drop}; expected at least 0 and less than 1")
-
-
-def _each_layer(layers: Mapping[str, Any]) -> Pattern:
-    """Return the pattern that selects every layer."""
-    return lambda name, module: name in layers
+    return AdaRoundReport(work.done, ordered, len(replay.batches))
 
 
 def _without_float_formats(
@@ -218,56 +162,39 @@ def _without_float_formats(
 class _Work:
     """The treatment of the blocks, one after the other."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        replay: Replay,
-        settings: Settings,
-        start: str,
-        seed: int,
-        saved: Checkpoint,
-    ) -> None:
-        self.model, self.replay, self.settings = model, replay, settings
-        self.start, self.seed, self.saved = start, seed, saved
+    def __init__(self, model: nn.Module, replay: Replay, settings: Settings, seed: int) -> None:
+        self.model, self.replay, self.settings, self.seed = model, replay, settings, seed
         self.done: dict[str, AdaRoundBlock] = {}
         self.finished: list[str] = []
         options = Options("block", True, 0.01, refine=True)
         self._rounding = BlockRounding(replay, options, settings.group, keep_wanted=True)
 
     def treat(self, number: int, block: Block) -> None:
-        """Learn one block, or read it from the checkpoint."""
+        """Learn one block."""
         replay, store = self.replay, self.replay.store
         replay.finish(number, "float")
         state = BlockState(block, learnable_ranges(self.model, block.module))
-        result = self.saved.load(block.name, state)
-        if result is None:
-            try:
-                found = self._learn(number, block, state)
-            except BaseException:
-                state.restore()
-                raise
-            result = self.saved.save(block.name, state, found)
+        try:
+            result = self._learn(number, block, state)
+        except BaseException:
+            state.restore()
+            raise
         self.done[block.name] = AdaRoundBlock(tuple(block.layers), *result)
         self.finished += block.layers
         replay.finish(number, "quantized")
         for index in range(len(replay.batches)):
-            for kind in ("inputs", "float inputs"):
-                store.drop((kind, index))
+            store.drop(("inputs", index))
 
     def _learn(self, number: int, block: Block, state: BlockState) -> tuple[float, float, float]:
         """Learn the block in place; return both errors and the share of undecided weights."""
-        data, wanted = self._data(number), {}
+        data = self._data(number)
         before = mean_error(block.module, data, self.settings)
-        if self.start == "gptq":
-            self._rounding.treat(number, block)
-            wanted = self._rounding.wanted
+        self._rounding.treat(number, block)
         error = mean_error(block.module, data, self.settings)
-        if not self.settings.steps:
-            return before, error, 0.0
         rounded = BlockState(block, state.ranges)
         own_seed = self.seed * 1_000_003 + number + 1_000_000_007 * rank_in(self.settings.group)
         generator = torch.Generator().manual_seed(own_seed)
-        learned = LearnedBlock(block, wanted, state.ranges, self.settings.drop, generator)
+        learned = LearnedBlock(block, self._rounding.wanted, state.ranges)
         learn(block.name, learned, data, self.settings, generator)
         learned.apply_("adaround_")
         after = mean_error(block.module, data, self.settings)
@@ -286,11 +213,8 @@ class _Work:
         count = len(replay.batches)
         for index in range(count):
             store.put(("inputs", index), replay.block_inputs(number, index, "quantized"))
-            if self.settings.drop:
-                store.put(("float inputs", index), replay.block_inputs(number, index, "float"))
         return BlockData(
             count,
             lambda index: store.get(("inputs", index)),
-            lambda index: store.get(("float inputs", index)),
             lambda index: store.get(("float", number, index)),
         )

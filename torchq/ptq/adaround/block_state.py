@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -47,44 +44,27 @@ class BlockState:
     Args:
         block: it.
         ranges: the activation quantizers whose ranges are learned.
-        biases: what else is learned, beside weights and biases of the layers.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        ranges: list[TensorQuantizer],
-        biases: Sequence[nn.Parameter] = (),
-    ) -> None:
-        self.block, self.ranges, self.biases = block, ranges, list(biases)
-        self._saved = [t.detach().clone() for t in self.tensors()]
+    def __init__(self, block: Block, ranges: list[TensorQuantizer]) -> None:
+        self.block, self.ranges = block, ranges
+        self._saved = [t.detach().clone() for t in self._parameters()]
+        self._ends = [quantizer.ends() for quantizer in self._quantizers()]
 
-    def quantizers(self) -> list[TensorQuantizer]:
+    def _quantizers(self) -> list[TensorQuantizer]:
         """Return the quantizers whose ranges may change."""
         return [*map(weight_quantizer, self.block.layers.values()), *self.ranges]
 
-    def tensors(self) -> list[Any]:
-        """Return the weights, the biases and the ranges as they are now."""
-        ends = [end for quantizer in self.quantizers() for end in quantizer.ends()]
-        return [*self._parameters(), *ends]
-
     def _parameters(self) -> list[nn.Parameter]:
         layers = self.block.layers.values()
-        found = [t for m in layers for t in (m.weight, m.bias) if t is not None]
-        return [*found, *self.biases]
+        return [t for m in layers for t in (m.weight, m.bias) if t is not None]
 
     def restore(self) -> None:
         """Bring all tensors back."""
-        self.write(self._saved)
-
-    def write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors in the order of :meth:`tensors`."""
-        left = list(tensors)
         with torch.no_grad():
-            for parameter in self._parameters():
-                parameter.copy_(left.pop(0))
-        for quantizer in self.quantizers():
-            ends = tuple(left.pop(0).clone() for _ in quantizer.ends())
+            for parameter, saved in zip(self._parameters(), self._saved, strict=True):
+                parameter.copy_(saved)
+        for quantizer, ends in zip(self._quantizers(), self._ends, strict=True):
             if ends[0].numel():
                 quantizer.set_ends(ends)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchq.ptq.blockwise import (
 )
 from torchq.workflow.layer_matrices import weight_from_matrix
 
-__all__ = ["LearnedBlock", "LearnedRange", "biases_learned", "mixed"]
+__all__ = ["LearnedBlock", "biases_learned"]
 
 
 class LearnedRange:
@@ -29,12 +29,10 @@ class LearnedRange:
 
     Args:
         quantizer: calibrated.
-        drop: the probability that an element is not quantized (QDrop).
-        generator: of the random choices.
     """
 
-    def __init__(self, quantizer: TensorQuantizer, drop: float, generator: torch.Generator) -> None:
-        self.quantizer, self._drop, self._generator = quantizer, drop, generator
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer = quantizer
         self._start = quantizer.ends()
         self.logs = [torch.zeros_like(end, requires_grad=True) for end in self._start]
 
@@ -51,25 +49,14 @@ class LearnedRange:
             self.quantizer.set_range(*ends)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` fake quantized in the learned range, but for dropped elements."""
+        """Return ``x`` fake quantized in the learned range."""
         q = self.quantizer
         if q.pre_quant_scale is not None:
             x = x * q.pre_quant_scale.to(x.dtype)
         d = q.descriptor
         *low, amax = [end * (d.scale_amax or 1.0) for end in self.ends()]
         amin = low[0] if low else None
-        y = learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
-        return mixed(x, y, self._drop, self._generator)
-
-
-def mixed(x: Tensor, y: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Return ``y`` with elements of ``x`` in its place, each with a probability."""
-    if not probability:
-        return y
-    # Random bytes cost a quarter of random floats.
-    chance = torch.empty(x.shape, dtype=torch.uint8, device=generator.device)
-    chance.random_(generator=generator)
-    return torch.where((chance < round(256 * probability)).to(x.device), x, y)
+        return learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
 
 
 class LearnedBlock:
@@ -79,25 +66,15 @@ class LearnedBlock:
         block: its layers are quantized with integer formats.
         wanted: path of a layer -> the weight matrix that its weight was rounded from.
         ranges: the activation quantizers whose ranges are learned.
-        drop: see :class:`LearnedRange`.
-        generator: of the random choices.
-        biases: what else is learned, beside the biases of the layers.
     """
 
     def __init__(
-        self,
-        block: Block,
-        wanted: dict[str, Tensor],
-        ranges: list[TensorQuantizer],
-        drop: float,
-        generator: torch.Generator,
-        biases: Sequence[nn.Parameter] = (),
+        self, block: Block, wanted: dict[str, Tensor], ranges: list[TensorQuantizer]
     ) -> None:
         self.block = block
-        self.weights = {n: _soft_weight(m, wanted.get(n)) for n, m in block.layers.items()}
-        self.ranges: list[LearnedRange] = [LearnedRange(q, drop, generator) for q in ranges]
-        own = [m.bias for m in block.layers.values() if m.bias is not None]
-        self.biases = [*own, *biases]
+        self.weights = {n: _soft_weight(m, wanted[n]) for n, m in block.layers.items()}
+        self.ranges = [LearnedRange(q) for q in ranges]
+        self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
 
     def others(self) -> list[Tensor]:
         """Return what is learned beside the weights."""
@@ -105,18 +82,13 @@ class LearnedBlock:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the output of the block with its soft weights; differentiable."""
-        with self._learned_forwards(SoftWeight.value):
-            return self.block.module(*args, **kwargs)
-
-    @contextmanager
-    def _learned_forwards(self, value: Callable[[SoftWeight], Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
             for name, soft in self.weights.items():
                 quantizer = weight_quantizer(self.block.layers[name])
-                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: value(s).to(w)))
+                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: s.value().to(w)))
             for learned in self.ranges:
                 stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
-            yield
+            return self.block.module(*args, **kwargs)
 
     def apply_(self, where: str) -> None:
         """Write the rounded weights and the learned ranges into the block."""
@@ -129,13 +101,12 @@ class LearnedBlock:
             learned.apply_()
 
 
-def _soft_weight(layer: Any, wanted: Tensor | None) -> SoftWeight:
-    """Return the soft weight of a layer, which starts from its rounding if there is one."""
+def _soft_weight(layer: Any, wanted: Tensor) -> SoftWeight:
+    """Return the soft weight of a layer, which starts from its rounding."""
     grid, weight = grid_of(layer), layer.weight.detach()
     scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
-    start = weight.to(scale.dtype)
-    if wanted is not None:
-        start = start_near(start, weight_from_matrix(layer, wanted).to(scale.dtype), scale)
+    start = weight_from_matrix(layer, wanted).to(scale.dtype)
+    start = start_near(weight.to(scale.dtype), start, scale)
     # A dead range has an infinite divisor, and all of its codes are 0.
     start = torch.where(divisor.isinf(), 0.0, start)
     return SoftWeight(start, scale, grid.format.quant_min, grid.format.quant_max)

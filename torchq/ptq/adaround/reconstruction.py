@@ -1,8 +1,8 @@
 """The reconstruction of one block: its quantized output becomes that of the float block.
 
 References: Li et al., BRECQ: Pushing the Limit of Post-Training Quantization by Block
-Reconstruction (ICLR 2021), algorithm 1; Wei et al., QDrop (ICLR 2022), section 4. The target is the
-output of the float block on the float input (asymmetric reconstruction).
+Reconstruction (ICLR 2021), algorithm 1. The target is the output of the float block on the float
+input (asymmetric reconstruction).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from torchq.errors import CalibrationError
 from torchq.graph import tensors_in
-from torchq.ptq.adaround.learned_block import LearnedBlock, biases_learned, mixed
+from torchq.ptq.adaround.learned_block import LearnedBlock, biases_learned
 from torchq.ptq.adaround.soft_rounding import decision_penalty, rectified_sigmoid
 from torchq.ptq.blockwise import map_tensors
 from torchq.ptq.ranks import Group, all_sums
 from torchq.utils import device_of
 
-__all__ = ["BlockData", "Settings", "learn", "mean_error", "output_error"]
+__all__ = ["BlockData", "Settings", "learn", "mean_error"]
 
 # Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02
 # decides roundings in a few hundred steps.
@@ -42,22 +42,12 @@ class Settings:
     Attributes:
         steps: training steps.
         rows: of a batch, in one step.
-        drop: the probability of QDrop.
         group: processes that learn together.
-        rate: of ranges and biases, at the start.
-        loss: from an output and its target.
     """
 
     steps: int
     rows: int
-    drop: float
     group: Group = None
-    rate: float = _RATE
-    loss: Callable[[Any, Any], Tensor] | None = None
-
-    def error(self, out: Any, target: Any) -> Tensor:
-        """Return the error that is learned from; :func:`output_error` without a loss."""
-        return (self.loss or output_error)(out, target)
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,11 @@ class BlockData:
     Attributes:
         count: the number of batches.
         inputs: index of a batch -> ``(args, kwargs)`` from the quantized blocks before.
-        float_inputs: the same from the float blocks before.
         target: index of a batch -> the output of the float block.
     """
 
     count: int
     inputs: Callable[[int], Any]
-    float_inputs: Callable[[int], Any]
     target: Callable[[int], Any]
 
 
@@ -113,7 +101,7 @@ def learn(
     weights = [soft.v for soft in learned.weights.values()]
     groups: list[dict[str, Any]] = [
         {"params": weights, "lr": _RATE_WEIGHTS},
-        {"params": learned.others(), "lr": settings.rate},
+        {"params": learned.others(), "lr": _RATE},
     ]
     with torch.enable_grad(), biases_learned(learned.biases):
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -121,7 +109,7 @@ def learn(
         exact = [_in_float32(parameter) for parameter in parameters]
         optimizer = _adam(groups, exact)
         for number in range(settings.steps):
-            optimizer.param_groups[1]["lr"] = settings.rate * _cosine(number, settings.steps)
+            optimizer.param_groups[1]["lr"] = _RATE * _cosine(number, settings.steps)
             loss = _loss(learned, data, settings, number, generator)
             (total,) = all_sums([loss.detach()], settings.group)
             if not bool(total.isfinite()):
@@ -169,7 +157,7 @@ def _loss(
     """Return the loss of one step: the error of some rows, and the penalty."""
     (args, kwargs), target = _some_rows(data, settings, generator)
     out = learned.run(args, kwargs)
-    loss = settings.error(out, target)
+    loss = output_error(out, target)
     progress = (number / settings.steps - _WARMUP) / (1 - _WARMUP)
     if progress >= 0:
         beta = _BETA_START + (_BETA_END - _BETA_START) * progress
@@ -182,8 +170,6 @@ def _some_rows(data: BlockData, settings: Settings, generator: torch.Generator) 
     """Return the inputs and the target of random rows of a random batch."""
     index = int(torch.randint(data.count, (), generator=generator, device="cpu"))
     inputs, target = data.inputs(index), data.target(index)
-    if settings.drop:
-        inputs = _mix(inputs, data.float_inputs(index), settings.drop, generator)
     first = next((t for t in tensors_in(inputs) if t.dim()), None)
     if first is None or len(first) <= settings.rows:
         return inputs, target
@@ -196,19 +182,6 @@ def _some_rows(data: BlockData, settings: Settings, generator: torch.Generator) 
     return map_tensors(inputs, choose), map_tensors(target, choose)
 
 
-def _mix(inputs: Any, other: Any, probability: float, generator: torch.Generator) -> Any:
-    """Return ``inputs`` with elements of ``other``, each with a probability."""
-    others = iter(list(tensors_in(other)))
-
-    def change(tensor: Tensor) -> Tensor:
-        partner = next(others)
-        if not tensor.is_floating_point():
-            return tensor
-        return mixed(partner, tensor, probability, generator)
-
-    return map_tensors(inputs, change)
-
-
 def _cosine(number: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * number / steps))
 
@@ -218,7 +191,7 @@ def mean_error(block: Any, data: BlockData, settings: Settings) -> float:
     errors = []
     for index in range(data.count):
         args, kwargs = data.inputs(index)
-        errors.append(settings.error(block(*args, **kwargs), data.target(index)).item())
+        errors.append(output_error(block(*args, **kwargs), data.target(index)).item())
     sums = torch.tensor([sum(errors), len(errors)], dtype=torch.float64, device="cpu")
     (found,) = all_sums([sums.to(device_of(block))], settings.group)
     return (found[0] / found[1]).item()

@@ -101,16 +101,6 @@ class Replay:
         self._blocks: Sequence[Block] = ()
         self._additions = [m for m in model.modules() if isinstance(m, Add)]
 
-    def hold_out(self) -> list[Any]:
-        """Take the second half of the batches away, and return it; a single batch stays.
-
-        The middle batch of an odd number stays too.
-        """
-        kept = len(self.batches) - len(self.batches) // 2
-        held = self.batches[kept:] or self.batches
-        self.batches = self.batches[:kept]
-        return held
-
     def count_calls(self) -> CallCount:
         """Run the float model on the first batch and count the calls of each module."""
         calls = self._calls = CallCount({}, {}, {})
@@ -213,11 +203,6 @@ class Replay:
                 self._call(index)
         return found
 
-    def whole_model(self) -> Callable[[Any], Any]:
-        """Return a function from a batch to the output of the model as it is."""
-        device = device_of(self.model)
-        return partial(call_model, self.model, forward=self._forward, device=device)
-
     def block_inputs(self, number: int, index: int, kind: Kind) -> tuple[Any, dict[str, Any]]:
         """Return the arguments that block ``number`` is called with for batch ``index``."""
         found: list[Any] = []
@@ -294,7 +279,8 @@ class Replay:
         return value
 
     def _call(self, index: int) -> None:
-        self.whole_model()(self.batches[index])
+        device = device_of(self.model)
+        call_model(self.model, self.batches[index], forward=self._forward, device=device)
 
 
 class _Numbers:
