@@ -71,3 +71,11 @@ def test_the_folder_must_exist(tmp_path: Path) -> None:
         replacing(tmp_path / "a", tmp_path / "b" / "c"),
     ):
         pass
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    path = tmp_path / ("m" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 3) + ".pt")
+    with replacing(path) as (temporary,):
+        temporary.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == [path.name]

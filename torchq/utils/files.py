@@ -49,7 +49,7 @@ def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
         raise ValueError(f"replacing: got {[str(p) for p in final]}; expected paths in one folder")
     if not folder.is_dir():
         raise FileNotFoundError(f"{final[0]}: the folder {folder} does not exist. Create it first")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{final[0].name}.", dir=folder))
+    temporary = Path(tempfile.mkdtemp(prefix=".torchq.", dir=folder))
     try:
         written = [temporary / path.name for path in final]
         yield tuple(written)
