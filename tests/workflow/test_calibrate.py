@@ -264,7 +264,7 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
         (
             lambda: torchq.calibrate(net(), [torch.ones(1, 4)], method="maximum"),
             ConfigError,
-            "unknown calibration method 'maximum'",
+            "calibrate: got method='maximum'; expected one of: max, ",
         ),
         (
             lambda: torchq.calibrate(net(), [torch.ones(1, 4)], percentile=9),
@@ -276,6 +276,79 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
 def test_refusals(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+class Unread(list[Tensor]):
+    """Batches that must not be read."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a batch was read")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_batches": -1}, "calibrate: got num_batches=-1; expected an integer of at least 1"),
+        ({"num_batches": 0}, "calibrate: got num_batches=0; expected an integer of at least 1"),
+        ({"num_batches": "2"}, "calibrate: got num_batches='2'; expected an integer"),
+        ({"num_batches": 1.5}, r"calibrate: got num_batches=1\.5; expected an integer"),
+        ({"num_batches": True}, "calibrate: got num_batches=True; expected an integer"),
+        ({"method": "percentile", "percentile": 200}, "percentile: got 200; expected 0 < perc"),
+        ({"method": "percentile", "percentile": float("nan")}, "percentile: got nan; expected"),
+        ({"method": "percentile", "percentile": -1}, "percentile: got -1; expected 0 < perc"),
+        ({"method": "percentile", "percentile": "99"}, "got percentile='99'; expected a number"),
+        ({"method": "lp", "power": 0}, "power: got 0; expected 0 < power <= 10"),
+        ({"method": "lp", "power": float("inf")}, "power: got inf; expected 0 < power <= 10"),
+        ({"method": "mse", "power": 2}, r"'mse': got options \['power'\]; expected none"),
+        ({"method": "mse", "num_bins": 2.5}, r"num_bins: got 2\.5; expected an integer"),
+        ({"method": "entropy", "num_bins": 1 << 30}, "num_bins: got 1073741824; expected an int"),
+        ({"method": "entropy", "skip_zeros": 1}, "skip_zeros: got 1; expected True or False"),
+        ({"method": "moving_average", "momentum": 1.0}, r"momentum.* got 1\.0; expected 0 <= mo"),
+        ({"method": "moving_average", "momentum": float("nan")}, "momentum.* got nan; expected"),
+        ({"method": "moving_average", "momentum": "x"}, "got options"),
+        ({"method": "auto", "percentile": 200}, r"got options \['percentile'\]"),
+        ({"method": "activation"}, "calibrate: got method='activation'; expected one of: max, "),
+        ({"method": ["max"]}, r"calibrate: got method=\['max'\]; expected one of: max, "),
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_options_are_checked_before_any_batch(
+    symmetric: bool, arguments: dict[str, Any], text: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    descriptor = QuantDescriptor(symmetric=symmetric, unsigned=not symmetric)
+    torchq.quantize_(model, QuantConfig((Rule("*", input=descriptor),)))
+    before = [(q.mode, q.calibrator, q.calibrated) for q in quantizers(model).values()]
+    with pytest.raises(ConfigError, match=text):
+        torchq.calibrate(model, Unread([torch.ones(1, 4)]), progress=False, **arguments)
+    assert before == [(q.mode, q.calibrator, q.calibrated) for q in quantizers(model).values()]
+
+
+def test_a_model_without_numbers_is_refused_before_any_batch() -> None:
+    model = net().to("meta")
+    with pytest.raises(ConfigError, match=r"0\.input_quantizer: is on the meta device.*to_empty"):
+        torchq.calibrate(model, Unread([torch.ones(1, 4)]), progress=False)
+
+
+def test_nan_is_said_once_with_all_the_quantizers_that_saw_it() -> None:
+    model = net()
+    with pytest.raises(CalibrationError) as caught:
+        torchq.calibrate(model, [torch.full((1, 4), float("nan"))], progress=False)
+    assert str(caught.value) == (
+        "calibrate: 0.input_quantizer, 2.input_quantizer: MaxCalibrator: got NaN or infinite "
+        "values in 1 of 1 batches; expected finite data. Check the input and the layers before, "
+        "and start again"
+    )
+
+
+def test_all_bad_weights_are_named_and_the_others_have_ranges(data: list[Tensor]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    torchq.quantize_(model)
+    with torch.no_grad():
+        model[0].weight[0, 0] = model[1].weight[1, 1] = float("nan")
+    with pytest.raises(CalibrationError, match=r"^calibrate: 0\.weight_q\w+, 1\.weight_q\w+: "):
+        torchq.calibrate(model, None, progress=False)
+    assert model[2].weight_quantizer.calibrated
 
 
 def test_a_bad_weight_is_named(data: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import POWER_OF_TWO, Format, Granularity, PerAxis, PerTensor, by_bits
 from torchq.utils import Registry, short_repr
 
-__all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator"]
+__all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator", "check_options"]
 
 
 class Calibrator(ABC):
@@ -145,7 +145,7 @@ class Calibrator(ABC):
             raise CalibrationError(
                 f"{where}: got NaN or infinite values in {bad} of {observer.batches} batches; "
                 "expected finite data. "
-                "Check the input and the layers before, then reset() and collect again"
+                "Check the input and the layers before, and start again"
             )
 
     @abstractmethod
@@ -271,7 +271,7 @@ class HistogramCalibrator(Calibrator):
         **options: Any,
     ) -> None:
         super().__init__(num_bits, axis, unsigned, format=format, granularity=granularity)
-        _check_options(method, options)
+        check_options(method, options, self.format)
         self.method = method
         self.options = options
         self.observer = HistogramObserver(
@@ -289,7 +289,7 @@ class HistogramCalibrator(Calibrator):
 
     def _compute(self, method: str | None, options: dict[str, Any]) -> Tensor:
         method = method or self.method
-        _check_options(method, options)
+        check_options(method, options, self.format)
         if method == self.method:
             options = {**self.options, **options}
         histogram = self.observer.histogram()
@@ -303,8 +303,12 @@ class HistogramCalibrator(Calibrator):
         return amax.to(histogram.counts.device)
 
 
-def _check_options(method: str, options: dict[str, Any]) -> None:
-    """Raise a ConfigError unless the estimator has all ``options``, and numbers are numbers."""
+def check_options(method: str, options: dict[str, Any], format: Format) -> None:
+    """Check the options of an estimator by running it on one number, before there are others.
+
+    Raises:
+        ConfigError: The estimator does not have an option, or refuses its value.
+    """
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
@@ -318,3 +322,8 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
             raise ConfigError(
                 f"calibration method {method!r}: got {name}={short_repr(value)}; expected a number"
             )
+    if options:
+        counts = torch.zeros(1, 16, dtype=torch.int64, device="cpu")
+        counts[0, 1] = 1
+        one = torch.ones(1, dtype=torch.float32, device="cpu")
+        ESTIMATORS[method](Histogram(counts, one, one), format, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchq.calib import estimators
 from torchq.calib.binning import merge_bins
-from torchq.calib.calibrator import Calibrator, HistogramCalibrator
+from torchq.calib.calibrator import Calibrator, HistogramCalibrator, check_options
 from torchq.calib.histogram import Histogram
 from torchq.calib.range_search import minimize_range, total_error
 from torchq.calib.registry import make_calibrator
@@ -100,6 +100,7 @@ class RangeCalibrator:
             return amin, self.upper.compute_amax(method, **options)
         assert isinstance(self.upper, HistogramCalibrator)
         assert isinstance(self.lower, HistogramCalibrator)
+        check_options(method or own, options, self.format)
         with torch.inference_mode(False), torch.no_grad():
             sides = self.upper.histogram(), self.lower.histogram()
             if (method or own) == "entropy":

@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, modes_kept
-from torchq.utils import evaluating
+from torchq.utils import evaluating, unwrapped
 from torchq.workflow.batch_stream import BatchStream
 from torchq.workflow.calibration_report import CalibrationReport
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -102,8 +102,9 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
-    _check_arguments(batches, on_unseen, weights)
-    model = _unwrapped(model)
+    _check_arguments(batches, on_unseen, method, weights, num_batches)
+    # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
+    model = unwrapped(model)
     todo, kept = _pending(model, force)
     if batches is not None and group is None:
         _warn_of_other_ranks()
@@ -158,6 +159,7 @@ def calibrate_weights(
     Raises:
         CalibrationError: A weight holds NaN or infinity; the text names its quantizer.
     """
+    failed: dict[str, str] = {}
     for module in model.modules():
         if isinstance(module, QuantModule):
             for quantizer, weight in module.quantized_weights():
@@ -170,24 +172,31 @@ def calibrate_weights(
                 if chosen and not (
                     by_output and set_range_by_output(module, quantizer, samples, group)
                 ):
-                    quantizer.calibrate_on(weight, method)
+                    try:
+                        quantizer.calibrate_on(weight, method)
+                    except CalibrationError as error:
+                        failed[quantizer.name or "TensorQuantizer"] = str(error)
+    _raise_together(failed)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in a wrapper.
-
-    The wrapper would exchange buffers in its first forward, and wait for a rank without a batch.
-    """
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        model = model.module
-    return model
-
-
-def _check_arguments(batches: Iterable[Any] | None, on_unseen: str, weights: str | None) -> None:
-    known = (*methods(), BY_OUTPUT)
-    if weights is not None and weights not in known:
+def _check_arguments(
+    batches: Iterable[Any] | None,
+    on_unseen: str,
+    method: str | None,
+    weights: str | None,
+    num_batches: int | None,
+) -> None:
+    known = {"method": (method, (*methods(), AUTO)), "weights": (weights, (*methods(), BY_OUTPUT))}
+    for argument, (given, names) in known.items():
+        if given is not None and given not in names:
+            raise ConfigError(
+                f"calibrate: got {argument}={given!r}; expected one of: {', '.join(names)}"
+            )
+    is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
+    if num_batches is not None and not (is_count and num_batches > 0):
         raise ConfigError(
-            f"calibrate: got weights={weights!r}; expected one of: {', '.join(known)}"
+            f"calibrate: got num_batches={num_batches!r}; expected an integer of at least 1, or "
+            "None for all batches"
         )
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(
@@ -227,6 +236,11 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
         )
     for name, quantizer in known.items():
         quantizer.name = name
+        if isinstance(quantizer.amax, Tensor) and quantizer.amax.is_meta:
+            raise ConfigError(
+                f"calibrate: {name}: is on the meta device, where tensors have no numbers; "
+                "expected a model with its weights. Call model.to_empty(device='cpu') and load them"
+            )
     live = {name: q for name, q in known.items() if q.quantizing and not q.descriptor.dynamic}
     fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
     done = {name for name, q in live.items() if q.calibrated} - fixed
@@ -358,7 +372,7 @@ def _set_ranges(chosen: dict[str, TensorQuantizer], by_name: Mapping[str, str]) 
         chosen: path -> quantizer.
         by_name: path -> the method, where it is another than the calibrator's own.
     """
-    unseen, failed = [], []
+    unseen, failed = [], dict[str, str]()
     for name, quantizer in chosen.items():
         if quantizer.calibrator is None or not quantizer.calibrator.seen:
             unseen.append(name)
@@ -366,10 +380,19 @@ def _set_ranges(chosen: dict[str, TensorQuantizer], by_name: Mapping[str, str]) 
         try:
             quantizer.finish_calibration(**({"method": by_name[name]} if name in by_name else {}))
         except CalibrationError as error:
-            failed.append(str(error))
-    if failed:
-        raise CalibrationError("calibrate: " + "; ".join(failed))
+            failed[name] = str(error)
+    _raise_together(failed)
     return unseen
+
+
+def _raise_together(failed: Mapping[str, str]) -> None:
+    """Raise one error that names each quantizer that failed, and each reason once."""
+    names: dict[str, list[str]] = {}
+    for name, text in failed.items():
+        names.setdefault(text.removeprefix(f"{name}: "), []).append(name)
+    if names:
+        reasons = (f"{', '.join(some)}: {reason}" for reason, some in names.items())
+        raise CalibrationError("calibrate: " + "; ".join(reasons))
 
 
 def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
@@ -387,7 +410,5 @@ def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count
 
 
 def _bounds(quantizer: TensorQuantizer) -> tuple[float, float]:
-    if quantizer.amax.is_meta:
-        return float("nan"), float("nan")
     smallest, largest = torch.aminmax(torch.cat([end.flatten() for end in quantizer.ends()]))
     return float(smallest), float(largest)
