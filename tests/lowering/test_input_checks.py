@@ -123,3 +123,35 @@ def test_a_quantizer_of_the_user_accepts_any_floating_dtype() -> None:
     with pytest.raises(torchq.errors.QuantizationError, match="Quantize: got NaN"):
         quantize(torch.tensor([1.0, torch.nan]))
     assert quantize(torch.empty(0)).shape == (0,)
+
+
+SMALL = {
+    "1d": (lambda: nn.Conv1d(3, 4, 3), (2, 3, 8), (2, 3, 2)),
+    "2d": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8), (2, 3, 8, 2)),
+    "3d": (lambda: nn.Conv3d(3, 4, 3), (2, 3, 6, 6, 6), (2, 3, 2, 6, 6)),
+    "one image": (lambda: nn.Conv2d(3, 4, 3), (3, 8, 8), (3, 2, 2)),
+    "strided": (lambda: nn.Conv2d(3, 4, 3, 2), (2, 3, 8, 8), (2, 3, 2, 2)),
+    "padded": (lambda: nn.Conv2d(3, 4, 5, padding=1), (2, 3, 8, 8), (2, 3, 2, 2)),
+    "dilated": (lambda: nn.Conv2d(3, 4, 3, dilation=3), (2, 3, 9, 9), (2, 3, 6, 9)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (2, 4, 8, 8), (2, 4, 2, 8)),
+    "second layer": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        (2, 3, 9, 9),
+        (2, 3, 4, 4),
+    ),
+}
+
+
+@FUSE
+@pytest.mark.parametrize("case", SMALL)
+def test_images_that_are_smaller_than_the_kernel(case: str, fuse: bool) -> None:
+    make, shape, small = SMALL[case]
+    model = calibrated(make(), torch.randn(shape))
+    int8 = torchq.deploy(model, torch.randn(shape), fuse=fuse)
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        model(torch.randn(small))
+    refusal = r"Int8Conv: got an image of size \(.*\); expected one as large as the kernel"
+    for _ in range(2):
+        with pytest.raises((torchq.errors.InputError, RuntimeError), match=f"{refusal}|size can't"):
+            int8(torch.randn(small))
+    assert int8(torch.randn(shape)).shape == model(torch.randn(shape)).shape

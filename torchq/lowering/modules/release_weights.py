@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -143,6 +144,9 @@ class ReleasableWeightMixin(nn.Module):
         return others[name]
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            # The process that starts reads the weight in shared memory, so it has to stay there.
+            self.restore_weight()
         state: dict[str, Any] = dict(super().__getstate__())
         if _PACKED in state:
             state["_buffers"] = self._whole_buffers()

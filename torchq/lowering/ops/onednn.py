@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.errors import InputError
 from torchq.lowering.ops.epilogues import ACTIVATIONS
 from torchq.lowering.ops.kernel_cache import KERNELS
 from torchq.lowering.ops.packed_weights import (
@@ -100,8 +101,18 @@ def bind_conv(
         epilogue: what is done with the sums.
         residual: a tensor like those that the function will be called with, or None.
         overwrite: the result may take the place of the residual in memory.
+
+    Raises:
+        InputError: the image is smaller than the kernel, for which oneDNN returns no pixels.
     """
     ndim, activation = weights.codes.dim(), epilogue.activation
+    result = params.output_shape(shape, weights.codes.shape)
+    if min(result) < 1:
+        kernel, padding = tuple(weights.codes.shape[2:]), tuple(params.padding)
+        raise InputError(
+            f"Int8Conv: got an image of size {tuple(shape[2:])} with padding {padding}; expected "
+            f"one as large as the kernel of size {kernel} with dilation {tuple(params.dilation)}"
+        )
     if residual is None and (ndim < 5 or activation in _ACTIVATIONS_3D):
         return _bind(shape, weights, params, lambda s, w, p: _plain(s, w, p, epilogue))
     # The kernel adds tensors of the same shape, codes to codes and floats to floats.
@@ -110,7 +121,7 @@ def bind_conv(
         and (residual.dtype is torch.uint8) == (epilogue.dtype is torch.uint8)
         and activation in _ACTIVATIONS_AFTER_ADD
         and ndim < 5
-        and residual.shape == params.output_shape(shape, weights.codes.shape)
+        and residual.shape == result
     )
     if adds:
         return _bind(shape, weights, params, lambda s, w, p: _adding(s, w, p, epilogue, overwrite))
