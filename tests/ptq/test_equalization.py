@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -299,43 +298,3 @@ def test_bad_input_changes_nothing(generator: torch.Generator) -> None:
     torchq.calibrate(model, [x], progress=False)
     with pytest.raises(ConfigError, match=r"equalize_: got a calibrated model \(0.input_quantizer"):
         equalize_(model, x)
-
-
-def test_high_biases_move_through_relu_as_in_section_4_1_3() -> None:
-    """b1 - c and b2 + W2 c with c = max(0, mean - 3 deviations), at most the smallest value."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 2, 1)
-    ).eval()
-    with torch.no_grad():
-        model[0].bias[1] = 9.0  # type: ignore[index]
-    x = torch.randn(4, 3, 8, 8)
-    floats = copy.deepcopy(model)
-    equalize_(floats, x)
-    with torch.no_grad():
-        expected, first = floats(x), floats[0](x).transpose(0, 1).flatten(1).double()
-    report = equalize_(model, x, absorb_biases=True)
-    high = (first.mean(1) - 3 * first.std(1, correction=0)).minimum(first.amin(1)).clamp(min=0)
-    assert int((high > 0).sum()) == report.pairs[0].absorbed == 1
-    assert "1 biases absorbed" in str(report)
-    a, b = model[0].bias, floats[0].bias
-    torch.testing.assert_close(a, b - high.float())
-    columns = floats[2].weight.sum((2, 3)).double()
-    moved = torch.cat([columns[:2] @ high[:2], columns[2:] @ high[2:]])
-    torch.testing.assert_close(model[2].bias, floats[2].bias + moved.float())
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_biases_stay_where_padding_or_another_function_is_in_the_way() -> None:
-    torch.manual_seed(0)
-    for between, second in (
-        (nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)),
-        (nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 3)),
-        (nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False)),
-    ):
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), between, second).eval()
-        with torch.no_grad():
-            model[0].bias += 9.0
-        report = equalize_(model, torch.randn(4, 3, 8, 8), absorb_biases=True)
-        assert [pair.absorbed for pair in report.pairs] == [0]

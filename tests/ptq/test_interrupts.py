@@ -87,7 +87,7 @@ def places(function: Callable[[Any], object], model: nn.Module) -> list[int]:
 
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
-    "equalize_": (net, lambda m: equalize_(m, BATCHES[0], absorb_biases=True)),
+    "equalize_": (net, lambda m: equalize_(m, BATCHES[0])),
     "smooth_": (quantized, lambda m: smooth_(m, BATCHES, progress=False)),
     "correct_bias_": (
         lambda: quantized(ready=True),

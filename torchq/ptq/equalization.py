@@ -23,7 +23,6 @@ from torch.nn.utils import parametrize
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
-from torchq.ptq.bias_absorption import absorb_bias_, has_only_relu_between
 from torchq.ptq.channel_clip import CLIP_MODULES, may_clip, replace_clips
 from torchq.ptq.channels import (
     LAYERS,
@@ -56,14 +55,12 @@ class EqualizedPair:
         second: path of the layer that reads them.
         spread_before: the largest over the median magnitude of the output channels of ``first``.
         spread_after: the same afterwards.
-        absorbed: how many channels have a lower bias, with ``absorb_biases=True``.
     """
 
     first: str
     second: str
     spread_before: float
     spread_after: float
-    absorbed: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,7 @@ class EqualizeReport(NotebookText):
         rows = []
         for pair in self.pairs:
             change = f"{pair.spread_before:.3g} -> {pair.spread_after:.3g}"
-            note = f", {pair.absorbed} biases absorbed" if pair.absorbed else ""
-            rows.append((f"{pair.first}, {pair.second}", change + note))
+            rows.append((f"{pair.first}, {pair.second}", change))
         last = f"{len(self.pairs)} pairs, output changed by {self.error:.1e}"
         return report_text(("layers", "spread of channels"), rows, self.skipped, last)
 
@@ -95,7 +91,6 @@ def equalize_(
     example: Any,
     *,
     iterations: int = 20,
-    absorb_biases: bool = False,
     tolerance: float | None = None,
 ) -> EqualizeReport:
     """Equalize the ranges of channels between layers of ``model``, in place.
@@ -115,10 +110,6 @@ def equalize_(
         model: the model.
         example: arguments of one call; see :func:`torchq.graph.call_arguments`.
         iterations: the largest number of rounds over all pairs, at least 1.
-        absorb_biases: then move biases that lift a whole channel above the ReLU into the next
-            layer, so that the range of the activation shrinks (section 4.1.3). What a channel needs
-            is measured on the example, so give some typical images or rows; other inputs may come
-            out slightly different. Layers that pad their input with zeros take none.
         tolerance: the largest relative change of the float output that is accepted; None means
             1e-5 for float32, and 8 units in the last place for dtypes of 16 bits.
 
@@ -152,7 +143,6 @@ def equalize_(
         with ExitStack() as undo, tensors_restored_on_error(_changed(model, pairs)):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
             _equalize_all(model, pairs, iterations, undo)
-            counts = _absorb(model, flow, pairs, example) if absorb_biases else [0] * len(pairs)
             found = [t.double() for t in tensors_in(call_model(model, example))]
             error = _relative_error(found, expected)
             if not error <= most:
@@ -162,8 +152,8 @@ def equalize_(
                     "rounding explains it, as in a network that magnifies small changes"
                 )
             after = [
-                EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)), count)
-                for pair, wide, count in zip(pairs, before, counts, strict=True)
+                EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)))
+                for pair, wide in zip(pairs, before, strict=True)
             ]
             undo.pop_all()
     return EqualizeReport(tuple(after), skipped, error)
@@ -188,27 +178,6 @@ def _changed(model: nn.Module, pairs: list[_Pair]) -> list[nn.Module]:
     """Return the modules whose tensors change."""
     layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
     return layers + [model.get_submodule(clip) for pair in pairs for clip in pair.clips]
-
-
-def _absorb(model: nn.Module, flow: Flow, pairs: list[_Pair], example: Any) -> list[int]:
-    """Absorb high biases; return how many of each pair."""
-    calls = {call.name: call for call in flow.calls if call.module is not None}
-    outputs: dict[str, Tensor] = {}
-
-    def hook_for(name: str) -> Any:
-        return lambda module, args, out: outputs.update({name: out})
-
-    with ExitStack() as stack:
-        for pair in pairs:
-            hook = hook_for(pair.names[0])
-            stack.callback(pair.first.register_forward_hook(hook).remove)
-        call_model(model, example)
-    return [
-        absorb_bias_(pair.first, pair.second, outputs[pair.names[0]])
-        if has_only_relu_between(flow, *(calls[name] for name in pair.names))
-        else 0
-        for pair in pairs
-    ]
 
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
