@@ -46,7 +46,7 @@ BATCHES = [torch.rand(16, 6, generator=torch.Generator().manual_seed(n)) for n i
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU6(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+        nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
     ).eval()
 
 

@@ -12,7 +12,6 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.nn.utils import parametrize
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
 from torchq.nn import QuantModule
-from torchq.ptq.channel_clip import CLIP_MODULES, may_clip, replace_clips
 from torchq.ptq.channels import (
     LAYERS,
     input_ranges,
@@ -97,9 +95,9 @@ def equalize_(
 
     Call it before :func:`torchq.calibrate`, on a float or a quantized model, after
     :func:`torchq.fuse_`. Layers are Conv, ConvTranspose and Linear, depthwise ones too; between
-    them ReLU, LeakyReLU, PReLU, ReLU6, Hardtanh, dropout and pooling may lie. A module ReLU6 or
-    Hardtanh becomes one with limits of each channel, which take the factors. The float output stays
-    the same, which is verified on the example. A call that fails changes nothing.
+    them ReLU, LeakyReLU, PReLU, dropout and pooling may lie. ReLU6 and other functions that clip
+    let no factors pass. The float output stays the same, which is verified on the example. A call
+    that fails changes nothing.
 
     For each channel i between two layers the factor is ``sqrt(r1[i] * r2[i]) / r2[i]``, where r1
     and r2 are the largest magnitudes of the channel in the first and in the second weight
@@ -140,9 +138,10 @@ def equalize_(
         pairs, skipped = _find_pairs(model, flow)
         expected = [t.double() for t in tensors_in(call_model(model, example))]
         most = _most_change(pairs) if tolerance is None else tolerance
-        with ExitStack() as undo, tensors_restored_on_error(_changed(model, pairs)):
+        layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
+        with tensors_restored_on_error(layers):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
-            _equalize_all(model, pairs, iterations, undo)
+            _equalize_all(pairs, iterations)
             found = [t.double() for t in tensors_in(call_model(model, example))]
             error = _relative_error(found, expected)
             if not error <= most:
@@ -155,29 +154,21 @@ def equalize_(
                 EqualizedPair(*pair.names, wide, spread(output_ranges(pair.first)))
                 for pair, wide in zip(pairs, before, strict=True)
             ]
-            undo.pop_all()
     return EqualizeReport(tuple(after), skipped, error)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two layers, and the paths of the modules between them that clip."""
+    """Two layers, and their paths."""
 
     names: tuple[str, str]
     first: Any
     second: Any
-    clips: tuple[str, ...]
 
 
 def _most_change(pairs: list[_Pair]) -> float:
     """Return the change of the float output that is accepted without being asked for."""
     return largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
-
-
-def _changed(model: nn.Module, pairs: list[_Pair]) -> list[nn.Module]:
-    """Return the modules whose tensors change."""
-    layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
-    return layers + [model.get_submodule(clip) for pair in pairs for clip in pair.clips]
 
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
@@ -189,16 +180,16 @@ def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, st
         if not isinstance(call.module, LAYERS) or call.name in skipped:
             continue
         reason = obstacles.get(id(call.module))
-        second, clips = None, list[str]()
+        second = None
         if reason is None:
-            second, reason = _second_layer(flow, call, clips)
+            second, reason = _second_layer(flow, call)
         if second is not None and second.module is not None:
             reason = obstacles.get(id(second.module))
             if reason is None and not _channels_agree(call.module, second.module):
                 reason = f"{second.name} reads other channels"
             if reason is None:
                 names = call.name, second.name
-                pairs.append(_Pair(names, call.module, second.module, tuple(clips)))
+                pairs.append(_Pair(names, call.module, second.module))
         if reason is not None:
             skipped[call.name] = reason
     reached = {id(call.module) for call in flow.calls}
@@ -230,11 +221,8 @@ def _obstacles(model: nn.Module, flow: Flow) -> dict[int, str]:
     return found
 
 
-def _second_layer(flow: Flow, call: Call, clips: list[str]) -> tuple[Call | None, str | None]:
-    """Return the layer that alone reads the output of ``call``, or the reason why there is none.
-
-    The paths of the modules between them that clip are added to ``clips``.
-    """
+def _second_layer(flow: Flow, call: Call) -> tuple[Call | None, str | None]:
+    """Return the layer that alone reads the output of ``call``, or the reason why there is none."""
     is_convolution = not isinstance(call.module, nn.Linear)
     current, flattened = call, False
     while True:
@@ -250,18 +238,16 @@ def _second_layer(flow: Flow, call: Call, clips: list[str]) -> tuple[Call | None
             return current, None
         is_flatten = isinstance(current.module, nn.Flatten) or current.name == "flatten"
         flattened = flattened or is_flatten
-        if may_clip(flow, current) and not flattened:
-            clips.append(current.name)
-        elif not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
+        if not (is_flatten or keeps_factors(current, is_convolution)) or len(current.inputs) > 1:
             return None, f"{current.name} does not keep factors of channels{_remedy(current)}"
 
 
 def _remedy(call: Call) -> str:
-    """Return what to add to the reason for a function that a module could replace."""
-    name = call.name.removesuffix("_")
-    if call.module is not None or name not in CLIP_MODULES:
-        return ""
-    return f"; as a module, {CLIP_MODULES[name]}, it would get limits of each channel"
+    """Return what to add to the reason for a call that clips."""
+    clips = isinstance(call.module, nn.Hardtanh) or (
+        call.module is None and call.name.removesuffix("_") in ("relu6", "hardtanh")
+    )
+    return ", because it clips; a ReLU in its place would" if clips else ""
 
 
 def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
@@ -271,25 +257,21 @@ def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     return is_linear != (True, False) and len(output_ranges(first)) == len(input_ranges(second))
 
 
-def _equalize_all(model: nn.Module, pairs: list[_Pair], iterations: int, undo: ExitStack) -> None:
-    """Equalize all pairs until nothing changes; ``undo`` gets what brings modules back."""
-    replace_clips(model, ((clip, pair.first) for pair in pairs for clip in pair.clips), undo)
+def _equalize_all(pairs: list[_Pair], iterations: int) -> None:
+    """Equalize all pairs until nothing changes."""
     for _ in range(iterations):
-        largest = max((_equalize(model, pair) for pair in pairs), default=0.0)
+        largest = max((_equalize(pair) for pair in pairs), default=0.0)
         if largest < _CONVERGED:
             break
 
 
-def _equalize(model: nn.Module, pair: _Pair) -> float:
+def _equalize(pair: _Pair) -> float:
     """Equalize the channels between two layers; return the largest ``|log(factor)|``."""
     r1, r2 = output_ranges(pair.first).double(), input_ranges(pair.second).double()
     # A channel that is zero on either side has no range to equalize.
     factor = torch.where((r1 > 0) & (r2 > 0), (r1 * r2).sqrt() / r2, 1.0)
     scale_outputs_(pair.first, 1 / factor)
     scale_inputs_(pair.second, factor)
-    for path in pair.clips:
-        clip: Any = model.get_submodule(path)
-        clip.multiply_(1 / factor)
     return factor.log().abs().max().item() if factor.numel() else 0.0
 
 
