@@ -118,3 +118,12 @@ def at_the_limit(given: dict[str, Tensor]) -> dict[str, Tensor]:
     scores[:, 1, :2] = torch.tensor([0.9, 0.8])
     changed = {"anchors": anchors, "scores": scores, "locations": torch.zeros(2, 120)}
     return given | changed
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
+def test_default_boxes_of_a_detector_stay_float(target: str) -> None:
+    model = ssd({})
+    torchq.quantize_(model, target=target, example=photos(2, 1.0))
+    joined = {node.meta.get("caffe_name"): node for node in model.graph.nodes}
+    assert joined["prior"].target is torch.cat
+    assert str(joined["loc"].target).startswith("quant_cat")

@@ -68,6 +68,29 @@ def test_operators_between_tensors_are_found() -> None:
     ]
 
 
+class Anchors(nn.Module):
+    """Places that depend on the size of an image alone, beside what depends on the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.flatten = nn.Conv2d(4, 4, 1), nn.Flatten(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.conv(x)
+        rows = torch.arange(y.shape[2]).to(y)
+        columns = self.flatten(torch.ones_like(y)) * 2
+        anchors = F.relu(torch.cat([rows, columns + columns]))
+        written = torch.zeros_like(y)
+        written.copy_(y)
+        return torch.cat([y, y], 1), anchors, torch.cat([written, written], 1)
+
+
+def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
+    for example in (None, torch.ones(1, 4, 2, 2)):
+        found, failed = find_operators(Anchors(), KINDS, example)
+        assert failed == [] and [operator.kind for operator in found] == ["cat", "cat"]
+
+
 def test_operators_become_children_and_go_again() -> None:
     model, x = Operators().eval(), torch.randn(2, 4, 4, 4)
     expected = model(x)

@@ -5,7 +5,7 @@ The package knows nothing of quantization.
 
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
-from torchq.graph.flow import Call, Flow, flow_of_graph
+from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments
 from torchq.graph.kinds import ALL_KINDS, operator_kind
 from torchq.graph.model_trace import Trace, trace
 from torchq.graph.operators import (
@@ -60,6 +60,7 @@ __all__ = [
     "is_torch_leaf",
     "move_to",
     "operator_name",
+    "read_arguments",
     "reads_metadata",
     "reads_shape",
     "record",

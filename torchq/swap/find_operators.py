@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.graph import SHAPE, call_model, operator_kind, state_kept
+from torchq.graph import (
+    SHAPE,
+    call_model,
+    operator_kind,
+    operator_name,
+    read_arguments,
+    state_kept,
+)
 from torchq.nn import (
     Add,
     Cat,
@@ -43,6 +50,7 @@ MODULES: dict[str, type[nn.Module]] = {
 _OPERANDS = {"add": 2, "mul": 2, "matmul": 2, "attention": 3}
 #: Operators whose results are numbers.
 _NUMBERS = SHAPE | {"device", "dtype", "stride"}
+_WRITING = frozenset(["setitem", "iadd", "isub", "imul", "itruediv"])
 _LINEAR = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -231,8 +239,13 @@ def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node,
 def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple[fx.Node, str]]:
     numbers: set[fx.Node] = set()
     stored: set[fx.Node] = set()
+    fixed: set[fx.Node] = set()  # computed from numbers and stored tensors alone
     found = []
     for node in graph.nodes:
+        if node.op != "placeholder" and all(source in fixed for source in _read_by(node)):
+            fixed.add(node)
+        elif _writes(node):
+            fixed.clear()
         if _is_number(node, numbers):
             numbers.add(node)
         if node.op == "get_attr" or _is_number(node, numbers | stored):
@@ -241,9 +254,33 @@ def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple
         kind = operator_kind(node.target) if is_call else None
         # A factor that is a stored tensor, reshaped or not, needs no quantizer.
         constants = numbers | stored if kind == "mul" else numbers
-        if kind is not None and kind in kinds and _is_between_tensors(node, kind, constants):
+        if kind is None or kind not in kinds or node in fixed:
+            continue
+        if _is_between_tensors(node, kind, constants):
             found.append((node, kind))
     return found
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values a node reads, not only their shapes or types."""
+    if _is_number(node, set()):
+        return []
+    if node.op == "call_module":
+        return node.all_input_nodes
+    found: list[fx.Node] = []
+    read = read_arguments(operator_name(node.target), node.args, dict(node.kwargs))
+    fx.map_arg(read, found.append)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return True if a node changes one of its arguments in place."""
+    name = operator_name(node.target)
+    return (
+        name in _WRITING
+        or (name.endswith("_") and not name.endswith("__"))
+        or ("out" in node.kwargs)
+    )
 
 
 def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:

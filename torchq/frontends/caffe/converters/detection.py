@@ -44,7 +44,9 @@ def _prior_box(layer: CaffeLayer) -> Value:
         offset=settings.number("offset", 0.5),
     )
     layer.result_ndim = 3
-    return layer.module(PriorBoxes(options), *layer.inputs)
+    shapes = [layer.call(getattr, value, "shape") for value in layer.inputs[:2]]
+    kind = [layer.call(getattr, layer.inputs[0], name) for name in ("dtype", "device")]
+    return layer.module(PriorBoxes(options), *shapes, *kind)
 
 
 @converter("DetectionOutput")

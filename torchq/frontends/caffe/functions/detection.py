@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,8 @@ def _sides(options: PriorOptions) -> list[tuple[float, float]]:
 class PriorBoxes(nn.Module):
     """Default boxes of a map: corners as fractions of the image, and variances.
 
+    It takes sizes instead of tensors, so that a graph shows that the boxes do not depend on data.
+
     Args:
         options: how the boxes are laid out.
     """
@@ -62,18 +66,33 @@ class PriorBoxes(nn.Module):
         super().__init__()
         self.options = options
 
-    def forward(self, features: Tensor, image: Tensor) -> Tensor:
-        """Return (1, 2, boxes * 4); of a map and of the image only the sizes count."""
-        options, (rows, columns) = self.options, features.shape[2:]
-        width, height = options.image[0] or image.shape[3], options.image[1] or image.shape[2]
+    def forward(
+        self,
+        features: Sequence[int],
+        image: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Return (1, 2, boxes * 4).
+
+        Args:
+            features: shape of the map.
+            image: shape of the images.
+            dtype: of the result.
+            device: of the result.
+        """
+        options = self.options
+        rows, columns = features[2:]
+        width, height = options.image[0] or image[3], options.image[1] or image[2]
         distance_x, distance_y = (
             options.steps[0] or width / columns,
             options.steps[1] or height / rows,
         )
-        x = (torch.arange(columns).to(features) + options.offset) * distance_x
-        y = (torch.arange(rows).to(features) + options.offset) * distance_y
-        half = torch.tensor(_sides(options)).to(features) / 2
-        grid = (rows, columns, len(half))
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        x = (torch.arange(columns).to(**kind) + options.offset) * distance_x
+        y = (torch.arange(rows).to(**kind) + options.offset) * distance_y
+        half = torch.tensor(_sides(options)).to(**kind) / 2
+        grid = (rows, columns, half.shape[0])
         left = (x.view(1, -1, 1) - half[:, 0]).expand(grid) / width
         right = (x.view(1, -1, 1) + half[:, 0]).expand(grid) / width
         top = (y.view(-1, 1, 1) - half[:, 1]).expand(grid) / height
@@ -82,7 +101,7 @@ class PriorBoxes(nn.Module):
         if options.clip:
             boxes = boxes.clamp(0, 1)
         repeated = options.variances * (4 // len(options.variances))
-        spread = torch.tensor(repeated).to(features).repeat(boxes.shape[2] // 4)
+        spread = torch.tensor(repeated).to(**kind).repeat(boxes.shape[2] // 4)
         return torch.cat([boxes, spread.view(1, 1, -1)], 1)
 
 

@@ -15,7 +15,8 @@ def _prior(node: SymbolContext) -> Value:
     sizes, ratios = node.numbers("sizes", (1.0,)), node.numbers("ratios", (1.0,))
     clip = node.flag("clip", False)
     steps, offsets = node.numbers("steps", (-1.0, -1.0)), node.numbers("offsets", (0.5, 0.5))
-    return node.call(detection.multibox_prior, node.inputs[0], sizes, ratios, clip, steps, offsets)
+    kind = [node.call(getattr, node.inputs[0], name) for name in ("shape", "dtype", "device")]
+    return node.call(detection.multibox_prior, *kind, sizes, ratios, clip, steps, offsets)
 
 
 @converter("_contrib_MultiBoxDetection", "MultiBoxDetection")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ __all__ = ["box_nms", "multibox_detection", "multibox_prior"]
 
 
 def multibox_prior(
-    features: Tensor,
+    features: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
     sizes: Sequence[float],
     ratios: Sequence[float],
     clip: bool,
@@ -25,29 +28,44 @@ def multibox_prior(
 ) -> Tensor:
     """Return default boxes (1, places * boxes, 4) as corners in fractions of the image.
 
-    Each place has all sizes with the first ratio, then the first size with the other ratios.
+    Each place has all sizes with the first ratio, then the first size with the other ratios. The
+    function takes a shape, so that a graph shows that the boxes do not depend on data.
 
     Args:
-        features: (N, C, H, W), of which only the size counts.
+        features: the shape (N, C, H, W) of a map.
+        dtype: of the result.
+        device: of the result.
         sizes: of boxes, in fractions of the height.
         ratios: of width to height.
         clip: cut boxes off at the image.
         steps: between places in y and x; -1 divides the image by the number of places.
         offsets: of the first place in y and x, in steps.
     """
-    rows, columns = features.shape[2:]
+    rows, columns = features[2:]
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
     shapes = [(size, math.sqrt(ratios[0])) for size in sizes]
     shapes += [(sizes[0], math.sqrt(ratio)) for ratio in ratios[1:]]
     half = torch.tensor(
         [(size * rows / columns * root / 2, size / root / 2) for size, root in shapes]
-    ).to(features)
+    ).to(**kind)
     step_y = steps[0] if steps[0] > 0 else 1 / rows
     step_x = steps[1] if steps[1] > 0 else 1 / columns
-    y = (torch.arange(rows).to(features) + offsets[0]) * step_y
-    x = (torch.arange(columns).to(features) + offsets[1]) * step_x
+    y = (torch.arange(rows).to(**kind) + offsets[0]) * step_y
+    x = (torch.arange(columns).to(**kind) + offsets[1]) * step_x
     centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).unsqueeze(2)
     boxes = torch.cat([centers - half, centers + half], -1).reshape(1, -1, 4)
     return boxes.clamp(0, 1) if clip else boxes
+
+
+def _decoded(locations: Tensor, anchors: Tensor, variances: Sequence[float]) -> Tensor:
+    """Return the corners of boxes (N, boxes, 4) from what the network says about anchors."""
+    corners = anchors[0]
+    size, center = corners[:, 2:] - corners[:, :2], (corners[:, 2:] + corners[:, :2]) / 2
+    moved = locations.reshape(locations.shape[0], -1, 4) * torch.tensor(list(variances)).to(
+        locations
+    )
+    middle, half = moved[..., :2] * size + center, moved[..., 2:].exp() * size / 2
+    return torch.cat([middle - half, middle + half], -1)
 
 
 def multibox_detection(
@@ -74,11 +92,7 @@ def multibox_detection(
         variances: factors of the locations.
         most: detections that are kept, -1 for all.
     """
-    corners = anchors[0]
-    size, center = corners[:, 2:] - corners[:, :2], (corners[:, 2:] + corners[:, :2]) / 2
-    moved = locations.reshape(scores.shape[0], -1, 4) * torch.tensor(list(variances)).to(locations)
-    middle, half = moved[..., :2] * size + center, moved[..., 2:].exp() * size / 2
-    boxes = torch.cat([middle - half, middle + half], -1)
+    boxes = _decoded(locations, anchors, variances)
     boxes = boxes.clamp(0, 1) if clip else boxes
     best, kinds = scores[:, 1:].max(1)
     valid, count = best >= threshold, best.shape[1]
