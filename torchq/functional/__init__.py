@@ -19,17 +19,14 @@ from torchq.functional.gradient import (
     scale_gradient,
     straight_through,
 )
-from torchq.functional.lstm import lstm_over_steps
 from torchq.functional.recurrent import (
     gru_cell,
     lstm_cell,
     rnn_cell,
     run_over_steps,
     step_product,
-    supports_whole_sequences,
 )
 from torchq.functional.reduce import reduce_amax, reduce_range
-from torchq.functional.rnn import rnn_over_steps
 from torchq.functional.scale import (
     amax_from_scale,
     compute_dtype,
@@ -56,19 +53,16 @@ __all__ = [
     "is_dead_range",
     "learned_fake_quantize",
     "lstm_cell",
-    "lstm_over_steps",
     "quantize",
     "range_from_qparams",
     "range_gradient_scale",
     "reduce_amax",
     "reduce_range",
     "rnn_cell",
-    "rnn_over_steps",
     "run_over_steps",
     "scale_and_zero_point",
     "scale_from_amax",
     "scale_gradient",
     "step_product",
-    "supports_whole_sequences",
     "straight_through",
 ]

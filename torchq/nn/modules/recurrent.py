@@ -8,29 +8,24 @@ do (``weight_hh_l1_reverse_quantizer``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.formats import Format
 from torchq.functional import (
-    compute_dtype,
     gru_cell,
     lstm_cell,
-    lstm_over_steps,
     rnn_cell,
-    rnn_over_steps,
     run_over_steps,
     step_product,
-    supports_whole_sequences,
 )
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.modules.recurrent_flow import RecurrentFlow, State
-from torchq.nn.modules.recurrent_steps import StepQuantizer, fixed_range, hidden_descriptor
+from torchq.nn.modules.recurrent_steps import StepQuantizer, hidden_descriptor
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 __all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent"]
@@ -47,8 +42,6 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
 
     input_slots = ("input_l0", "hidden_l0")
     weight_slots = ("weight_ih_l0", "weight_hh_l0")
-    #: True where :meth:`_over_steps` exists.
-    runs_whole: ClassVar[bool] = False
 
     @classmethod
     def slot_descriptors(
@@ -136,58 +129,12 @@ class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     ) -> tuple[Tensor, State]:
         weights, biases = self._weights(end)
         quantizers = self._step_quantizers(end)
-        if self.runs_whole and not self.proj_size and all(size is sizes[0] for size in sizes):
-            whole = self._run_whole(x, state, weights, biases, quantizers[0], reverse)
-            if whole is not None:
-                return whole
         steps = [StepQuantizer(quantizer) for quantizer in quantizers]
         cell = self._make_cell(x, sizes, weights, biases, steps)
         result = run_over_steps(cell, state, sizes, reverse)
         for quantizer in steps:
             quantizer.finish()
         return result
-
-    def _run_whole(
-        self,
-        x: Tensor,
-        state: State,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        quantizer: nn.Module,
-        reverse: bool,
-    ) -> tuple[Tensor, State] | None:
-        """Run one direction by :meth:`_over_steps`, or return None if that does not fit."""
-        amax = fixed_range(quantizer)
-        if amax is None:
-            return None
-        start = _all_gates(x, weights[0], biases)
-        if not supports_whole_sequences(start, weights[1], *state):
-            return None
-        assert isinstance(quantizer, TensorQuantizer)
-        amax, format = amax.to(compute_dtype(x.dtype)).reshape(()), quantizer.descriptor.format
-        y, *last = self._over_steps(start, weights[1], state, amax, format, reverse)
-        return y, tuple(last)
-
-    def _over_steps(
-        self,
-        start: Tensor,
-        weight: Tensor,
-        state: State,
-        amax: Tensor,
-        format: Format,
-        reverse: bool,
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs of a direction, flat, and its last state, by one function.
-
-        Args:
-            start: the products of the input, with all biases, flat.
-            weight: of the hidden state.
-            state: before the first step.
-            amax: the range of the hidden state, 0-d.
-            format: of the hidden state.
-            reverse: run from the last step to the first.
-        """
-        raise NotImplementedError
 
     def _run_fused(
         self, x: Tensor, sizes: list[int], state: State, directions: tuple[str, ...]
@@ -254,23 +201,10 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`: the same arguments, results and parameters."""
 
     state_parts = 2
-    runs_whole = True
 
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's LSTM."""
         return torch.lstm(*args)
-
-    def _over_steps(
-        self,
-        start: Tensor,
-        weight: Tensor,
-        state: State,
-        amax: Tensor,
-        format: Format,
-        reverse: bool,
-    ) -> tuple[Tensor, ...]:
-        hidden, cell = state
-        return lstm_over_steps(start, weight, hidden, cell, amax, format, reverse)
 
     def _after_gates(self, gates: Tensor, state: State) -> State:
         return lstm_cell(gates, state[1])
@@ -309,23 +243,9 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 class QuantRNN(QuantRecurrent, nn.RNN):
     """Quantized :class:`torch.nn.RNN`: the same arguments, results and parameters."""
 
-    runs_whole = True
-
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's RNN with the layer's nonlinearity."""
         return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
-
-    def _over_steps(
-        self,
-        start: Tensor,
-        weight: Tensor,
-        state: State,
-        amax: Tensor,
-        format: Format,
-        reverse: bool,
-    ) -> tuple[Tensor, ...]:
-        (hidden,) = state
-        return rnn_over_steps(start, weight, hidden, amax, format, self.nonlinearity, reverse)
 
     def _after_gates(self, gates: Tensor, state: State) -> State:
         return (rnn_cell(gates, self.nonlinearity),)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.formats import PerTensor
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["StepQuantizer", "fixed_range", "hidden_descriptor"]
+__all__ = ["StepQuantizer", "hidden_descriptor"]
 
 
 def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
@@ -43,18 +42,3 @@ class StepQuantizer:
         """Show the quantizer what was noted."""
         if self._noted and not is_passive(self._quantizer):
             self._quantizer(torch.cat(self._noted))
-
-
-def fixed_range(quantizer: nn.Module) -> Tensor | None:
-    """Return the one fixed range of a quantizer that only quantizes, or None."""
-    if not isinstance(quantizer, TensorQuantizer) or quantizer.mode != "quantize":
-        return None
-    if quantizer._forward_hooks or quantizer._forward_pre_hooks:
-        return None  # Somebody wants to see each call.
-    d = quantizer.descriptor
-    has_one = quantizer.calibrated and not d.dynamic and isinstance(d.granularity, PerTensor)
-    plain = d.fake_quant and d.symmetric and not d.learn_amax and d.scale_amax is None
-    plain = plain and d.block_scale_format is None and quantizer.delegate is None
-    if not has_one or not plain or quantizer.pre_quant_scale is not None:
-        return None
-    return quantizer.amax
