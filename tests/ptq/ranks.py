@@ -21,11 +21,7 @@ from torchq.ptq import (
     correct_bias_,
     gptq_,
     smooth_,
-    tune,
 )
-
-# The search ends with the first of two trials that two processes try at the same time.
-_DROP = 1.595
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -64,31 +60,8 @@ def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def tuned(group: Any) -> dict[str, Tensor]:
-    """Return the state dict of a search that ends inside a stage, and the metrics of its trials."""
-    data = [*batches(0), *batches(1)]
-    expected = net()(data[0])
-
-    def metric(model: nn.Module) -> float:
-        return -(model(data[0]) - expected).norm().item()
-
-    with torch.no_grad():
-        result = tune(
-            net(),
-            data,
-            metric,
-            max_drop=_DROP,
-            recipe=torchq.recipes.integer(3, 8, weight_method="max"),
-            group=group,
-            progress=False,
-        )
-    metrics = torch.tensor([trial.metric for trial in result.table])
-    return {**result.model.state_dict(), "metrics": metrics}
-
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     number = dist.get_rank()
-    found = results(batches(number), dist.group.WORLD) | {"tune": tuned(dist.group.WORLD)}
-    torch.save(found, Path(sys.argv[1]) / f"rank{number}.pt")
+    torch.save(results(batches(number), dist.group.WORLD), Path(sys.argv[1]) / f"rank{number}.pt")
     dist.barrier()

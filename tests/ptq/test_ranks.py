@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ptq.ranks import batches, results, tuned
+from tests.ptq.ranks import batches, results
 from tests.rank_processes import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-NAMES = ["smooth_", "correct_bias_", "gptq_", "adaround_", "tune"]
+NAMES = ["smooth_", "correct_bias_", "gptq_", "adaround_"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,9 +41,3 @@ def test_the_result_is_that_of_one_process(
     for key, value in found[0][name].items():
         # Sums of the ranks are added in another order.
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
-
-
-def test_trials_of_a_search_are_shared(found: list[dict[str, dict[str, torch.Tensor]]]) -> None:
-    expected = tuned(None)
-    assert len(expected["metrics"]) == 2
-    assert all(torch.equal(value, expected[key]) for key, value in found[0]["tune"].items())

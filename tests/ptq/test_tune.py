@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -118,19 +117,6 @@ def test_mixed_precision_with_the_fewest_bits_is_the_last_resort() -> None:
     assert all(t.mean_bits < result.mean_bits for t in mixed if t.metric < -0.08)
 
 
-def test_fewest_bits_goes_on_below_the_recipe() -> None:
-    pytest.importorskip("scipy")
-    result = search(Metric(deep), 0.04, build=deep, fewest_bits=True)
-    changes = [trial.change for trial in result.table]
-    assert changes[:3] == ["recipe int8", "weights of 4 bits", "weights of 3 bits"]
-    assert len(changes) > 3 and all(change.startswith("mixed precision") for change in changes[3:])
-    kept = [trial.mean_bits for trial in result.table if trial.metric >= -0.04]
-    assert result.kept and result.table[0].mean_bits == 8 > result.mean_bits == min(kept)
-    again = deep()
-    result.config.apply_(again, batches())
-    assert Metric(deep)(again) == result.metric
-
-
 @pytest.mark.usefixtures("quick_adaround")
 def test_transformers_get_what_applies_to_them() -> None:
     def metric(model: nn.Module) -> float:
@@ -156,18 +142,6 @@ def test_without_success_the_best_is_returned_with_a_warning() -> None:
     assert "does NOT keep the metric" in str(result)
 
 
-def test_a_checkpoint_saves_the_trials(tmp_path: Path) -> None:
-    path, metric = tmp_path / "trials.json", Metric()
-    first = search(metric, 0.12, torchq.recipes.integer(3, 8, weight_method="max"), checkpoint=path)
-    calls = metric.calls
-    again = search(metric, 0.12, torchq.recipes.integer(3, 8, weight_method="max"), checkpoint=path)
-    assert metric.calls == calls + 1  # the float model
-    assert again.table == first.table and again.config == first.config
-    path.write_text(json.dumps({"other": 1}))
-    with pytest.raises(ConfigError, match=r"tune: checkpoint .*: got other data"):
-        search(metric, 0.12, checkpoint=path)
-
-
 def test_trials_that_fail_are_rows_of_the_table() -> None:
     metric = Metric()
     calls = 0
@@ -187,29 +161,6 @@ def test_trials_that_fail_are_rows_of_the_table() -> None:
     bad = [torch.full((4, 6), torch.nan)]
     with pytest.raises(CalibrationError, match="tune: no trial could be made"):
         tune(net(), bad, metric, max_drop=0.1, progress=False)
-
-
-def test_an_interrupted_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    path, metric, model = tmp_path / "trials.json", Metric(), net()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    recipe = torchq.recipes.integer(3, 8, weight_method="max")
-
-    def interrupted(candidate: nn.Module) -> float:
-        if metric.calls == 3:  # of the float model and of two trials
-            raise KeyboardInterrupt
-        return metric(candidate)
-
-    arguments: dict[str, Any] = {"max_drop": 0.06, "recipe": recipe, "progress": False}
-    with pytest.raises(KeyboardInterrupt):
-        tune(model, batches(), interrupted, checkpoint=path, **arguments)
-    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    assert not torchq.is_quantized(model)
-    metric.calls = 0
-    result = tune(model, batches(), metric, checkpoint=path, **arguments)
-    assert metric.calls == 1 + len(result.table) - 2
-    assert [t.change for t in result.table] == [
-        t.change for t in search(Metric(), 0.06, recipe).table
-    ]
 
 
 def test_inputs_that_no_batch_reaches_stay_float() -> None:

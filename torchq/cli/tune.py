@@ -30,12 +30,8 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     goal.add_argument("--max-drop", type=float, help="the largest loss of the metric")
     goal.add_argument("--recipe", default="int8", help="a recipe, or a config file .json")
-    goal.add_argument(
-        "--fewest-bits", action="store_true", help="go on below the width that keeps the metric"
-    )
     goal.add_argument("--time-limit", type=float, help="seconds after which no trial is started")
     output = parser.add_argument_group("output")
-    output.add_argument("--checkpoint", metavar="FILE.json", help="go on from the trials in it")
     output.add_argument("--save", metavar="FILE.pt", help="write the model for torchq.load")
     output.add_argument("--save-config", metavar="FILE.json", help="write the settings")
     add_json(parser)
@@ -61,8 +57,6 @@ def run_tune(args: argparse.Namespace) -> int:
         max_drop=args.max_drop,
         recipe=recipe,
         time_limit=args.time_limit,
-        fewest_bits=args.fewest_bits,
-        checkpoint=args.checkpoint,
     )
     print(json.dumps(json.loads(result.config.to_json()), indent=2) if args.json else result)
     if args.save_config:

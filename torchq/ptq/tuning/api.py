@@ -7,16 +7,13 @@ import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from torchq.analysis.batches import checked_batches, gathered
+from torchq.analysis.batches import checked_batches
 from torchq.config import QuantConfig
 from torchq.errors import CalibrationError, ConfigError
-from torchq.ptq.ranks import Group, rank_in
-from torchq.ptq.tuning.checkpoint import TrialFile
 from torchq.ptq.tuning.search import Metric, Search, metric_of
 from torchq.ptq.tuning.settings import TunedConfig
 from torchq.ptq.tuning.trial import TuneTrial
@@ -68,9 +65,6 @@ def tune(
     max_drop: float,
     recipe: QuantConfig | None = None,
     time_limit: float | None = None,
-    fewest_bits: bool = False,
-    checkpoint: str | Path | None = None,
-    group: Group = None,
     progress: bool = True,
 ) -> TuneResult:
     """Find settings with which the quantized model keeps a metric.
@@ -90,12 +84,6 @@ def tune(
         max_drop: the largest loss of the metric, in its own unit, >= 0.
         recipe: the widths that are wanted; default :func:`torchq.recipes.int8`.
         time_limit: seconds after which no trial is started; the best one so far is returned.
-        fewest_bits: go on once the metric is kept: weights of 4, 3 and 2 bits with GPTQ, and then
-            mixed precision between the last two widths. The result has the fewest mean bits that
-            keep the metric.
-        checkpoint: a JSON file of the finished trials, which a second call does not repeat.
-        group: processes of torch.distributed that share the trials of a stage among them. Each
-            needs the same model, batches and metric; all get the result of one process.
         progress: show a bar.
 
     Returns:
@@ -125,16 +113,14 @@ def tune(
         raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
     if not 0 <= max_drop < math.inf:
         raise ConfigError(f"tune: got max_drop={max_drop}; expected a number >= 0")
-    float_metric = gathered(metric_of(metric, copy_module(model).eval()), group)[0]
+    float_metric = metric_of(metric, copy_module(model).eval())
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
-    file = TrialFile(checkpoint, group)
-    search = Search(model, kept_batches, metric, float_metric - max_drop, file, group)
+    search = Search(model, kept_batches, metric, float_metric - max_drop)
     start = TunedConfig(recipe or int8())
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
-    rounds = search.rounds(start, deadline, fewest_bits=fewest_bits)
-    shown = progress and rank_in(group) == 0
-    for _ in progress_bar(rounds, description="tune", enabled=shown, unit="trial"):
+    trials = search.trials(start, deadline)
+    for _ in progress_bar(trials, description="tune", enabled=progress, unit="trial"):
         pass
     return _result(search, float_metric)
 

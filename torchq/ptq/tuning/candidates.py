@@ -13,7 +13,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.ptq.tuning.settings import ALGORITHMS, TunedConfig
 
-__all__ = ["STAGES", "fewest_weight_bits", "mixed_settings", "narrower", "wider"]
+__all__ = ["STAGES", "mixed_settings", "wider"]
 
 Candidate = tuple[str, TunedConfig]
 
@@ -107,7 +107,7 @@ Stage = Callable[[TunedConfig, nn.Module], Iterator[Candidate]]
 STAGES: Sequence[Stage] = (_methods, _unsigned, _ends, _prepared, _algorithms)
 
 
-def fewest_weight_bits(config: QuantConfig) -> int:
+def _fewest_weight_bits(config: QuantConfig) -> int:
     """Return the fewest bits of a weight among the rules; 32 where all weights are float."""
     found = [_bits(rule.weight) for rule in config.rules if rule.weight is not None]
     return min(found, default=_FLOAT_BITS)
@@ -115,34 +115,13 @@ def fewest_weight_bits(config: QuantConfig) -> int:
 
 def wider(config: QuantConfig) -> tuple[Literal["w8a8", "float"], int]:
     """Return the format that layers get which need more bits than ``config`` has, and its bits."""
-    narrow = fewest_weight_bits(config) < _END_BITS
+    narrow = _fewest_weight_bits(config) < _END_BITS
     return ("w8a8", _END_BITS) if narrow else ("float", _FLOAT_BITS)
-
-
-def narrower(settings: TunedConfig, bits: int) -> TunedConfig:
-    """Return settings with fewer bits for the weights, rounded by GPTQ.
-
-    The first and last layer keep 8 bits.
-
-    Args:
-        settings: inputs keep their formats.
-        bits: of the weights.
-    """
-
-    def change(rule: Rule) -> Rule:
-        d = rule.weight
-        if d is None or rule.position is not None or _bits(d) <= bits or not d.format.is_integer:
-            return rule
-        return replace(rule, weight=d.replace(num_bits=bits))
-
-    config = replace(settings.config, rules=tuple(map(change, settings.config.rules)))
-    named = replace(_with_wide_ends(config), name=f"{settings.config.name}, weights of {bits} bits")
-    return replace(settings, config=named, algorithm="gptq")
 
 
 def mixed_settings(
     narrow: TunedConfig,
-    wide: QuantConfig | Literal["w8a8", "float"],
+    wide: Literal["w8a8", "float"],
     mean_bits: float,
     model: nn.Module,
     batches: Sequence[Any],

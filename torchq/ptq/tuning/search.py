@@ -6,26 +6,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 from torch import nn
 
-from torchq.analysis.batches import gathered
-from torchq.config import QuantConfig
-from torchq.errors import CalibrationError, TorchqError
+from torchq.errors import TorchqError
 from torchq.nn import QuantModule
-from torchq.ptq.ranks import Group, rank_in
 from torchq.ptq.tuning.candidates import (
     STAGES,
     Candidate,
-    fewest_weight_bits,
     mixed_settings,
-    narrower,
     wider,
 )
-from torchq.ptq.tuning.checkpoint import TrialFile
 from torchq.ptq.tuning.settings import TunedConfig
 from torchq.ptq.tuning.trial import TuneTrial
 from torchq.utils import copy_module, evaluating
@@ -40,8 +32,6 @@ Metric = Callable[[nn.Module], float]
 _BISECTIONS = 4
 # Mean bits that are too close to try anything between them.
 _CLOSE = 0.1
-# Widths of weights that are tried below those of the recipe.
-_NARROW = (4, 3, 2)
 _FLOAT_BITS = 32
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -67,14 +57,6 @@ def _mean_weight_bits(model: nn.Module) -> float:
     return sum(bits * count for bits, count in found) / total if total else math.nan
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What one process found out about one candidate; an error ends the search everywhere."""
-
-    trial: TuneTrial | None
-    error: str = ""
-
-
 class Search:
     """The trials of one call of :func:`torchq.tune`.
 
@@ -83,8 +65,6 @@ class Search:
         batches: for calibration and the algorithms.
         metric: larger is better.
         wanted: the least metric that is good enough.
-        file: trials that are known already.
-        group: processes that share the trials of a stage among them.
 
     Attributes:
         table: the trials, in order.
@@ -93,41 +73,26 @@ class Search:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        metric: Metric,
-        wanted: float,
-        file: TrialFile,
-        group: Group = None,
+        self, model: nn.Module, batches: Sequence[Any], metric: Metric, wanted: float
     ) -> None:
         self.model, self.batches, self.metric, self.wanted = model, batches, metric, wanted
         self.table: list[TuneTrial] = []
         self.best: TuneTrial | None = None
-        self._file, self._group = file, group
-        self._world = len(gathered(None, group))
         self._last: tuple[str, nn.Module] | None = None
 
-    def rounds(
-        self, start: TunedConfig, deadline: float, *, fewest_bits: bool
-    ) -> Iterator[list[TuneTrial]]:
-        """Try one round after the other, until a trial is good enough or the time is over.
+    def trials(self, start: TunedConfig, deadline: float) -> Iterator[TuneTrial]:
+        """Try one candidate after the other, until one is good enough or the time is over.
 
         Args:
             start: the first settings.
-            deadline: the reading of ``time.monotonic`` after which no round starts.
-            fewest_bits: go on below the width that is good enough.
+            deadline: the reading of ``time.monotonic`` after which no trial starts.
 
         Yields:
-            The trials of each round.
+            Each trial.
         """
-        steps = self._steps(start, fewest_bits=fewest_bits)
-        while True:
-            chunk = next(steps, None)
-            if chunk is None:
-                return
-            yield self._try(chunk)
-            if gathered(time.monotonic() >= deadline, self._group)[0]:
+        for candidate in self._candidates(start):
+            yield self._try(*candidate)
+            if time.monotonic() >= deadline:
                 return
 
     @property
@@ -141,48 +106,29 @@ class Search:
     def _settings(self, start: TunedConfig) -> TunedConfig:
         return start if self.best is None else TunedConfig.from_json(self.best.settings)
 
-    def _steps(self, start: TunedConfig, *, fewest_bits: bool) -> Iterator[list[Candidate]]:
-        """Yield candidates that do not depend on each other, at most one for each process."""
-        yield [(f"recipe {start.config.name}", start)]
+    def _candidates(self, start: TunedConfig) -> Iterator[Candidate]:
+        """Yield what is tried, each built on the best settings before it."""
+        yield f"recipe {start.config.name}", start
         for stage in STAGES:
             rest = stage(self._settings(start), self.model)
-            while not self.kept and (chunk := list(islice(rest, self._world))):
-                yield chunk
-        if self.best is None:
+            while not self.kept and (candidate := next(rest, None)) is not None:
+                yield candidate
+        if self.best is None or self.kept:
             return
         best, bits = self._settings(start), self.best.mean_bits
-        if not self.kept:
-            wide, top = wider(best.config)
-            if wide != "float":
-                # Without this no mixture can be good enough.
-                candidate = self._mixed(best, wide, top)
-                if candidate is None:
-                    return
-                yield [candidate]
-            if wide == "float" or self.kept:
-                yield from self._bisect(best, wide, bits, top)
-        elif fewest_bits:
-            yield from self._lower(best, bits)
-
-    def _lower(self, best: TunedConfig, bits: float) -> Iterator[list[Candidate]]:
-        """Yield fewer bits for all layers, and then for as many layers as can have them."""
-        start = fewest_weight_bits(best.config)
-        for fewer in (width for width in _NARROW if width < start):
-            settings = narrower(best, fewer)
-            yield [(f"weights of {fewer} bits", settings)]
-            trial = self.table[-1]
-            if not self._is_kept(trial):
-                yield from self._bisect(settings, best.config, trial.mean_bits, bits)
+        wide, top = wider(best.config)
+        if wide != "float":
+            # Without this no mixture can be good enough.
+            candidate = self._mixed(best, wide, top)
+            if candidate is None:
                 return
-            best, bits = settings, trial.mean_bits
+            yield candidate
+        if wide == "float" or self.kept:
+            yield from self._bisect(best, wide, bits, top)
 
     def _bisect(
-        self,
-        narrow: TunedConfig,
-        wide: QuantConfig | Literal["w8a8", "float"],
-        low: float,
-        high: float,
-    ) -> Iterator[list[Candidate]]:
+        self, narrow: TunedConfig, wide: Literal["w8a8", "float"], low: float, high: float
+    ) -> Iterator[Candidate]:
         """Yield mixed precision with the fewest mean bits that are good enough.
 
         Args:
@@ -199,14 +145,14 @@ class Search:
             if candidate is None:
                 return
             if self._is_new(candidate):
-                yield [candidate]
+                yield candidate
                 if self._is_kept(self.table[-1]):
                     high = self.table[-1].mean_bits
                     continue
             low = middle
 
     def _mixed(
-        self, narrow: TunedConfig, wide: QuantConfig | Literal["w8a8", "float"], mean_bits: float
+        self, narrow: TunedConfig, wide: Literal["w8a8", "float"], mean_bits: float
     ) -> Candidate | None:
         """Return mixed precision within a budget, or None after a row with the reason."""
         try:
@@ -228,48 +174,22 @@ class Search:
             self._last = (text, model)
         return self._last[1]
 
-    def _try(self, chunk: list[Candidate]) -> list[TuneTrial]:
-        """Try candidates, one in each process; return the trials up to one that is good enough."""
-        own = rank_in(self._group)
-        outcome, failure = _Outcome(None), None
-        if own < len(chunk):
-            try:
-                outcome = _Outcome(self._measured(*chunk[own]))
-            except Exception as error:  # the metric may raise anything
-                outcome, failure = _Outcome(None, f"{type(error).__name__}: {error}"), error
-        outcomes = gathered(outcome, self._group)
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(outcomes):
-            if other.error:
-                raise CalibrationError(f"tune: the process of rank {rank} ended: {other.error}")
-        found: list[TuneTrial] = []
-        for other in outcomes[: len(chunk)]:
-            found.append(other.trial)
-            self._add(other.trial)
-            if self._is_kept(other.trial):
-                break
-        return found
-
-    def _measured(self, change: str, settings: TunedConfig) -> TuneTrial:
-        """Return the trial of one candidate, from the file if it is known."""
-        text, started = settings.to_json(), time.monotonic()
-        known = self._file.get(text)
-        if known is not None:
-            return known
-        found = bits = math.nan
-        error = ""
+    def _try(self, change: str, settings: TunedConfig) -> TuneTrial:
+        """Return the trial of one candidate, which is in the table then."""
+        started, found, bits, error = time.monotonic(), math.nan, math.nan, ""
         try:
             model = self.model_of(settings)
             found, bits = metric_of(self.metric, model), _mean_weight_bits(model)
         except TorchqError as reason:
             error = str(reason)
-        return TuneTrial(change, found, bits, time.monotonic() - started, error, text)
+        seconds = time.monotonic() - started
+        trial = TuneTrial(change, found, bits, seconds, error, settings.to_json())
+        self._add(trial)
+        return trial
 
     def _add(self, trial: TuneTrial) -> None:
-        """Add a trial to the table and the file, and find out if it is the best."""
+        """Add a trial to the table, and find out if it is the best."""
         self.table.append(trial)
-        self._file.add(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
         if math.isfinite(trial.metric) and (
             self.best is None or self._order(trial) > self._order(self.best)
