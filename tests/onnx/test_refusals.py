@@ -135,3 +135,15 @@ def test_unknown_targets_are_listed(tmp_path: Path) -> None:
         match="unknown target 'tvm'; expected one of: 'onnxruntime', 'openvino', 'qnn', 'tensorrt'",
     ):
         torchq.export_onnx(linear(), torch.randn(2, 4), tmp_path / "m.onnx", target="tvm")
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_deployed_model_has_no_file(tmp_path: Path, dynamo: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x)
+    message = r"got a \w+ of a deployed model; expected the simulation.* that deploy was given"
+    with pytest.raises(ExportError, match=message):
+        torchq.export_onnx(deployed, x, tmp_path / "m.onnx", dynamo=dynamo)
+    assert not list(tmp_path.iterdir())

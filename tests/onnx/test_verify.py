@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
-from torchq.errors import ExportError
+from torchq.errors import ConfigError, ExportError
 from torchq.onnx.verify.session import Session
 
 onnx = pytest.importorskip("onnx")
@@ -306,7 +306,7 @@ def test_batches_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> None:
     torchq.export_onnx(model, torch.randn(2, 8), tmp_path / "m.onnx", dynamo=False)
     with pytest.raises(
         ExportError,
-        match=r"cannot run the model on this batch .* inputs like \{'input': \['batch', 8\]\}",
+        match=r"has torch.float32 of shape \[5, 4, 8\] .* torch.float32 of shape \['batch', 8\]",
     ):
         torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4, 8)])
 
@@ -328,3 +328,58 @@ def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(
     with pytest.warns(UserWarning, match="its output is not quantized"):
         torchq.onnx.retarget_onnx(path, tmp_path / "ort.onnx", "onnxruntime")
     assert torchq.verify_onnx(model, tmp_path / "ort.onnx", [x]).ok
+
+
+def test_a_float_model_is_no_twin_of_a_quantized_file(exported: tuple[nn.Module, Path]) -> None:
+    model, path = exported
+    x = torch.randn(2, 3, 16, 16)
+    for layers in (True, False):
+        with pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"):
+            torchq.verify_onnx(Residual().eval(), path, [x], layers=layers)
+        with (
+            torchq.disabled(model),
+            pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"),
+        ):
+            torchq.verify_onnx(model, path, [x], layers=layers)
+
+
+def test_quantizers_that_are_in_the_file_alone_are_named(exported: tuple[nn.Module, Path]) -> None:
+    model, path = exported
+    off = ["head.weight_quantizer", "side.input_quantizer"]
+    with torchq.disabled(model, off):
+        report = torchq.verify_onnx(model, path, [torch.randn(2, 3, 16, 16)])
+    assert not report.ok
+    found = {layer.name for layer in report.layers if layer.parameters == "is off in the model"}
+    assert found == set(off)
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        (torch.randn(2, 3, 16, 16), {}, r"verify_onnx: got a Tensor as batches; expected .*\[bat"),
+        ({"x": torch.randn(2, 3, 16, 16)}, {}, r"verify_onnx: got a dict as batches"),
+        (3, {}, r"verify_onnx: got a int as batches"),
+        ([torch.randn(2, 3, 16, 16)], {"num_batches": 0}, r"got num_batches=0; expected at least"),
+        ([torch.randn(2, 3, 16, 16)], {"num_batches": "2"}, r"got num_batches='2'; expected at"),
+        ([torch.randn(2, 1, 16, 16)], {}, r"of shape \[2, 1, 16, 16\] for the input 'x'; expected"),
+        ([torch.randn(2, 3, 24, 16)], {}, r"of shape \[2, 3, 24, 16\] .* \['batch', 3, 16, 16\]"),
+        ([torch.randn(2, 3, 16, 16).half()], {}, r"has torch.float16 .*; expected .*float32"),
+        ([torch.randn(3, 16, 16)], {}, r"of shape \[3, 16, 16\]"),
+    ],
+)
+def test_batches_of_another_kind_are_one_named_error(
+    exported: tuple[nn.Module, Path], batches: Any, options: dict[str, Any], message: str
+) -> None:
+    model, path = exported
+    with pytest.raises((ConfigError, ExportError), match=message):
+        torchq.verify_onnx(model, path, batches, **options)
+
+
+def test_a_model_that_fails_on_what_fits_the_file_is_another_one(
+    exported: tuple[nn.Module, Path],
+) -> None:
+    _, path = exported
+    other = calibrated(nn.Sequential(nn.Flatten(), nn.Linear(6, 10)), torch.randn(4, 6))
+    message = r"Sequential fails on a batch that fits the file \(RuntimeError: .*; expected the mod"
+    with pytest.raises(ExportError, match=message):
+        torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])

@@ -25,7 +25,7 @@ from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.example import note_lengths
-from torchq.onnx.preflight import check_quantizers, choose_exporter, default_opset
+from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
@@ -35,7 +35,7 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import bullets, evaluating, progress_stages, qualified_name
+from torchq.utils import bullets, deployed_part, evaluating, progress_stages, qualified_name
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]
@@ -91,8 +91,8 @@ def export_onnx(
         What was written; ``print`` it.
 
     Raises:
-        ExportError: A quantizer has no usable range, the opset lacks something, or torch cannot
-            export the model.
+        ExportError: A quantizer has no usable range, the opset or the target lacks something, or
+            torch cannot export the model.
         MissingExtraError: A package of the extra "export" is not installed.
 
     Example:
@@ -105,7 +105,7 @@ def export_onnx(
     import_optional("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
     if target is not None:
-        onnx_target(target)  # An unknown name is an error before any work is done.
+        check_dtypes(model, onnx_target(target))
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
     active = check_quantizers(model, version, modern, target)
@@ -148,8 +148,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises:
         ExportError: ``model`` was returned by torch.compile, torch.jit or torch.export; these
-            modules cannot be exported again. Or accelerate has wrapped its forward in autocast;
-            the file would compute in bfloat16, for which ONNX Runtime has few kernels.
+            modules cannot be exported again. Or by :func:`torchq.deploy`. Or accelerate has wrapped
+            its forward in autocast; the file would compute in bfloat16, for which ONNX Runtime has
+            few kernels.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
@@ -163,6 +164,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             f"export_onnx: the forward of this {type(model).__name__} is wrapped for mixed "
             "precision by accelerate; expected the class's own. Pass "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+        )
+    deployed = deployed_part(model)
+    if deployed is not None:
+        name, module = deployed
+        raise ExportError(
+            f"export_onnx: {name}: got a {type(module).__name__} of a deployed model; expected the "
+            "simulation, from which files are made. Pass the calibrated model that deploy was given"
         )
     return model
 

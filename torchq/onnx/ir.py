@@ -33,6 +33,7 @@ __all__ = [
     "check_model",
     "computed_by",
     "data_type",
+    "first_line",
     "float_size",
     "fresh_name",
     "is_constant",
@@ -112,7 +113,7 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise ExportError(
-            f"{path}: is not a valid ONNX file ({_first_line(error)}). Export the model again"
+            f"{path}: is not a valid ONNX file ({first_line(error)}). Export the model again"
         ) from error
 
 
@@ -154,7 +155,7 @@ def _check(checker: Any, model: Any, path: Path) -> None:
         checker.check_model(model)
     except checker.ValidationError as error:
         raise ExportError(
-            f"{path}: the graph is broken ({_first_line(error)}); expected a valid one. If "
+            f"{path}: the graph is broken ({first_line(error)}); expected a valid one. If "
             "torch.onnx.export writes such a file of the float model too, the fault is in torch's "
             "exporter: pass dynamo=True or dynamo=False for the other one"
         ) from error
@@ -395,6 +396,7 @@ def _initializer_bytes(model: Model) -> int:
     return sum(v.const_value.nbytes for v in model.graph.initializers.values())
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the class and the first line of the text of an error."""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"

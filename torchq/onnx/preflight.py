@@ -12,12 +12,13 @@ from torch import nn
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import opset_needed
 from torchq.nn import TensorQuantizer
-from torchq.onnx.targets import onnx_target
+from torchq.onnx.targets import OnnxTarget, onnx_target
 from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
 __all__ = [
+    "check_dtypes",
     "check_formats",
     "check_quantizers",
     "choose_exporter",
@@ -68,6 +69,26 @@ def default_opset(model: nn.Module) -> int:
             with suppress(ExportError):  # check_quantizers raises it with the quantizer's name.
                 needed = max(needed, opset_needed(descriptor.format, descriptor.granularity)[0])
     return needed
+
+
+def check_dtypes(model: nn.Module, target: OnnxTarget) -> None:
+    """Raise an error where a parameter has a type that a runtime has no kernels for.
+
+    Raises:
+        ExportError: The text names the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in target.float_types:
+            known = ", ".join(_dtype_name(dtype) for dtype in target.float_types)
+            raise ExportError(
+                f"{name}: is {_dtype_name(parameter.dtype)}; expected {known}, since "
+                f"{target.name} cannot compute in other types. Export "
+                "copy.deepcopy(model).float() with a float32 example"
+            )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_formats(model: nn.Module) -> None:

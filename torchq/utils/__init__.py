@@ -3,7 +3,14 @@
 from torchq.utils.copying import copy_module, undone_on_error
 from torchq.utils.data import check_fields, parse_json, short_repr
 from torchq.utils.files import replacing
-from torchq.utils.modules import device_of, evaluating, set_submodule, twin_of, unwrapped
+from torchq.utils.modules import (
+    deployed_part,
+    device_of,
+    evaluating,
+    set_submodule,
+    twin_of,
+    unwrapped,
+)
 from torchq.utils.names import (
     Pattern,
     check_pattern,
@@ -27,6 +34,7 @@ __all__ = [
     "check_pattern",
     "constant_while_tracing",
     "copy_module",
+    "deployed_part",
     "device_of",
     "evaluating",
     "markdown_table",

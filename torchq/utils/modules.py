@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["device_of", "evaluating", "set_submodule", "twin_of", "unwrapped"]
+__all__ = ["deployed_part", "device_of", "evaluating", "set_submodule", "twin_of", "unwrapped"]
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -67,3 +67,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if type(model).__name__ == "OptimizedModule":
         return unwrapped(next(model.children()))
     return model
+
+
+def deployed_part(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the first module that ``deploy`` made in a model, behind its path; None without one.
+
+    Its class is told by where it is defined, since the layers that make it are above all users.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(("torchq.lowering.", "torchq.engines.")):
+            return name or "(root)", module
+    return None

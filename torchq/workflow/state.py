@@ -15,7 +15,7 @@ from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
-from torchq.utils import qualified_name, replacing, unwrapped
+from torchq.utils import deployed_part, qualified_name, replacing, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
@@ -68,13 +68,14 @@ def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_not_deployed(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(("torchq.lowering.", "torchq.engines.")):
-            raise QuantizationError(
-                f"save: {name or '(root)'}: got a {type(module).__name__} of a deployed model, "
-                "which load cannot build; expected the model that was deployed. Save that one, or "
-                "call torch.save(model, path)"
-            )
+    found = deployed_part(model)
+    if found is not None:
+        name, module = found
+        raise QuantizationError(
+            f"save: {name}: got a {type(module).__name__} of a deployed model, which load cannot "
+            "build; expected the model that was deployed. Save that one, or call "
+            "torch.save(model, path)"
+        )
 
 
 def load_model(

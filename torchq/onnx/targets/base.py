@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from torchq.errors import ConfigError
 from torchq.onnx.ir import Model, Pass, run_passes
 from torchq.onnx.passes.merge_duplicates import merge_duplicates
@@ -36,6 +38,7 @@ class OnnxTarget(Target):
         passes: Rewritings of the graph, in order, after the types of activations are set.
         checks: Rules of the runtime; a finding is a warning of the export.
         zero_points: Whether codes may have a zero point, which asymmetric ranges need.
+        float_types: Types of parameters that the runtime has kernels for.
         limits: Sentences about what the runtime does not do, which no check can see in a file.
     """
 
@@ -43,6 +46,7 @@ class OnnxTarget(Target):
     passes: tuple[Pass, ...] = ()
     checks: tuple[Check, ...] = ()
     zero_points: bool = True
+    float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
     limits: tuple[str, ...] = ()
 
     def rewrite(self, model: Model) -> None:

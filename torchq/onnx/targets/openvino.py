@@ -166,6 +166,7 @@ def unequal_biases(model: Model) -> None:
 
 OPENVINO = OnnxTarget(
     name="openvino",
+    float_types=(torch.float32, torch.float16, torch.bfloat16),
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
     modules=(MAX_POOLS, AVG_POOLS),
     # Where a convolution's result is quantized and then added, OpenVINO makes one kernel of all,

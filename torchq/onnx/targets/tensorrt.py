@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -158,6 +160,7 @@ def check_concatenations(model: Model) -> Iterator[str]:
 
 TENSORRT = OnnxTarget(
     name="tensorrt",
+    float_types=(torch.float32, torch.float16, torch.bfloat16),
     # TensorRT adds in int32 to the result of a convolution, before that is rounded. It moves
     # quantizers through max pooling by itself.
     operators=frozenset(["add", "cat"]),

@@ -28,7 +28,8 @@ __all__ = [
 Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
 #: Two codes count as a tie where the value lies this close to the border between them, as a share
 #: of the largest code: float32 sums in another order differ by about 1e-6 of their largest terms.
-TIE = 1e-5
+#: Sums that are rounded to a shorter type differ by a unit in its last place or two.
+TIE, TIE_UNITS = 1e-5, 2
 #: Outputs computed from equal codes differ by the order of float sums alone, as a share of the
 #: largest expected value: about 1e-6 in float32, 1e-3 in float16, 1e-2 in bfloat16.
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -276,23 +277,36 @@ class Codes:
         qmax: The largest code; the width of a tie is a share of it.
         parameters: What differs in scale, zero point or type, if anything.
         layers: The layers of the file that compute the values.
+        dtypes: The types in which these layers compute.
     """
 
     def __init__(
-        self, name: str, qmax: float, parameters: str = "", layers: tuple[str, ...] = ()
+        self,
+        name: str,
+        qmax: float,
+        parameters: str = "",
+        layers: tuple[str, ...] = (),
+        dtypes: tuple[torch.dtype, ...] = (),
     ) -> None:
-        self.name, self._border = name, TIE * qmax
+        self.name, self._qmax, self._dtypes = name, qmax, dtypes
         self._parameters, self._layers = parameters, layers
         self._elements = self._ties = self._wrong = 0
         self._max = 0.0
 
-    def add(self, value: Tensor, expected: Tensor, found: Tensor) -> None:
+    def add(
+        self,
+        value: Tensor,
+        expected: Tensor,
+        found: Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Add one batch.
 
         Args:
             value: The values before rounding, in units of the scale.
             expected: The codes of the model.
             found: The codes of the file, of the same shape.
+            dtype: The type that the values had.
         """
         if expected.shape != found.shape:
             raise ExportError(
@@ -303,12 +317,15 @@ class Codes:
         value, expected, found = (t.detach().float() for t in (value, expected, found))
         gap = (found - expected).abs()
         differs = ~(gap == 0)  # Also where a code is NaN.
-        tie = differs & ((value - (found + expected) / 2).abs() <= self._border)
+        unit = max(torch.finfo(each).eps for each in (dtype, *self._dtypes))
+        border = self._qmax * max(TIE, TIE_UNITS * unit)
+        tie = differs & ((value - (found + expected) / 2).abs() <= border)
         self._count(gap, int(tie.sum()), int((differs & ~tie).sum()))
 
     def add_output(self, expected: Tensor, found: Tensor) -> None:
         """Add one batch of an output; elements beyond float rounding are mismatches."""
-        share = ROUNDING.get(expected.dtype, ROUNDING_FLOAT32)
+        dtypes = (expected.dtype, *self._dtypes)
+        share = max(ROUNDING.get(dtype, ROUNDING_FLOAT32) for dtype in dtypes)
         want, got = expected.double(), found.double()
         finite = want[want.isfinite()].abs()
         allowed = share * float(finite.max()) if finite.numel() else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,41 @@ from torchq.errors import ExportError
 from torchq.utils.optional import import_optional
 
 __all__ = ["Session"]
+
+
+_DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(int16)": torch.int16,
+    "tensor(int8)": torch.int8,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
+
+
+def _check_input(tensor: Tensor, value: Any) -> None:
+    """Raise an error where a tensor has another type or shape than an input of a file."""
+    if tensor.dtype is torch.bfloat16:
+        raise ExportError(
+            f"onnxruntime: the batch has bfloat16 for the input {value.name!r}; expected a type "
+            "that NumPy has. Export and compare copy.deepcopy(model).float()"
+        )
+    wanted = list(value.shape or ())
+    shape, dtype = list(tensor.shape), _DTYPES.get(value.type, tensor.dtype)
+    fits = len(shape) == len(wanted) and all(
+        not isinstance(length, int) or length == own
+        for length, own in zip(wanted, shape, strict=True)
+    )
+    if not fits or tensor.dtype != dtype:
+        raise ExportError(
+            f"onnxruntime: the batch has {tensor.dtype} of shape {shape} for the input "
+            f"{value.name!r}; expected inputs like {dtype} of shape {wanted}. Pass batches like "
+            "the example of the export"
+        )
 
 
 class Session:
@@ -75,10 +111,23 @@ class Session:
 
         Args:
             tensors: Arguments of the model by name; other names are matched by order.
+
+        Raises:
+            ExportError: There are too few, or one has another type or shape than the file says, or
+                a type that NumPy lacks.
         """
         if all(name in tensors for name in self.inputs):
-            return {name: tensors[name] for name in self.inputs}
-        return dict(zip(self.inputs, tensors.values(), strict=False))
+            found = {name: tensors[name] for name in self.inputs}
+        else:
+            found = dict(zip(self.inputs, tensors.values(), strict=False))
+        if len(found) < len(self.inputs):
+            raise ExportError(
+                f"onnxruntime: got a batch with {sorted(tensors)}; expected a tensor for each "
+                f"input of the file, {self.inputs}"
+            )
+        for value in self._session.get_inputs():
+            _check_input(found[value.name], value)
+        return found
 
     def run(
         self, feeds: Mapping[str, Tensor], outputs: Sequence[str] | None = None

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ExportError
-from torchq.functional import fake_quantize, quantize
+from torchq.errors import ConfigError, ExportError, TorchqError
 from torchq.graph import call_arguments, call_model, tensors_in
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import nested_tensors
 from torchq.onnx.export import unwrap
 from torchq.onnx.interface_names import input_names_of
 from torchq.onnx.ir import (
     Model,
     Node,
+    first_line,
     is_constant,
     load_model,
     named_errors,
@@ -34,7 +34,6 @@ from torchq.onnx.passes.channels.pad_depthwise import remove_padding
 from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
 from torchq.onnx.passes.kernels.fold_pads import folded_pads, without_pads
 from torchq.onnx.passes.kernels.integer_biases import raised_channels
-from torchq.onnx.passes.matmul_layout import TRANSPOSED
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
@@ -42,13 +41,11 @@ from torchq.onnx.verify.limits import as_computed
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
 from torchq.onnx.verify.session import Session
 from torchq.onnx.verify.simulation import Simulation, parameter_difference
+from torchq.onnx.verify.weights import compare_weights
 from torchq.utils import evaluating, progress_bar
 from torchq.workflow import quantizers
 
 __all__ = ["verify_onnx"]
-
-#: Dequantized weights differ by the rounding of one product.
-_WEIGHT_RTOL = 1e-6
 
 
 def verify_onnx(
@@ -97,10 +94,11 @@ def verify_onnx(
         True
     """
     model, path = unwrap(model), Path(path)
+    _check_batches(batches, num_batches)
     with as_computed(path) as (source, limits):
+        runs = _Runs(source, measure)
         with named_errors(path):
             file = _File(model, source, layers, limits)
-        runs = _Runs(source, measure)
         unaltered = Outputs(runs.plain.outputs, measure)
         count = 0
         with torch.no_grad(), evaluating(model), file.simulation.active(model):
@@ -125,6 +123,32 @@ def verify_onnx(
         file.last_layers(),
         tuple(runs.misread),
     )
+
+
+def _check_batches(batches: Any, num_batches: Any) -> None:
+    """Raise an error for one batch in place of a list of them, and for a number below 1."""
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"verify_onnx: got a {type(batches).__name__} as batches; expected an iterable of "
+            "batches. Pass [batch] for one batch"
+        )
+    if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
+        raise ConfigError(
+            f"verify_onnx: got num_batches={num_batches!r}; expected at least 1, or None"
+        )
+
+
+def _results(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the outputs of a model on a batch that fits its file."""
+    try:
+        return [t.cpu() for t in tensors_in(call_model(model, batch))]
+    except TorchqError:
+        raise
+    except Exception as error:  # A model may raise anything.
+        raise ExportError(
+            f"verify_onnx: {type(model).__name__} fails on a batch that fits the file "
+            f"({first_line(error)}); expected the model that was exported"
+        ) from error
 
 
 def _file_inputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -191,12 +215,21 @@ class _File:
         unfold_code_factors(self._graph)
         unfold_weight_factors(self._graph)
         known = quantizers(model)
-        nodes = {
-            name: node
-            for name, node in quantizer_nodes(self._graph).items()
-            if name.partition("#")[0] in known
-        }
+        stored = quantizer_nodes(self._graph)
         self._weights = _weight_nodes(self._graph)
+        active = {name for name, quantizer in known.items() if quantizer.quantizing}
+        if not active and (stored or self._weights):
+            raise ExportError(
+                f"verify_onnx: {type(model).__name__} has no active quantizer, but the file is "
+                "quantized; expected the quantized model that was exported"
+            )
+        # Other programs name their nodes in other ways.
+        self._unknown = [
+            name
+            for name in (*stored, *self._weights)
+            if _path_of(name).endswith("quantizer") and _path_of(name) not in active
+        ]
+        nodes = {name: node for name, node in stored.items() if _path_of(name) in known}
         self._float_weights = _float_weights(self._graph)
         self._merged = dict(read_record(self._graph).get("merged", {}))
         self._pads = folded_pads(self._graph)
@@ -207,31 +240,36 @@ class _File:
         if not layers or not (nodes or set(self._weights) & set(known)):
             return
         self._forced = ForcedFile(path, list(nodes))
-        self._codes = {
-            name: Codes(
-                name,
-                self._qparams[name].format.qmax,
-                _pair_difference(known[name.partition("#")[0]], node),
-                layers_behind(node.inputs[0]),
-            )
-            for name, node in nodes.items()
-        }
+        weights = model.named_parameters(remove_duplicate=False)
+        self._dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
+        self._codes = {name: self._codes_of(name, node, known) for name, node in nodes.items()}
         self._outputs = [
-            Codes(f"output {value.name}", 0.0, layers=layers_behind(value))
+            Codes(f"output {value.name}", 0.0, "", *self._computed_by(value))
             for value in self._graph.graph.outputs
         ]
+
+    def _codes_of(self, name: str, node: Node, known: Mapping[str, TensorQuantizer]) -> Codes:
+        """Return what counts the codes of a quantizer."""
+        difference = _pair_difference(known[_path_of(name)], node)
+        layers = self._computed_by(node.inputs[0])
+        return Codes(name, self._qparams[name].format.qmax, difference, *layers)
+
+    def _computed_by(self, value: Any) -> tuple[tuple[str, ...], tuple[torch.dtype, ...]]:
+        """Return the layers that compute a value, and the types of their weights."""
+        layers = layers_behind(value)
+        return layers, tuple({self._dtypes[name] for name in layers if name in self._dtypes})
 
     def simulated(self, model: nn.Module, batch: Any) -> list[Tensor]:
         """Return the outputs of the model with the types of the file."""
         self.simulation.as_in_file = True
-        return [t.cpu() for t in tensors_in(call_model(model, batch))]
+        return _results(model, batch)
 
     def as_it_is(self, model: nn.Module, batch: Any, simulated: list[Tensor]) -> list[Tensor]:
         """Return the outputs of the unaltered model; the simulated ones where they are the same."""
         if not self.simulation.derives:
             return simulated
         self.simulation.as_in_file = False
-        return [t.cpu() for t in tensors_in(call_model(model, batch))]
+        return _results(model, batch)
 
     def compare(self, feeds: Mapping[str, Tensor], expected: list[Tensor]) -> None:
         """Compare codes and outputs of one batch; the last run of the model must be its own."""
@@ -254,7 +292,8 @@ class _File:
             scaled, wanted = (
                 self._unpadded(name, t).cpu() for t in (seen[name].scaled, seen[name].codes)
             )
-            self._codes[name].add(scaled, wanted, self._qparams[name].centered(found))
+            dtype = seen[name].values.dtype
+            self._codes[name].add(scaled, wanted, self._qparams[name].centered(found), dtype)
         for row, want, got in zip(self._outputs, expected, outputs, strict=True):
             row.add_output(want, got)
 
@@ -267,8 +306,9 @@ class _File:
         if self._forced is None:
             return ()
         rows = [codes.result() for codes in self._codes.values()]
-        rows += _compare_weights(model, self._weights, self._float_weights, self._raised)
+        rows += compare_weights(model, self._weights, self._float_weights, self._raised)
         rows += [LayerAgreement(name, 0, 0, 0, 0, "is not in the file") for name in self._missing]
+        rows += [LayerAgreement(name, 0, 0, 0, 0, "is off in the model") for name in self._unknown]
         rows += [
             LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
         ]
@@ -279,6 +319,11 @@ class _File:
     def last_layers(self) -> tuple[LayerAgreement, ...]:
         """Return the agreement of each output, computed from the model's own codes."""
         return () if self._forced is None else tuple(row.result() for row in self._outputs)
+
+
+def _path_of(name: str) -> str:
+    """Return the path of a quantizer, without the number of its call."""
+    return name.partition("#")[0]
 
 
 def _weight_nodes(model: Model) -> dict[str, Node]:
@@ -322,74 +367,3 @@ def _same_input(one: Node, other: Node, index: int) -> bool:
         return False
     first, second = (value_of(value) for value in pair)
     return first.dtype == second.dtype and torch.equal(first, second)
-
-
-def _compare_weights(
-    model: nn.Module,
-    nodes: Mapping[str, Node],
-    floats: Mapping[str, Tensor],
-    raised: Mapping[str, list[int]],
-) -> list[LayerAgreement]:
-    """Compare stored weights, their codes and their values, with those of the model."""
-    paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
-    rows = []
-    for module in model.modules():
-        if not isinstance(module, QuantModule):
-            continue
-        for quantizer, weight in module.quantized_weights():
-            name = paths[id(quantizer)]
-            if quantizer.quantizing and name in nodes:
-                node, channels = nodes[name], raised.get(name, [])
-                rows.append(_compare_weight(name, quantizer, weight.detach(), node, channels))
-            elif quantizer.quantizing and name in floats:
-                rows.append(_compare_float(name, quantizer, weight.detach(), floats[name]))
-    return rows
-
-
-def _compare_float(
-    name: str, quantizer: TensorQuantizer, weight: Tensor, found: Tensor
-) -> LayerAgreement:
-    """Compare a weight that is stored as the values of its codes."""
-    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
-    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
-    if values.shape != found.shape:
-        return LayerAgreement(name, 0, 0, 0, 0, "has another shape in the file")
-    wrong = int((~torch.isclose(found, values, rtol=_WEIGHT_RTOL, atol=0)).sum())
-    largest = float((found - values).abs().max()) if found.numel() else 0.0
-    layer = name.removesuffix(".weight_quantizer")
-    return LayerAgreement(name, found.numel(), 0, wrong, largest, layers=(layer,))
-
-
-def _compare_weight(
-    name: str, quantizer: TensorQuantizer, weight: Tensor, node: Node, raised: list[int]
-) -> LayerAgreement:
-    """Compare a weight that is stored as codes; channels in ``raised`` have scales of the file."""
-    d, (amin, amax) = quantizer.descriptor, quantizer.ends_for(weight)
-    codes = quantize(weight, amax, d.format, d.granularity, amin=amin).float().cpu()
-    values = fake_quantize(weight.float(), amax, d.format, d.granularity, amin=amin).cpu()
-    if amin is not None:
-        codes = _without_zero_point(codes, quantizer)
-    found, stored = qparams_of(node), value_of(node.inputs[0])
-    centered = found.centered(stored)
-    dequantized = found.dequantize(centered)
-    if str(node.inputs[0].name).endswith(TRANSPOSED):
-        centered, dequantized = (t.t().reshape(codes.shape) for t in (centered, dequantized))
-    elif raised:
-        rounded = found.round(found.scaled(values))
-        codes[raised], values[raised] = rounded[raised], found.dequantize(rounded)[raised]
-    difference = ""
-    if centered.shape == codes.shape:
-        same = torch.isclose(dequantized, values, rtol=_WEIGHT_RTOL, atol=0)
-        wrong = int((~same & (centered == codes)).sum())
-        if wrong:
-            difference = f"{wrong} equal codes have another value: their scales differ"
-    row = Codes(name, 0.0, difference, (name.removesuffix(".weight_quantizer"),))
-    row.add(centered, codes, centered)
-    return row.result()
-
-
-def _without_zero_point(codes: Tensor, quantizer: TensorQuantizer) -> Tensor:
-    granularity = quantizer.descriptor.granularity
-    point = quantizer.calculate_qparams()[1].float().cpu()
-    parts = granularity.split(codes) - granularity.align(point, codes.shape)
-    return granularity.join(parts, codes.shape)
