@@ -33,12 +33,14 @@ def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
         sums: for each tensor the powers of signal and noise; those without signal do not count.
 
     Returns:
-        The ratio; NaN without any signal.
+        The ratio; NaN without any signal, and where a sum is not finite.
 
     Example:
         >>> mean_ratio([(100.0, 1.0), (50.0, 0.5)])
         20.0
     """
+    if not all(math.isfinite(power) for pair in sums for power in pair):
+        return math.nan
     shares = [noise / signal for signal, noise in sums if signal > 0]
     return decibels(1.0, sum(shares) / len(shares)) if shares else math.nan
 
@@ -51,6 +53,10 @@ def relative_error(sqnr: float) -> float:
         0.1
     """
     return math.nan if math.isnan(sqnr) else float(10 ** (-sqnr / 20))
+
+
+def _largest(*values: float) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @dataclass
@@ -80,14 +86,14 @@ class Noise:
         self.noise += float(torch.dot(error, error))
         self.correlation += float(torch.dot(expected, error))
         low, high = torch.aminmax(error)
-        self.largest = max(self.largest, -float(low), float(high))
+        self.largest = _largest(self.largest, -float(low), float(high))
 
     def join(self, other: Noise) -> None:
         """Add the sums of other pairs."""
         self.signal += other.signal
         self.noise += other.noise
         self.correlation += other.correlation
-        self.largest = max(self.largest, other.largest)
+        self.largest = _largest(self.largest, other.largest)
 
     @property
     def sqnr(self) -> float:
@@ -96,8 +102,13 @@ class Noise:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between all values and all references; 1 where both are 0."""
+        """Cosine of the angle between all values and all references; 1 where both are 0.
+
+        NaN where a sum is not finite.
+        """
         power = self.signal + 2 * self.correlation + self.noise
+        if not math.isfinite(power):
+            return math.nan
         if self.signal <= 0 or power <= 0:
             return 1.0 if self.signal == power else 0.0
         cosine = (self.signal + self.correlation) / math.sqrt(self.signal * power)

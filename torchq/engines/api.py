@@ -23,7 +23,6 @@ __all__ = ["deploy"]
 _FASTEST = "fastest"
 
 
-@uncompiled()
 def deploy(
     model: nn.Module,
     example: Any = None,
@@ -92,16 +91,17 @@ def deploy(
         'torch'
     """
     sizes = _checked_sizes(batch_sizes)
-    if engine == _FASTEST:
-        _check_options(_FASTEST, example, reduce_range, fuse)
-        result, report = build_fastest(Task(simulated_copy(model), example, sizes, progress))
-        result.report = report  # type: ignore[assignment]
-        name = report.candidates[0].engine.name
-    else:
-        chosen = _settings(engine, example, reduce_range, fuse)
-        chosen.check()
-        task = Task(simulated_copy(model), example, sizes, progress)
-        result, name = chosen.build(task), chosen.name
+    with uncompiled():
+        if engine == _FASTEST:
+            _check_options(_FASTEST, example, reduce_range, fuse)
+            result, report = build_fastest(Task(simulated_copy(model), example, sizes, progress))
+            result.report = report  # type: ignore[assignment]
+            name = report.candidates[0].engine.name
+        else:
+            chosen = _settings(engine, example, reduce_range, fuse)
+            chosen.check()
+            task = Task(simulated_copy(model), example, sizes, progress)
+            result, name = chosen.build(task), chosen.name
     if not isinstance(result, EngineModule):
         result.engine = name  # type: ignore[assignment]
     return result

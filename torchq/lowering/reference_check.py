@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchq.errors import ExportError
 from torchq.graph import call_model, tensors_in
 from torchq.lowering.modules.base import Int8Layer
 from torchq.workflow import disabled
@@ -50,11 +51,20 @@ class ReferenceCheck:
     Args:
         simulated: a calibrated model.
         example: see :func:`torchq.graph.call_model`.
+
+    Raises:
+        ExportError: the simulation returns NaN.
     """
 
     def __init__(self, simulated: nn.Module, example: Any) -> None:
         self._simulated, self._example = simulated, example
         self._expected = _results(simulated, example)
+        for number, expected in enumerate(self._expected):
+            if bool(expected.isnan().any()):
+                raise ExportError(
+                    f"deploy: result {number} of the simulation is NaN for the example; expected "
+                    "numbers to compare with. torchq.layer_errors names the layer it comes from"
+                )
         with disabled(simulated):
             floats = _results(simulated, example)
         pairs = zip(self._expected, floats, strict=True)
@@ -108,11 +118,12 @@ def _results(model: nn.Module, example: Any) -> list[Tensor]:
 
 
 def _norm(x: Tensor) -> float:
-    return float(x.double().norm())
+    return float(x.double().masked_fill(x.isinf(), 0).norm())
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm())
+    """Return the norm of the difference, in which infinity equals itself: masks are made of it."""
+    return float((a.double() - b.double()).masked_fill(a == b, 0).norm())
 
 
 def _allowed_error(expected: Tensor, exact: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,8 +78,17 @@ class LayerErrors:
 
     @property
     def worst(self) -> tuple[LayerError, ...]:
-        """The rows, those with the lowest local SQNR first: where error is born."""
-        return tuple(sorted(self.rows, key=lambda row: (row.local_sqnr, row.name)))
+        """The rows, those with the lowest local SQNR first: where error is born; NaN is lowest."""
+
+        def ratio(row: LayerError) -> float:
+            return -math.inf if math.isnan(row.local_sqnr) else row.local_sqnr
+
+        return tuple(sorted(self.rows, key=lambda row: (ratio(row), row.name)))
+
+    @property
+    def first_not_finite(self) -> LayerError | None:
+        """The first row whose layer returned NaN or infinity; None if none did."""
+        return next((row for row in self.rows if math.isnan(row.sqnr + row.local_sqnr)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON data; None stands for what is infinite or not a number."""
@@ -95,9 +105,14 @@ class LayerErrors:
         return rows
 
     def _ending(self) -> str:
-        worst = self.worst[0]
-        text = f"output {decibel_text(self.output_sqnr)}; most error is born in {worst.name}"
-        text += f" ({decibel_text(worst.local_sqnr)} by itself)"
+        worst, broken = self.worst[0], self.first_not_finite
+        text = f"output {decibel_text(self.output_sqnr)}; "
+        if broken is None:
+            text += f"most error is born in {worst.name}"
+            text += f" ({decibel_text(worst.local_sqnr)} by itself)"
+        else:
+            text += f"NaN or infinity comes first from {broken.name or '(root)'}: look at its "
+            text += "weight, its bias and what it is given"
         return text + (f"; not reached: {', '.join(self.unseen)}" if self.unseen else "")
 
     def __str__(self) -> str:

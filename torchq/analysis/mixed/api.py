@@ -122,6 +122,7 @@ def mixed_precision(
     names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
     options = (forward, group, progress)
     found, metric_name = _damages(base, candidates, names, kept, metric, options)
+    _require_finite(found)
     run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
     with evaluating(base):
         facts = gather_facts(base, names, run, batch_size(kept[0]))
@@ -129,6 +130,16 @@ def mixed_precision(
     search = _Search(base, candidates, list(chosen), free, names, found, facts, group)
     search.join(groups, fixed or {})
     return replace(search.plan(budget), metric=metric_name)
+
+
+def _require_finite(found: Damages) -> None:
+    """Raise CalibrationError where the damage of a layer is NaN."""
+    broken = next((key for key, damage in found.items() if math.isnan(damage)), None)
+    if broken is not None:
+        raise CalibrationError(
+            f"{_WHERE}: got a damage of NaN for {broken[0]} in {broken[1]}; expected a number. The "
+            "output holds NaN or infinity: torchq.layer_errors names the layer it comes from"
+        )
 
 
 def _named(choice: FormatChoice) -> tuple[str, FormatChoice]:

@@ -35,12 +35,13 @@ class Agreement:
     predictions: int = 0
 
     def add(self, found: Any, expected: Any) -> None:
-        """Add the outputs of one batch; outputs without classes add nothing."""
+        """Add the outputs of one batch; outputs without classes add nothing, NaN never agrees."""
         ours, theirs = only_scores(found), only_scores(expected)
         if ours is None or theirs is None or ours.shape != theirs.shape:
             return
         axis = class_axis(theirs)
-        same = ours.argmax(axis) == theirs.argmax(axis)
+        known = ~(ours.isnan() | theirs.isnan()).any(axis)
+        same = known & (ours.argmax(axis) == theirs.argmax(axis))
         self.same += int(same.sum())
         self.predictions += same.numel()
 

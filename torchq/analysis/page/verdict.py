@@ -61,12 +61,24 @@ def verdict(
         ``advice``: sentences with the call, the most useful first.
     """
     grade = _grade(outputs, examined)
+    if math.isnan(outputs.sqnr):
+        return _not_finite(grade, errors, examined)
     return {
         "grade": grade,
         "sentence": _sentence(outputs, grade),
         "blame": _blame(errors, ranking),
         "advice": _advice(grade, ranking, examined),
     }
+
+
+def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict[str, Any]:
+    """Return the verdict on a model that returns NaN or infinity, which says nothing of others."""
+    first = errors.first_not_finite
+    where = "" if first is None else f", and {first.name or '(root)'} is the first layer to do so"
+    text = "Look at its weight, its bias and what it is given, then measure again."
+    advice = [*_repairs(examined), {"text": text, "code": ""}]
+    sentence = f"The model returns NaN or infinity for these batches{where}."
+    return {"grade": grade, "sentence": sentence, "blame": "", "advice": advice}
 
 
 def _grade(outputs: Outputs, examined: DoctorReport) -> str:

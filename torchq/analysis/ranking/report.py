@@ -119,7 +119,9 @@ class SensitivityReport:
             parts.append(f"not reached: {', '.join(self.unseen)}")
         if self.note:
             parts.append(self.note)
-        if self.rows:
+        if math.isnan(self.baseline):
+            parts.append("torchq.layer_errors names the layer that NaN or infinity comes from")
+        elif self.rows:
             parts.append(f"try exclude={self.worst(2)!r}")
         return "; ".join(parts)
 
