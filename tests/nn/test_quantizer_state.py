@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import torchq
 from torchq import QuantDescriptor, TensorQuantizer
+from torchq.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTORS = [
@@ -204,3 +206,29 @@ def test_exponential_average(x: torch.Tensor) -> None:
     assert list(average.state_dict()) == list(model.state_dict())
     torch.testing.assert_close(average[0].input_quantizer.amax, amax)
     assert not torch.equal(average(x), nn.functional.linear(x, average[0].weight, average[0].bias))
+
+
+@pytest.mark.parametrize("switch", ["observing", "quantizing"])
+@pytest.mark.parametrize("value", [None, "yes", 1, torch.tensor(True)])
+def test_a_switch_is_true_or_false(switch: str, value: Any) -> None:
+    q = TensorQuantizer()
+    before = q.mode
+    with pytest.raises(ConfigError, match=rf"TensorQuantizer: got {switch}=.*; expected True or F"):
+        setattr(q, switch, value)
+    assert q.mode == before
+
+
+def test_an_assigned_range_is_checked_and_stays_float32() -> None:
+    q = TensorQuantizer(QuantDescriptor(amax=1.0))
+    for bad in (-1.0, float("nan"), float("inf"), 1j):
+        with pytest.raises(ConfigError, match=r"got amax .*; expected finite numbers >= 0"):
+            q.amax = torch.tensor(bad)
+    assert q.amax == 1
+    for dtype in (torch.float16, torch.float64, torch.int64):
+        q.amax = torch.tensor(2, dtype=dtype)
+        assert q.amax.dtype is torch.float32 and q.amax == 2
+    q.amax = torch.empty(0)
+    assert not q.calibrated
+    both = TensorQuantizer(QuantDescriptor(symmetric=False, unsigned=True, amin=-1.0, amax=1.0))
+    with pytest.raises(ConfigError, match=r"got amin .*; expected finite numbers <= 0"):
+        both.amin = torch.tensor(1.0)

@@ -245,7 +245,7 @@ class QuantizerRange(SignChoice):
             # The parameter object stays, so an optimizer that holds it keeps training it.
             known.data = new
         else:
-            setattr(self, end, new)
+            nn.Module.__setattr__(self, end, new)  # A check would wait for the device.
 
     def forget_amax(self) -> None:
         """Make the range unknown again, and the sign if calibration chooses it."""

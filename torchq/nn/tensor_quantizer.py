@@ -13,6 +13,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.functional import fake_quantize, learned_fake_quantize, quantize
 from torchq.nn.quantizer_calibration import QuantizerCalibration
+from torchq.utils import short_repr
 
 __all__ = ["Delegate", "TensorQuantizer", "modes_kept"]
 
@@ -91,6 +92,18 @@ class TensorQuantizer(QuantizerCalibration):
         self._prepare_sign(device)
         if self._search is None:
             self._make_calibrator()  # An unknown calib_method is an error at once.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a switch or an end of the range is checked, as by :meth:`set_amax`."""
+        if name in ("observing", "quantizing") and not isinstance(value, bool):
+            raise ConfigError(
+                f"{self._label}: got {name}={short_repr(value)}; expected True or False"
+            )
+        if name in ("amax", "amin") and name in self._buffers and isinstance(value, Tensor):
+            if value.numel():
+                self._as_end(name, value)
+            value = value.to(torch.float32)
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         """Return the names of all attributes, without the scale where there is none yet."""
