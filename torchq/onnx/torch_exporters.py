@@ -71,6 +71,7 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
                 optimize=False,
             )
             if program is not None:
+                _check_lengths(program.exported_program)
                 optimize_(program)
     except Exception as error:
         fix = "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
@@ -78,6 +79,26 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
     if program is None:
         raise ExportError("export_onnx: torch.onnx.export returned nothing. Pass dynamo=False")
     return program.model
+
+
+def _check_lengths(program: torch.export.ExportedProgram) -> None:
+    """Raise an error where a recurrent layer has the length of the example for an open one.
+
+    Some versions of torch write such files without a word.
+    """
+    for node in program.graph.nodes:
+        if not str(node.target).startswith(("aten.lstm.", "aten.gru.", "aten.rnn_")):
+            continue
+        given = node.args[0].meta["val"].shape
+        results = [user.meta["val"].shape for user in node.users if user.args[1:] == (0,)]
+        for shape in results:
+            for length, frozen in zip(given[:2], shape[:2], strict=True):
+                if isinstance(length, torch.SymInt) and isinstance(frozen, int):
+                    raise TorchExportError(
+                        "export_onnx: torch could not export the model (a recurrent layer takes "
+                        f"the length {frozen} of the example for a constant). dynamo=False takes "
+                        "the other exporter"
+                    )
 
 
 def _dynamic_shapes(call: ExampleCall) -> dict[str, Any] | None:
