@@ -6,9 +6,7 @@ first and the last layer have 8 bits. Images of the test are never seen before t
 of images are accuracies (higher is better), those of text are perplexities per byte (lower is
 better).
 
-Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Cases
-"from gptq_" start from the network that ``torchq.ptq.gptq_`` rounds, with frozen BatchNorms and a
-tenth of the learning rate. Each case runs once for each seed. A case that ``--out`` holds already
+Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Each case runs once for each seed. A case that ``--out`` holds already
 is left out, and a run that is stopped continues at its last checkpoint.
 """
 
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, parse, parser
-from benchmarks.qat_methods import FAST, METHODS, SHORT, Method, learn_, train_
+from benchmarks.qat_methods import METHODS, SHORT, Method, learn_, train_
 from benchmarks.qat_networks import (
     LanguageModel,
     Text,
@@ -43,11 +41,9 @@ from benchmarks.qat_training import Training, fit
 from benchmarks.repvgg import repvgg_cifar
 from torchq.qat import (
     Distillation,
-    freeze_bn_,
     prepare,
     quantize_folded_,
     reestimate_bn_,
-    start_from_,
 )
 
 __all__ = ["main"]
@@ -60,8 +56,6 @@ _WIDTHS = {
     "w3a3": (3, 3, 1500, 0.02),
     "w2a2": (2, 2, 3000, 0.03),
 }
-#: What the learning rate is multiplied by where training starts from PTQ, with frozen BatchNorms.
-_LR_AFTER_PTQ = 0.1
 #: Test images where a row does not say.
 _IMAGES = 10000
 #: What the names of methods begin with that are compared with one another.
@@ -91,11 +85,7 @@ class Case:
 #: The rows in the order of their worth.
 _CASES = [
     Case("repvgg", "w4a8", "ptq gptq_"),
-    Case("repvgg", "w4a8", "branches, lsq, distilled, from gptq_"),
     *(Case("resnet20", widths, "ptq gptq_") for widths in ("w4a4", "w2a2", "w3a3", "w4a8")),
-    *(Case("resnet20", w, "lsq, distilled, from gptq_") for w in ("w4a4", "w2a2", "w3a3")),
-    Case("resnet20", "w2a2", "lsq, distilled, fast input ranges, from gptq_"),
-    Case("resnet20", "w3a3", "lsq, distilled, fast input ranges, from gptq_"),
     Case("resnet20", "w4a4", "lsq, distilled"),
     *(Case("resnet20", "w8a8", f"ptq {calibrator}") for calibrator in _CALIBRATORS),
     *(Case("resnet20", widths, "ptq mse") for widths in _WIDTHS if widths != "w8a8"),
@@ -222,11 +212,6 @@ class Bench:
         steps = 1 if options.quick else round(steps * options.scale)
         teacher = copy.deepcopy(model).eval()
         _prepare(model, case, method, batches)
-        from_gptq = "from gptq_" in case.method
-        if from_gptq:
-            lr *= _LR_AFTER_PTQ
-            start_from_(model, self.after_gptq(case))
-            freeze_bn_(model)
         plan = Training(
             steps,
             lr,
@@ -246,7 +231,7 @@ class Bench:
             label=str(case),
             checkpoint=self._checkpoint(case, plan),
         )
-        if not from_gptq and not method.folded:
+        if not method.folded:
             reestimate_bn_(model, batches, progress=False)
         found = {"steps": steps, "lr": lr, "bf16": options.bf16}
         return found | ({} if share is None else {"oscillating": share})
@@ -289,7 +274,6 @@ def _method(case: Case) -> Method:
         loss="logits" if "distilled" in case.method else "labels",
         damping=METHODS["damped"].damping if "damped" in case.method else 0.0,
         freezing=METHODS["frozen"].freezing if "frozen" in case.method else None,
-        input_range_lr=FAST if "fast" in case.method else None,
     )
 
 

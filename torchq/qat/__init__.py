@@ -18,7 +18,6 @@ from torchq.qat.schedule import (
     quantize_from_,
 )
 from torchq.qat.shared_ranges import replicate_ranges_, share_range_
-from torchq.qat.start import start_from_
 
 __all__ = [
     "BranchReport",
@@ -49,7 +48,6 @@ __all__ = [
     "reestimate_bn_",
     "replicate_ranges_",
     "share_range_",
-    "start_from_",
     "step_in_log2_",
     "unfreeze_bn_",
     "use_estimator_",
