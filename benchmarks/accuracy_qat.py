@@ -42,7 +42,6 @@ from benchmarks.repvgg import repvgg_cifar
 from torchq.qat import (
     Distillation,
     prepare,
-    quantize_folded_,
     reestimate_bn_,
 )
 
@@ -231,8 +230,7 @@ class Bench:
             label=str(case),
             checkpoint=self._checkpoint(case, plan),
         )
-        if not method.folded:
-            reestimate_bn_(model, batches, progress=False)
+        reestimate_bn_(model, batches, progress=False)
         found = {"steps": steps, "lr": lr, "bf16": options.bf16}
         return found | ({} if share is None else {"oscillating": share})
 
@@ -280,11 +278,7 @@ def _method(case: Case) -> Method:
 def _prepare(model: nn.Module, case: Case, method: Method, batches: list[Tensor]) -> None:
     """Quantize, calibrate, and let the ranges learn."""
     recipe = _recipe(case, not case.is_short, method.per_channel)
-    if method.folded:
-        quantize_folded_(model, recipe)
-        torchq.calibrate(model, batches, progress=False)
-    else:
-        prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
+    prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
     if case.is_short:
         learn_(model, method)
 

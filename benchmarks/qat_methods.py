@@ -43,7 +43,6 @@ class Method:
         loss: ``"logits"`` or ``"layers"`` of the float twin, or ``"labels"``.
         damping: the factor of the dampening loss at the end; it grows from 0.
         freezing: the frequency above which oscillating weights freeze, at first and at the end.
-        folded: train with folded BatchNorms.
         per_channel: weights have a range per output channel.
         bits: widths in equal parts of the training.
     """
@@ -59,7 +58,6 @@ class Method:
     loss: str = "logits"
     damping: float = 0.0
     freezing: tuple[float, float] | None = None
-    folded: bool = False
     per_channel: bool = True
     bits: tuple[int, ...] = ()
 
@@ -67,9 +65,9 @@ class Method:
     def is_countable(self) -> bool:
         """Return True where a code that changes means that a weight crossed a border.
 
-        It does not where widths change, or where the folded weights follow the BatchNorms.
+        It does not where widths change.
         """
-        return not (self.folded or self.bits)
+        return not self.bits
 
 
 #: Name -> method. Names without a mention of the labels learn from the float twin.
@@ -94,9 +92,7 @@ METHODS = {
     "labels": Method(loss="labels"),
     "layers": Method(loss="layers"),
     "progressive bits": Method(bits=(8, 6, 4)),
-    "folded": Method(folded=True),
     "per tensor": Method(per_channel=False),
-    "per tensor, folded": Method(per_channel=False, folded=True),
     "lsq+": Method(input_ranges="lsq+"),
 }
 

@@ -11,7 +11,7 @@ from torchq.fusion.modules import norm_affine
 from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.record import apply_fusion_record_, fusion_record
 from torchq.fusion.reparam.blocks import find_blocks
-from torchq.fusion.reparam.branches import Branches, FoldedConv
+from torchq.fusion.reparam.branches import Branches
 from torchq.fusion.reparam.families import FAMILIES
 from torchq.fusion.reparam.rule import BlockRule, register_block
 from torchq.fusion.report import FuseReport, Fusion, Refusal
@@ -21,7 +21,6 @@ __all__ = [
     "BlockRule",
     "Branches",
     "ConstantPad",
-    "FoldedConv",
     "FuseReport",
     "Fusion",
     "LayerRange",

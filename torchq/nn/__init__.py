@@ -85,7 +85,7 @@ from torchq.nn.modules.operators import (
 )
 from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
 from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
-from torchq.nn.modules.reparam import QuantBranches, QuantFoldedConv
+from torchq.nn.modules.reparam import QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_graphs import OperatorOwner
 from torchq.nn.operator_modules import (
@@ -129,7 +129,6 @@ __all__ = [
     "QuantConvTranspose3d",
     "QuantEmbedding",
     "QuantEmbeddingBag",
-    "QuantFoldedConv",
     "QuantGRU",
     "QuantGRUCell",
     "QuantIdentity",

@@ -3,7 +3,6 @@
 from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
 from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
 from torchq.qat.estimators import ESTIMATORS, Estimator, Grid, use_estimator_
-from torchq.qat.folded_bn import quantize_folded_
 from torchq.qat.optim import param_groups
 from torchq.qat.oscillation import Oscillations, dampening_loss
 from torchq.qat.prepare import Preparation, prepare
@@ -43,7 +42,6 @@ __all__ = [
     "param_groups",
     "prepare",
     "quantize_branches_",
-    "quantize_folded_",
     "quantize_from_",
     "reestimate_bn_",
     "replicate_ranges_",

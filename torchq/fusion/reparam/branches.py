@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from torchq.utils import copy_module, evaluating
 __all__ = [
     "Branches",
     "BranchesEdit",
-    "FoldedConv",
     "branches_from_record",
     "branches_of",
     "has_one_linear_part",
@@ -104,20 +102,6 @@ class Branches(nn.Module):
             f"{g.in_channels}, {g.out_channels}, kernel_size={g.window}, stride={g.stride},"
             f" padding={g.before}, groups={g.groups}"
         )
-
-
-class FoldedConv(Branches):
-    """A convolution and the BatchNorm behind it, as one module that knows the folded convolution.
-
-    Args:
-        conv: a convolution of torch.
-        norm: the BatchNorm of its output.
-    """
-
-    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
-        channels: Any = conv.in_channels
-        pair = nn.Sequential(OrderedDict(conv=conv, norm=norm)).train(norm.training)
-        super().__init__(pair, channels, spatial_dims_of(conv))
 
 
 class _Placeholder:

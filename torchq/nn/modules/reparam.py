@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.fusion import Branches, FoldedConv
+from torchq.fusion import Branches
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, convert_, register
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["QuantBranches", "QuantFoldedConv"]
+__all__ = ["QuantBranches"]
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -89,36 +89,3 @@ class QuantBranches(OutputScaling, QuantModule, Branches):
                 stack.callback(hook.remove)
             self.branches(x)
         return found
-
-
-@register(FoldedConv)
-class QuantFoldedConv(QuantBranches, FoldedConv):
-    """A convolution that trains with its BatchNorm folded in, and the folded weight quantized.
-
-    The weight is folded with the running statistics, as deployment folds it, so its codes do not
-    jump from batch to batch. While the BatchNorm is in training mode, the output is corrected to
-    the statistics of the batch, channel by channel; they come from a second, float convolution, and
-    gradients flow through them. With a frozen BatchNorm (:func:`torchq.qat.freeze_bn_`) there is
-    neither, and the training forward is what is deployed, to the last bit.
-
-    Reference: Krishnamoorthi, 1806.08342, section 3.2.3; Jacob et al., CVPR 2018, section 3.2.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result on ``x`` of shape ``(N, in_channels, *spatial)``."""
-        x = self.input_quantizer(x)
-        norm: Any = self.branches.norm
-        kernel, bias = self.equivalent()
-        running = norm.running_var.clone()  # The second convolution moves it.
-        statistics = self._batch_statistics(x) if self.training else {}
-        g = self.geometry
-        weight = self.weight_quantizer(kernel)
-        convolve = _CONVOLVE[g.spatial_dims]
-        if not statistics:
-            return convolve(x, weight, bias, g.stride, g.before, 1, g.groups)
-        now = statistics["norm.running_var"]
-        correction = torch.sqrt((running + norm.eps) / (now + norm.eps)).to(x.dtype)
-        shape = (-1, *(1,) * g.spatial_dims)
-        _, batch_bias = self.equivalent(statistics)
-        y = convolve(x, weight, None, g.stride, g.before, 1, g.groups)
-        return y * correction.view(shape) + batch_bias.view(shape)
