@@ -6,8 +6,9 @@ first and the last layer have 8 bits. Images of the test are never seen before t
 of images are accuracies (higher is better), those of text are perplexities per byte (lower is
 better).
 
-Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Each case runs once for each seed. A case that ``--out`` holds already
-is left out, and a run that is stopped continues at its last checkpoint.
+Training keeps BatchNorm and folds it afterwards; the figure is that of the folded network. Each
+case runs once for each seed. A case that ``--out`` holds already is left out, and a run that is
+stopped continues at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ _CASES = [
     *(Case("resnet20", "w8a8", f"ptq {calibrator}") for calibrator in _CALIBRATORS),
     *(Case("resnet20", widths, "ptq mse") for widths in _WIDTHS if widths != "w8a8"),
     Case("repvgg", "w4a8", "ptq mse"),
-    Case("repvgg", "w4a8", "branches, lsq, distilled"),
     Case("depthwise", "w4a4", "ptq mse"),
     Case("depthwise", "w4a4", "lsq, distilled"),
     Case("resnet20", "w2a2", "lsq, distilled"),
@@ -278,7 +278,7 @@ def _method(case: Case) -> Method:
 def _prepare(model: nn.Module, case: Case, method: Method, batches: list[Tensor]) -> None:
     """Quantize, calibrate, and let the ranges learn."""
     recipe = _recipe(case, not case.is_short, method.per_channel)
-    prepare(model, batches, recipe, branches="branches" in case.method, progress=False)
+    prepare(model, batches, recipe, progress=False)
     if case.is_short:
         learn_(model, method)
 

@@ -58,7 +58,7 @@ PROMISED: dict[str, str] = {
         make_calibrator methods sync
     """,
     "torchq.fusion": """
-        FAMILIES BlockRule Branches ConstantPad FuseReport Fusion LayerRange RangeReport
+        FAMILIES BlockRule ConstantPad FuseReport Fusion LayerRange RangeReport
         Refusal RescalesOutput apply_fusion_record_ diagnose_ranges find_blocks fuse_
         fusion_record norm_affine register_block
     """,
@@ -75,10 +75,10 @@ PROMISED: dict[str, str] = {
         Decision Patch SwapReport decide patch plan quantize_ restore_ targets
     """,
     "torchq.qat": """
-        BranchReport Distillation ESTIMATORS Estimator Grid Oscillations Preparation
+        Distillation ESTIMATORS Estimator Grid Oscillations Preparation
         Reestimate bits_at_ change_bits_ dampening_loss feature_loss float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
-        prepare quantize_branches_ quantize_from_ reestimate_bn_
+        prepare quantize_from_ reestimate_bn_
         replicate_ranges_ share_range_ step_in_log2_ unfreeze_bn_ use_estimator_
     """,
     "torchq.workflow": """

@@ -29,7 +29,6 @@ def test_every_family_is_merged_by_a_test() -> None:
         "repvit-classifier",
         "timm-distilled-classifier",
         "yolov7-implicit",
-        "trained-branches",
     }
     assert {rule.name for rule in FAMILIES} - tested == others
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.fusion.blocks.layers import conv_bn
 from tests.fusion.blocks.repvgg import RepVGGBlock
-from tests.fusion.common import error, outputs, randomized
+from tests.fusion.common import outputs, randomized
 from tests.fusion.test_families import CASES, build
 from torchq.errors import ConfigError, FuseError
 from torchq.fusion import (
@@ -24,8 +24,6 @@ from torchq.fusion import (
     register_block,
 )
 from torchq.fusion.reparam.rule import BLOCKS
-from torchq.nn import QuantBranches, QuantConv2d
-from torchq.qat import quantize_branches_
 from torchq.swap import quantize_, restore_
 from torchq.workflow import calibrate
 
@@ -177,25 +175,6 @@ def test_a_model_fused_already_is_left_alone() -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
 
 
-@pytest.mark.parametrize("finished", [False, True], ids=["in training", "fused"])
-def test_trained_branches_replay_as_the_float_form_of_what_was_saved(finished: bool) -> None:
-    model, fresh = small(), small()
-    quantize_branches_(model)
-    calibrate(model, [IMAGE], progress=False)
-    if finished:
-        fuse_(model.eval(), IMAGE)
-    apply_fusion_record_(fresh, fusion_record(model))
-    if finished:
-        assert isinstance(model[0][2].rbr_reparam, QuantConv2d)
-        restore_(model)
-    else:
-        assert isinstance(model[0][2].rbr_reparam, QuantBranches)
-        restore_(model)
-    assert [row[:2] for row in structure(fresh)] == [row[:2] for row in structure(model)]
-    fresh.load_state_dict(model.state_dict())
-    assert error(outputs(fresh, IMAGE), outputs(model, IMAGE)) == 0
-
-
 def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -294,11 +273,6 @@ DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
         [{"kind": "addition", "path": "0", "whole": False, "layer": block()["layers"][0]}],
         FuseError,
         "0: got a Sequential without such an addition; expected a module that adds up",
-    ),
-    "branches that are several": (
-        [{"kind": "branches", "path": "0.2", "family": "ghostnetv3"}],
-        FuseError,
-        "expected a ghostnetv3 block",
     ),
 }
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import torchq
-from tests.fusion.blocks.repvgg import RepVGGBlock
 from torchq.errors import ConfigError
 from torchq.qat import freeze_bn_, reestimate_bn_, unfreeze_bn_
 
@@ -112,19 +111,3 @@ def test_an_interrupted_reestimate_changes_nothing(error: type[BaseException]) -
         reestimate_bn_(model, interrupted(), progress=False)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model[0].momentum == 0.1
-
-
-def test_statistics_of_branches_are_estimated_too() -> None:
-    """Their module runs them in training mode alone; reset and left alone they would be lost."""
-    torch.manual_seed(0)
-    model = nn.Sequential(RepVGGBlock(3, 4))
-    torchq.qat.quantize_branches_(model)
-    batches = [torch.randn(8, 3, 6, 6) for _ in range(3)]
-    torchq.calibrate(model, batches, progress=False)
-    norm = model[0].rbr_reparam.branches.rbr_1x1.bn
-    reestimate_bn_(model, batches, progress=False)
-    conv = model[0].rbr_reparam.branches.rbr_1x1.conv
-    quantized = [model[0].rbr_reparam.input_quantizer(x) for x in batches]
-    means = torch.stack([conv(x).mean((0, 2, 3)) for x in quantized]).mean(0)
-    torch.testing.assert_close(norm.running_mean, means)
-    assert norm.num_batches_tracked == 3 and model.training

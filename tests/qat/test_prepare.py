@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import torchq
-from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.models import ConvNet, image_batches
 from torchq.errors import CalibrationError, ConfigError, InputError
-from torchq.nn import QuantBranches, QuantConv2d
+from torchq.nn import QuantConv2d
 from torchq.qat import param_groups, prepare
 
 
@@ -66,14 +65,6 @@ def test_fusing_first_takes_a_small_learning_rate() -> None:
         prepare(ConvNet(), labelled(), batchnorm="fuse", lr=1e-2, progress=False)
 
 
-def test_branches_train_under_one_kernel() -> None:
-    model = nn.Sequential(RepVGGBlock(3, 8), nn.Flatten(), nn.LazyLinear(2))
-    model(image_batches()[0])
-    prepared = prepare(model, labelled(), branches=True, progress=False)
-    assert any(isinstance(m, QuantBranches) for m in model.modules())
-    assert "1 quantized" in str(prepared)
-
-
 def test_a_target_sees_the_first_batch() -> None:
     model = ConvNet()
     prepared = prepare(model, labelled(), target="tensorrt", progress=False)
@@ -107,13 +98,8 @@ def test_errors() -> None:
         prepare(ConvNet(), iter([]))
     with pytest.raises(ConfigError, match="batchnorm='fold'; expected 'keep' or 'fuse'"):
         prepare(ConvNet(), labelled(), batchnorm="fold")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="branches=True with batchnorm='fuse'"):
-        prepare(ConvNet(), labelled(), batchnorm="fuse", branches=True)
-    with pytest.raises(ConfigError, match="branches=True with a target"):
-        prepare(ConvNet(), labelled(), target="tensorrt", branches=True)
-    for branches in (False, True):
-        with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
-            prepare(ConvNet(), labelled(), "w4a4", branches=branches)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
+        prepare(ConvNet(), labelled(), "w4a4")  # type: ignore[arg-type]
 
 
 def test_ranges_of_inputs_have_a_rate_of_their_own() -> None:

@@ -11,7 +11,6 @@ from torchq.fusion.modules import norm_affine
 from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.record import apply_fusion_record_, fusion_record
 from torchq.fusion.reparam.blocks import find_blocks
-from torchq.fusion.reparam.branches import Branches
 from torchq.fusion.reparam.families import FAMILIES
 from torchq.fusion.reparam.rule import BlockRule, register_block
 from torchq.fusion.report import FuseReport, Fusion, Refusal
@@ -19,7 +18,6 @@ from torchq.fusion.report import FuseReport, Fusion, Refusal
 __all__ = [
     "FAMILIES",
     "BlockRule",
-    "Branches",
     "ConstantPad",
     "FuseReport",
     "Fusion",

@@ -189,14 +189,9 @@ def norm_remainder(norm: nn.Module) -> nn.Module:
     return act if isinstance(act, nn.Module) else nn.Identity().train(norm.training)
 
 
-def block_obstacle(block: nn.Module, *, allow_quantizers: bool = False) -> str | None:
-    """Return why the branches of ``block`` may not be merged and removed, or None if they may.
-
-    Args:
-        block: the module with the branches.
-        allow_quantizers: a quantizer in the block is no obstacle.
-    """
-    if holds_quantizers(block) and not allow_quantizers:
+def block_obstacle(block: nn.Module) -> str | None:
+    """Return why the branches of ``block`` may not be merged and removed, or None if they may."""
+    if holds_quantizers(block):
         return QUANTIZED_FIRST
     for path, module in block.named_modules():
         where = path or "it"

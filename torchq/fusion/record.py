@@ -18,7 +18,6 @@ from torch import nn
 from torchq.fusion import schema
 from torchq.fusion.batchnorm.fold import fold_from_record
 from torchq.fusion.reparam.blocks import block_from_record
-from torchq.fusion.reparam.branches import branches_from_record
 from torchq.fusion.reparam.traced_sums import addition_from_record
 from torchq.utils import undone_on_error
 
@@ -40,7 +39,6 @@ _KINDS: dict[str, Callable[[nn.Module, Entry], _Change]] = {
     "addition": addition_from_record,
     "batchnorm": fold_from_record,
     "block": block_from_record,
-    "branches": branches_from_record,
 }
 
 #: The attribute that holds ``((order, entry with paths below the module), ...)``.

@@ -85,7 +85,6 @@ from torchq.nn.modules.operators import (
 )
 from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
 from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
-from torchq.nn.modules.reparam import QuantBranches
 from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
 from torchq.nn.operator_graphs import OperatorOwner
 from torchq.nn.operator_modules import (
@@ -117,7 +116,6 @@ __all__ = [
     "QuantAvgPool2d",
     "QuantAvgPool3d",
     "QuantBilinear",
-    "QuantBranches",
     "ComputedCall",
     "QuantCall",
     "QuantCat",

@@ -7,7 +7,6 @@ from torchq.qat.optim import param_groups
 from torchq.qat.oscillation import Oscillations, dampening_loss
 from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.ranges import learn_ranges_, step_in_log2_
-from torchq.qat.reparam import BranchReport, quantize_branches_
 from torchq.qat.schedule import (
     bits_at_,
     change_bits_,
@@ -19,7 +18,6 @@ from torchq.qat.schedule import (
 from torchq.qat.shared_ranges import replicate_ranges_, share_range_
 
 __all__ = [
-    "BranchReport",
     "Distillation",
     "ESTIMATORS",
     "Estimator",
@@ -41,7 +39,6 @@ __all__ = [
     "observing",
     "param_groups",
     "prepare",
-    "quantize_branches_",
     "quantize_from_",
     "reestimate_bn_",
     "replicate_ranges_",

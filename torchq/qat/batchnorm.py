@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
-from torchq.nn import QuantBranches, freeze_norm_, unfreeze_norm_
+from torchq.nn import freeze_norm_, unfreeze_norm_
 from torchq.utils import device_of, evaluating, progress_bar
 
 __all__ = ["Reestimate", "freeze_bn_", "reestimate_bn_", "unfreeze_bn_"]
@@ -65,15 +65,12 @@ class Reestimate:
             module.load_state_dict(state, strict=False)
 
 
-def _start_averaging(model: nn.Module, norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> None:
+def _start_averaging(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> None:
     """Let every norm begin a plain average over the batches that follow."""
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # torch takes this for the plain average over all batches
         norm.training = True
-    for module in model.modules():
-        if isinstance(module, QuantBranches):
-            module.training = True  # Only then does it run the branches of its norms.
 
 
 def reestimate_bn_(
@@ -116,7 +113,7 @@ def reestimate_bn_(
     momenta = [m.momentum for m in norms]
     try:
         with torch.no_grad(), evaluating(model):
-            _start_averaging(model, norms)
+            _start_averaging(norms)
             count = 0
             chosen = islice(batches, num_batches)
             for batch in progress_bar(

@@ -17,7 +17,6 @@ from torchq.fusion.modules import is_norm
 from torchq.graph import move_to
 from torchq.nn.transaction import unchanged_on_error
 from torchq.qat.optim import param_groups
-from torchq.qat.reparam import BranchReport, quantize_branches_
 from torchq.swap import SwapReport, quantize_
 from torchq.utils import NotebookText, Pattern, device_of, evaluating
 from torchq.workflow import CalibrationReport, calibrate
@@ -47,7 +46,7 @@ class Preparation(NotebookText):
     """
 
     model: nn.Module = field(repr=False)
-    quantized: SwapReport | BranchReport
+    quantized: SwapReport
     calibrated: CalibrationReport
     param_groups: list[dict[str, Any]] = field(repr=False)
     fused: FuseReport | None = None
@@ -83,7 +82,6 @@ def prepare(
     recipe: QuantConfig | None = None,
     *,
     batchnorm: Literal["keep", "fuse"] = "keep",
-    branches: bool = False,
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | None = None,
     lr: float | None = None,
@@ -105,8 +103,6 @@ def prepare(
         batchnorm: ``"keep"`` trains with the BatchNorms, which makes large learning rates safe;
             :func:`torchq.fuse_` folds them afterwards without changing a code. ``"fuse"`` folds
             them now: the network then needs a hundredth of the learning rate, in float too.
-        branches: train the branches of RepVGG-like blocks under one quantized kernel, see
-            :func:`torchq.qat.quantize_branches_`.
         exclude: as for :func:`torchq.quantize_`.
         target: as for :func:`torchq.quantize_`; the first batch is the example.
         lr: of weights, biases and norms; default 1e-2, or 1e-4 with ``batchnorm="fuse"``.
@@ -135,7 +131,8 @@ def prepare(
         BatchNorm: 1 layers train along; fuse_ folds them afterwards
         >>> optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
     """
-    _check(batchnorm, branches, target)
+    if batchnorm not in ("keep", "fuse"):
+        raise ConfigError(f"prepare: got batchnorm={batchnorm!r}; expected 'keep' or 'fuse'")
     rate = _learning_rate(lr, batchnorm)
     first, batches = _with_first(loader)
     # A forward of the user's own knows how to read a batch, and nobody else does.
@@ -147,33 +144,14 @@ def prepare(
         if batchnorm == "fuse":
             with evaluating(model):
                 fused = fuse_(model, example, progress=calibration.get("progress", True))
-        quantized: SwapReport | BranchReport
-        if branches:
-            quantized = quantize_branches_(model, recipe, exclude=exclude)
-        else:
-            used = None if target is None else example
-            quantized = quantize_(model, recipe, exclude=exclude, target=target, example=used)
+        used = None if target is None else example
+        quantized = quantize_(model, recipe, exclude=exclude, target=target, example=used)
         calibrated = calibrate(model, batches, **{"num_batches": _BATCHES, **calibration})
     groups = param_groups(
         model, lr=rate, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
     return Preparation(model, quantized, calibrated, groups, fused, norms)
-
-
-def _check(batchnorm: str, branches: bool, target: str | None) -> None:
-    if batchnorm not in ("keep", "fuse"):
-        raise ConfigError(f"prepare: got batchnorm={batchnorm!r}; expected 'keep' or 'fuse'")
-    if branches and batchnorm == "fuse":
-        raise ConfigError(
-            "prepare: got branches=True with batchnorm='fuse'; expected one of them. Fusing merges "
-            "the branches, and there is nothing left to train apart"
-        )
-    if branches and target is not None:
-        raise ConfigError(
-            "prepare: got branches=True with a target; expected one of them. Call quantize_ with "
-            "the target after training and fuse_"
-        )
 
 
 def _with_first(loader: Iterable[Any]) -> tuple[Any, Iterable[Any]]:

@@ -167,7 +167,7 @@ def _plan_block(path: str, block: nn.Module) -> BlockEdit | Refusal | None:
             continue
         if rule.loose and _has_silent_norm(block):
             continue
-        if reason := block_obstacle(block, allow_quantizers=rule.allow_quantizers):
+        if reason := block_obstacle(block):
             return Refusal(path, f"is a {name} block; {reason}")
         try:
             return _convert_copy(path, block, rule)
@@ -202,12 +202,11 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
         main: Any = None,
         *,
         in_channels: int | None = None,
-        spatial_dims: int = 2,
     ) -> MergedLayer:
         hint = geometry_of(main) if is_layer(main) else None
         if in_channels is None:
             in_channels = main.running_mean.numel() if hint is None else hint.in_channels
-        dims = spatial_dims if main is None else spatial_dims_of(main)
+        dims = 2 if main is None else spatial_dims_of(main)
         geometry, value, error = linear_map(function, in_channels, dims, hint)
         errors.append(error)
         layers.append(MergedLayer.of(geometry, value, block))

@@ -13,7 +13,6 @@ __all__ = [
     "GhostV3Rule",
     "ImplicitHeadRule",
     "RepGhostRule",
-    "TrainedBranchesRule",
     "VanillaActivationRule",
 ]
 
@@ -88,19 +87,3 @@ class ImplicitHeadRule(BlockRule):
             merged.put_into(layer)
             block.ia[index], block.im[index] = nn.Identity(), nn.Identity()
         return None
-
-
-class TrainedBranchesRule(BlockRule):
-    """Branches that were trained as one :class:`~torchq.fusion.Branches`.
-
-    The module computes its own kernel, as it did in training, so that no code of a quantized
-    kernel changes.
-    """
-
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
-        """Return the layer that replaces ``block``."""
-        dims = block.spatial_dims
-        merged = merge(block.branches.forward, in_channels=block.in_channels, spatial_dims=dims)
-        new = block.merge_into(merged.make())
-        assert isinstance(new, nn.Module)
-        return new

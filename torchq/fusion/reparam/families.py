@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.fusion.modules import is_layer
-from torchq.fusion.reparam.branches import Branches
 from torchq.fusion.reparam.custom_rules import (
     GhostV3Rule,
     ImplicitHeadRule,
     RepGhostRule,
-    TrainedBranchesRule,
     VanillaActivationRule,
 )
 from torchq.fusion.reparam.rule import BLOCKS, BlockRule
@@ -301,13 +299,6 @@ FAMILIES: tuple[BlockRule, ...] = (
         branches=("ia", "im"),
         writes="m",
         when=_implicit,
-    ),
-    # quantization-aware training of branches, torchq.qat.quantize_branches_
-    TrainedBranchesRule(
-        name="trained-branches",
-        branches=("branches",),
-        when=lambda b: isinstance(b, Branches),
-        allow_quantizers=True,
     ),
 )
 

@@ -57,7 +57,6 @@ class BlockRule:
         linear: the linear part as a function of the block and its input, where ``forward``
             cannot be used.
         finish: a last change of the merged block.
-        allow_quantizers: the block holds quantizers by design, and hands them on.
         loose: the names are common ones: a block that turns out not to be linear is not worth a
             line in the report.
     """
@@ -72,7 +71,6 @@ class BlockRule:
     when: Callable[[Any], bool] | None = None
     linear: Callable[[Any, Tensor], Tensor] | None = None
     finish: Callable[[Any], None] | None = None
-    allow_quantizers: bool = False
     loose: bool = False
 
     def matches(self, block: Any) -> bool:
