@@ -158,7 +158,7 @@ class EngineModule(nn.Module):
         device = self.settings.device
         feeds = self.interface.signature.bind(args, kwargs, device)
         feeds = {name: value.detach().contiguous() for name, value in feeds.items()}
-        empty = any(0 in value.shape for value in feeds.values())
+        empty = any(value.shape[:1] == (0,) for value in feeds.values())
         tensors = self._run_empty(feeds) if empty else self._opened_run()(feeds)
         return self.interface.structure.rebuild(tensors)
 

@@ -95,7 +95,8 @@ class OpenVino(GraphEngine):
         """See :meth:`GraphEngine.open`. Usual shapes have graphs of their own, which are faster."""
 
         def open_for(shapes: Shapes | None) -> Run:
-            return _bound(self._compile(self._for_this_cpu(read()), threads, shapes))
+            run = _bound(self._compile(self._for_this_cpu(read()), threads, shapes))
+            return run if shapes is not None else _refusing(run, read, usual)
 
         return run_by_shape(open_for, usual)
 
@@ -156,6 +157,37 @@ class OpenVino(GraphEngine):
         return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
 
 
+def _refusing(run: Run, read: ReadGraph, usual: tuple[Shapes, ...]) -> Run:
+    """Return ``run`` with a check of each new image size or length, whatever the batch.
+
+    A graph with open lengths takes images that are smaller than a kernel, and returns what its
+    memory held before.
+    """
+    runtime = import_optional("openvino", _NEEDED_BY, "openvino")
+    known = {tuple(shape[1:] for _, shape in shapes) for shapes in usual}
+
+    def checked(feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        key = tuple(tuple(value.shape[1:]) for value in feeds.values())
+        if key not in known:
+            shapes = {name: list(value.shape) for name, value in feeds.items()}
+            try:
+                runtime.Core().read_model(io.BytesIO(read())).reshape(shapes)
+            except RuntimeError as error:
+                raise _wrong_shapes(feeds, error) from error
+            known.add(key)
+        return run(feeds)
+
+    return checked
+
+
+def _wrong_shapes(feeds: Mapping[str, Tensor], error: RuntimeError) -> ExportError:
+    shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+    return ExportError(
+        f"openvino: cannot run the model on inputs of shapes {shapes} ({error}); expected shapes "
+        "like those of the example"
+    )
+
+
 def _bound(compiled: Any) -> Run:
     """Return a compiled graph as a function that several threads may call."""
     tensor_of = import_optional("openvino", _NEEDED_BY, "openvino").Tensor
@@ -177,11 +209,7 @@ def _bound(compiled: Any) -> Run:
             # Copies, because the next call overwrites what a request returns.
             arrays = [request.get_output_tensor(i).data.copy() for i in range(count)]
         except RuntimeError as error:
-            shapes = {name: tuple(value.shape) for name, value in feeds.items()}
-            raise ExportError(
-                f"openvino: cannot run the model on inputs of shapes {shapes} ({error}); "
-                "expected shapes like those of the example"
-            ) from error
+            raise _wrong_shapes(feeds, error) from error
         requests.append(request)
         return [torch.from_numpy(array) for array in arrays]
 
