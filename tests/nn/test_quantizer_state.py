@@ -232,3 +232,52 @@ def test_an_assigned_range_is_checked_and_stays_float32() -> None:
     both = TensorQuantizer(QuantDescriptor(symmetric=False, unsigned=True, amin=-1.0, amax=1.0))
     with pytest.raises(ConfigError, match=r"got amin .*; expected finite numbers <= 0"):
         both.amin = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("lost", ["input_quantizer", "weight_quantizer"])
+def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictly(
+    lost: str, x: torch.Tensor
+) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+        torchq.quantize_(model)
+        return model
+
+    model = build()
+    torchq.calibrate(model, [x], progress=False)
+    part = {key: value for key, value in model.state_dict().items() if f"2.{lost}" not in key}
+    with pytest.raises(RuntimeError, match=rf'Missing key.*: "2\.{lost}\.amax"'):
+        build().load_state_dict(part, strict=True)
+    found = build().load_state_dict(part, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == ([f"2.{lost}.amax"], [])
+
+
+def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    plain = {key: value.clone() for key, value in model.state_dict().items()}
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    expected = model(x)
+    model.load_state_dict(plain, strict=True)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tensor) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.b(x)
+
+    model, image = Sum(), x.reshape(1, 1, -1, 6)
+    torchq.quantize_(model, target="tensorrt")
+    torchq.qat.share_range_(model, "quant_add.*")
+    torchq.calibrate(model, [image], progress=False)
+    state = model.state_dict()
+    del state["quant_add.other_quantizer.amax"]
+    twin = copy.deepcopy(model)
+    twin.quant_add.input_quantizer.set_amax(9.0)
+    twin.load_state_dict(state, strict=True)
+    assert torch.equal(twin(image), model(image))

@@ -194,6 +194,15 @@ class QuantModule(nn.Module):
         legacy = tuple(prefix + p for p in _LEGACY_PREFIXES)
         for key in [k for k in state_dict if k.startswith(legacy)]:
             state_dict[prefix + key[len(prefix) + 1 :]] = state_dict.pop(key)
+        # A layer that was float has no range in a checkpoint, one that was quantized has all.
+        ranges = {
+            f"{prefix}{name}.amax": child
+            for name, child in self._modules.items()
+            if isinstance(child, TensorQuantizer)
+        }
+        known = [child for key, child in ranges.items() if key in state_dict]
+        if known:
+            args[2].extend(key for key, child in ranges.items() if child not in known)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

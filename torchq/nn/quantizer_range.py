@@ -280,10 +280,12 @@ class QuantizerRange(SignChoice):
         factors, present = state_dict.get(prefix + "pre_quant_scale"), self.pre_quant_scale
         if factors is not None and (present is None or present.shape != factors.shape):
             self.pre_quant_scale = torch.empty_like(factors, device=self.amax.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
         missing, own = args[2], {prefix + "amax", prefix + "amin", prefix + "unsigned"}
-        if prefix + "amax" in missing:  # A float checkpoint leaves the range as it is.
-            missing[:] = [name for name in missing if name not in own]
+        before = list(missing)  # The layer may have named this range, which it knows to be lost.
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + "amax" not in state_dict:  # A float checkpoint leaves the range as it is.
+            added = missing[len(before) :]
+            missing[:] = before + [name for name in added if name not in own]
         if prefix + "unsigned" in state_dict:
             self._adopt_loaded_sign(prefix, args[4])
 
