@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import torchq
 from torchq.errors import ConfigError, GraphError
-from torchq.graph import PASSES, Graph, GraphPass, describe_pass
+from torchq.graph import PASSES, Graph, GraphPass
 
 
 class Net(nn.Module):
@@ -48,8 +48,6 @@ def test_each_pass_is_pure_and_keeps_the_result(name: str, model: Net) -> None:
     assert graph.ir() == before and model.drop.p == 0.5
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key])
-    info = describe_pass(PASSES[name].function)
-    assert info.summary and info.before and info.after
 
 
 def kinds(graph: Graph) -> set[str]:
@@ -155,6 +153,5 @@ def test_forms_of_text(model: Net) -> None:
     assert conv["op"] == "conv" and conv["inputs"] == data["arg_nodes"] == [0]
     assert data["attrs"] == {"title": "net", "note": {"conv": "torch.float32"}}
     assert data["nodes"][data["heads"][0]]["op"] == "add"
-    assert '"x" -> "conv"' in graph.dot() and graph.dot().startswith("digraph {")
     lines = graph.ir().splitlines()
     assert lines[0] == "Graph(%x) {" and lines[-1] == "attributes = ['example', 'note', 'title']"

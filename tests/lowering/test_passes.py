@@ -14,7 +14,6 @@ from torch import nn
 
 import torchq
 from tests.lowering.pass_graphs import (
-    ALL,
     OTHER,
     apply,
     calibrated,
@@ -27,7 +26,6 @@ from tests.lowering.pass_graphs import (
     quantize,
     quantizer,
 )
-from torchq.graph import describe_pass
 
 
 @dataclass
@@ -388,9 +386,3 @@ def test_a_pass_changes_its_pattern_and_nothing_else(case: Case) -> None:
     assert apply(editor, case.name) == (case.after is not None)
     assert picture(editor.root) == (case.after or case.before)
     assert not apply(editor, case.name)
-
-
-def test_every_pass_says_what_it_needs_and_leaves() -> None:
-    for rewrite in ALL.values():
-        info = describe_pass(rewrite)
-        assert info.summary.endswith(".") and info.before and info.after, info.name

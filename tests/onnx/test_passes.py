@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchq.graph import describe_pass
 from torchq.onnx.ir import (
     add_initializer,
     is_constant,
@@ -17,7 +16,6 @@ from torchq.onnx.ir import (
     run_passes,
     value_of,
 )
-from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.fold_weights import fold_weights
@@ -25,7 +23,6 @@ from torchq.onnx.passes.idle_nodes import drop_idle_pairs, drop_idle_slices
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, split_gemms, store_transposed
 from torchq.onnx.passes.merge_duplicates import merge_duplicates
 from torchq.onnx.qdq import read_record, write_record
-from torchq.swap import TARGETS
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnx_ir")
@@ -54,20 +51,6 @@ def graph(
 
 def kinds(model: Any) -> list[str]:
     return [node.op_type for node in model.graph]
-
-
-@pytest.mark.parametrize("rewrite", EXPORT_PASSES, ids=lambda rewrite: rewrite.__name__)
-def test_passes_state_what_they_need_and_leave(rewrite: Any) -> None:
-    found = describe_pass(rewrite)
-    assert found.summary and found.before and found.after
-
-
-def test_passes_of_targets_do_too() -> None:
-    passes = {rewrite for name in TARGETS for rewrite in getattr(TARGETS[name], "passes", ())}
-    assert passes
-    for rewrite in passes:
-        found = describe_pass(rewrite)
-        assert found.before and found.after, found.name
 
 
 def test_constants_become_initializers() -> None:

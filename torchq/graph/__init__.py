@@ -5,27 +5,27 @@ The package knows nothing of quantization.
 
 from torchq.graph.calling import Forward, call_arguments, call_model, move_to, tensors_in
 from torchq.graph.facade import PASSES, Graph, GraphPass, graph_pass
-from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments
-from torchq.graph.kinds import ALL_KINDS, operator_kind
-from torchq.graph.model_trace import Trace, trace
+from torchq.graph.flow import Call, Flow, flow_of_graph, read_arguments, record
 from torchq.graph.operators import (
+    ALL_KINDS,
     MAX_POOLING,
     METADATA,
     REARRANGING,
     SHAPE,
+    operator_kind,
     operator_name,
     reads_metadata,
     reads_shape,
 )
-from torchq.graph.passes import PassInfo, describe_pass, run_to_fixpoint
-from torchq.graph.recorder import record
 from torchq.graph.runner import GraphRunner, NodeMeta
 from torchq.graph.source import Router, rewrite_forward
 from torchq.graph.tracing import (
     ForwardTracer,
+    Trace,
     forward_hook_kind,
     is_torch_leaf,
     state_kept,
+    trace,
     trace_call,
     trace_modules,
     trace_or_culprit,
@@ -48,13 +48,11 @@ __all__ = [
     "MAX_POOLING",
     "METADATA",
     "NodeMeta",
-    "PassInfo",
     "REARRANGING",
     "SHAPE",
     "Trace",
     "call_arguments",
     "call_model",
-    "describe_pass",
     "flow_of_graph",
     "forward_hook_kind",
     "is_torch_leaf",
@@ -64,7 +62,6 @@ __all__ = [
     "reads_metadata",
     "reads_shape",
     "record",
-    "run_to_fixpoint",
     "state_kept",
     "tensors_in",
     "trace",

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 
-__all__ = ["Forward", "call_arguments", "call_model", "move_to", "tensors_in"]
-
 #: Runs a model on a batch in a way of the user's own: ``forward(model, batch)``.
 Forward = Callable[[nn.Module, Any], Any]
 

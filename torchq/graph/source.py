@@ -25,9 +25,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.graph.kinds import operator_kind
-
-__all__ = ["Router", "rewrite_forward"]
+from torchq.graph.operators import operator_kind
 
 _ROUTE, _START, _FUNCTION = "__torchq_route__", "__torchq_start__", "__torchq_function__"
 _BINARY: dict[type[ast.operator], str] = {ast.Add: "add", ast.Mult: "mul", ast.MatMult: "matmul"}
@@ -79,12 +77,7 @@ def rewrite_forward(
 
 
 class _Rewriting:
-    """The rewriting of one function; functions that it calls have their own.
-
-    Args:
-        cls: the class whose methods ``self`` has.
-        callers: functions that are being rewritten, which are not followed again.
-    """
+    """The rewriting of one function; functions that it calls have their own."""
 
     def __init__(self, cls: type[nn.Module], callers: tuple[types.FunctionType, ...]) -> None:
         self.cls = cls
@@ -93,12 +86,7 @@ class _Rewriting:
     def rewrite(
         self, function: types.FunctionType, start: Callable[[Any], Router] | None = None
     ) -> Callable[..., Any] | None:
-        """Return ``function`` rewritten, or None.
-
-        Args:
-            function: any function.
-            start: given for the forward itself; other functions take their router as an argument.
-        """
+        """Return ``function`` rewritten, or None."""
         tree = _parse(function)
         if tree is None:
             return None

@@ -2,8 +2,7 @@
 
 A pass is a function ``(editor, node) -> bool`` that looks at one node, changes the graph around
 it if it fits, and returns whether it did. Its docstring shows the graph before and after. A new
-pass is one function and its place in one of the lists below; ``torchq.graph.describe_pass`` says
-what a pass needs and does.
+pass is one function and its place in one of the lists below.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from torchq.graph import run_to_fixpoint
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.passes.cancel_qdq import cancel_qdq, merge_quantize
 from torchq.lowering.passes.float_pointwise_conv import use_float_pointwise_conv
@@ -112,7 +110,8 @@ def run_passes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
     for rewrite in INSERT_QDQ:
         apply_pass(editor, rewrite)
     editor.prune()
-    run_to_fixpoint(FUSE, lambda rewrite: apply_pass(editor, rewrite))
+    while any(apply_pass(editor, rewrite) for rewrite in FUSE):
+        pass  # A pass that changed something may have found new work for the first one.
     for rewrite in FINISH:
         apply_pass(editor, rewrite)
     editor.graph.lint()

@@ -13,8 +13,6 @@ from torch import fx, nn
 
 from torchq.graph.operators import REARRANGING, operator_name
 
-__all__ = ["has_effect", "may_alias", "may_write", "writes"]
-
 _IN_PLACE = frozenset(
     getattr(operator, name)
     for name in (
@@ -53,12 +51,7 @@ _KNOWN = frozenset(["torch", "torchq", "_operator", "operator", "builtins", "mat
 
 
 def writes(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return True if ``node`` overwrites one of its inputs, by its name or its options.
-
-    Args:
-        node: any node.
-        module: the module that a ``call_module`` node calls.
-    """
+    """Return True if ``node`` overwrites one of its inputs, by its name or its options."""
     if node.op == "call_module":
         parts = () if module is None else module.modules()
         return any(getattr(part, "inplace", False) is True for part in parts)
@@ -84,15 +77,6 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     if node.op == "call_module":
         return isinstance(module, (*_VIEW_MODULES, nn.Sequential))
     return operator_name(node.target).split(".")[0] in _VIEWS
-
-
-def has_effect(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return True if a run of the whole model needs ``node`` even where nothing reads its result.
-
-    These are the nodes that write, and checks of arguments.
-    """
-    name = operator_name(node.target)
-    return writes(node, module) or (node.op == "call_function" and "_assert" in name)
 
 
 def _is_foreign(node: fx.Node, module: nn.Module | None) -> bool:

@@ -1,0 +1,425 @@
+"""``Graph``: a traced model with attributes, on which passes are applied by name.
+
+The idea is that of ``nnvm.graph``: a pass is pure, says which attributes it needs and which it
+gives, and one that needs what is not there is refused with the name of the pass that gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchq.errors import ConfigError, GraphError
+from torchq.graph.operators import operator_name
+from torchq.graph.runner import GraphRunner
+from torchq.graph.tracing import trace
+from torchq.utils import Registry, evaluating
+
+
+class Graph:
+    """A traced model and what is known about it. Never changed: a pass returns a new one.
+
+    Args:
+        model: a GraphModule, or any module, which is then traced with the example.
+        example: the arguments of one call; the attribute ``"example"`` of the graph.
+        attributes: more attributes by name.
+
+    Raises:
+        GraphError: the module cannot be traced.
+        ConfigError: a module that is no GraphModule comes without an example.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(), nn.Identity())
+        >>> graph = Graph(model, example=torch.zeros(1, 4))
+        >>> print(graph.apply(["remove_identity", "simplify_inference", "infer_shape"]).ir("shape"))
+        Graph(%input) {
+          %1 = 0(%input), shape=(1, 2)
+          ret %1
+        }
+        attributes = ['example', 'shape']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, fx.GraphModule):
+            if example is None:
+                raise ConfigError(
+                    f"Graph: got a {type(model).__name__} without an example; expected one to "
+                    "trace the model with"
+                )
+            model = trace(model, example).graph_module
+        given = {} if example is None else {"example": example}
+        self._module = model
+        self._attributes = MappingProxyType({**given, **(attributes or {})})
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The model. It shares its weights with the model that it was made of."""
+        return self._module
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Facts about the graph, by name."""
+        return self._attributes
+
+    def with_attributes(self, **attributes: Any) -> Graph:
+        """Return the same graph with more attributes, or others."""
+        return Graph(self._module, attributes={**self._attributes, **attributes})
+
+    def with_module(self, module: fx.GraphModule) -> Graph:
+        """Return a rewritten graph. Of the attributes only the example still holds."""
+        return Graph(module, self._attributes.get("example"))
+
+    def apply(self, passes: str | Sequence[str]) -> Graph:
+        """Return the graph after passes.
+
+        Args:
+            passes: one name, or several in order. ``torchq.graph.PASSES`` lists them.
+
+        Raises:
+            ConfigError: there is no such pass.
+            GraphError: a pass needs an attribute that the graph does not have, or fails.
+        """
+        graph = self
+        for name in [passes] if isinstance(passes, str) else passes:
+            found = PASSES[name]
+            for attribute in found.requires:
+                if attribute not in graph.attributes:
+                    raise GraphError(f"{name}: the graph lacks {attribute!r}. {_advice(attribute)}")
+            graph = _run(found, graph)
+            missing = [each for each in found.provides if each not in graph.attributes]
+            if missing:
+                raise GraphError(f"{name}: did not give the attribute {missing[0]!r} as it says")
+        return graph
+
+    def ir(self, *attributes: str) -> str:
+        """Return the graph as text, one node on a line.
+
+        Args:
+            attributes: of nodes, such as ``"shape"``, to show behind each.
+        """
+        return ir_text(self._module, self._attributes, attributes)
+
+    def json(self) -> str:
+        """Return the graph as JSON text: nodes with their inputs, in order, and the outputs."""
+        return json_text(self._module, self._attributes)
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A pass and its conditions.
+
+    Attributes:
+        name: by which it is applied.
+        function: from a graph to a new one; its docstring says what stands there before and after.
+        requires: attributes that the graph must have.
+        provides: attributes that the result has.
+    """
+
+    name: str
+    function: Callable[[Graph], Graph]
+    requires: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+
+
+#: The passes by name.
+PASSES: Registry[str, GraphPass] = Registry("graph pass")
+
+
+def graph_pass(
+    requires: tuple[str, ...] = (), provides: tuple[str, ...] = ()
+) -> Callable[[Callable[[Graph], Graph]], Callable[[Graph], Graph]]:
+    """Enter the decorated function as a pass under its own name.
+
+    Args:
+        requires: attributes that the graph must have.
+        provides: attributes that the result has.
+
+    Raises:
+        ConfigError: there is a pass of this name already.
+    """
+
+    def enter(function: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+        name = function.__name__
+        PASSES.add(name, GraphPass(name, function, requires, provides))
+        return function
+
+    return enter
+
+
+def _run(found: GraphPass, graph: Graph) -> Graph:
+    """Run a pass while the modules of the graph are in eval mode."""
+    if not any(module.training for module in graph.module.children()):
+        return found.function(graph)  # torch.export's modules refuse to change their mode
+    with evaluating(graph.module):
+        return found.function(graph)
+
+
+def _advice(attribute: str) -> str:
+    """Return how to get an attribute."""
+    givers = [name for name in PASSES if attribute in PASSES[name].provides]
+    if givers:
+        return f"Apply {' or '.join(map(repr, givers))} first"
+    return f"Pass it: Graph(model, {attribute}=...)"
+
+
+def ir_text(
+    module: fx.GraphModule, attributes: Mapping[str, Any], shown: Sequence[str] = ()
+) -> str:
+    """Return one line for each node: its number, its operator and what it reads."""
+    names: dict[fx.Node, str] = {}
+    inputs, lines = [], []
+    for number, node in enumerate(module.graph.nodes):
+        names[node] = f"%{node.target if node.op in ('placeholder', 'get_attr') else number}"
+        if node.op == "placeholder":
+            inputs.append(names[node])
+        elif node.op == "output":
+            lines.append(f"  ret {_argument(node.args[0], names)}")
+        elif node.op != "get_attr":
+            parts = [_argument(value, names) for value in node.args]
+            parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
+            known = [(key, attributes[key].get(node.name)) for key in shown if key in attributes]
+            tail = "".join(f", {key}={value}" for key, value in known)
+            lines.append(f"  {names[node]} = {_label(node)}({', '.join(parts)}){tail}")
+    head = f"Graph({', '.join(inputs)}) {{"
+    return "\n".join([head, *lines, "}", f"attributes = {sorted(attributes)}"])
+
+
+def json_text(module: fx.GraphModule, attributes: Mapping[str, Any]) -> str:
+    """Return the nodes with their inputs, the numbers of inputs and outputs, and attributes.
+
+    Attributes that JSON has no form for are left out.
+    """
+    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+    nodes = []
+    for node in module.graph.nodes:
+        if node.op != "output":
+            reads = [numbers[source] for source in node.all_input_nodes]
+            nodes.append({"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads})
+    heads = [numbers[source] for source in module.graph.output_node().all_input_nodes]
+    arguments = [numbers[node] for node in module.graph.nodes if node.op == "placeholder"]
+    plain = {key: _plain(value) for key, value in attributes.items() if key != "example"}
+    return json.dumps({"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain})
+
+
+def _label(node: fx.Node) -> str:
+    """Return the path of a module, the name of an attribute, or the operator."""
+    return operator_name(node) if node.op == "call_function" else str(node.target)
+
+
+def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_argument(item, names) for item in value) + "]"
+    return repr(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return an attribute as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_DROPOUT_FUNCTIONS = (nn.functional.dropout, torch.dropout)
+#: Dimensions of what a BatchNorm reads behind the channels.
+_SPATIAL: dict[type, int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+#: The largest constant, in elements, that replaces its computation.
+_MAX_FOLDED = 2**26
+
+
+def _rewritten(graph: Graph, rewrite: Callable[[fx.GraphModule], None]) -> Graph:
+    """Return a graph after a change to a copy, which shares modules and weights."""
+    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    rewrite(module)
+    module.graph.lint()
+    return graph.with_module(fx.GraphModule(module, module.graph))
+
+
+def _bypass(module: fx.GraphModule, drops: Callable[[fx.Node], bool]) -> None:
+    """Let the readers of some nodes read the first input of these nodes instead."""
+    for node in list(module.graph.nodes):
+        if drops(node) and node.args and isinstance(node.args[0], fx.Node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+@graph_pass()
+def remove_identity(graph: Graph) -> Graph:
+    """Remove calls of nn.Identity.
+
+    Before::
+
+        x -> Identity -> reader
+
+    After::
+
+        x -> reader
+    """
+
+    def rewrite(module: fx.GraphModule) -> None:
+        _bypass(module, lambda node: type(_called(module, node)) is nn.Identity)
+
+    return _rewritten(graph, rewrite)
+
+
+@graph_pass()
+def simplify_inference(graph: Graph) -> Graph:
+    """Remove dropout, and write each BatchNorm with fixed statistics as its scale and shift.
+
+    Before::
+
+        x -> Dropout -> BatchNorm -> reader
+
+    After::
+
+        x -> mul(scale) -> add(shift) -> reader
+    """
+
+    def rewrite(module: fx.GraphModule) -> None:
+        _bypass(module, lambda node: _is_dropout(module, node))
+        for node in list(module.graph.nodes):
+            norm = _called(module, node)
+            # BatchNorm1d takes two forms of input, so it stays.
+            spatial = _SPATIAL.get(type(norm), 0)
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None and spatial:
+                _write_scale_and_shift(module, node, norm, spatial)
+
+    return _rewritten(graph, rewrite)
+
+
+def _is_dropout(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_function" and node.target in _DROPOUT_FUNCTIONS:
+        return True
+    return type(_called(module, node)) in _DROPOUTS
+
+
+def _write_scale_and_shift(
+    module: fx.GraphModule, node: fx.Node, norm: _BatchNorm, spatial: int
+) -> None:
+    """Replace the call of a BatchNorm of images or volumes."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    with torch.no_grad():
+        # In float64, so that the two numbers are rounded once.
+        scale = (norm.running_var.double() + norm.eps).rsqrt()
+        scale = scale if norm.weight is None else scale * norm.weight.double()
+        shift = -norm.running_mean.double() * scale
+        shift = shift if norm.bias is None else shift + norm.bias.double()
+    kept = [part.to(norm.running_mean.dtype).view(-1, *[1] * spatial) for part in (scale, shift)]
+    with module.graph.inserting_before(node):
+        names = [f"{node.name}_scale", f"{node.name}_shift"]
+        parts = [_constant(module, name, part) for name, part in zip(names, kept, strict=True)]
+        product = module.graph.call_function(torch.mul, (node.args[0], parts[0]))
+        node.replace_all_uses_with(module.graph.call_function(torch.add, (product, parts[1])))
+    module.graph.erase_node(node)
+
+
+def _constant(module: fx.GraphModule, name: str, value: Tensor) -> fx.Node:
+    """Return a node that reads a new buffer."""
+    free, count = name, 0
+    while hasattr(module, free):
+        count += 1
+        free = f"{name}_{count}"
+    module.register_buffer(free, value)
+    return module.graph.get_attr(free)
+
+
+@graph_pass()
+def constant_fold(graph: Graph) -> Graph:
+    """Compute once what depends on no input. Parameters count as constants.
+
+    Before::
+
+        weight -> transpose -> reader
+
+    After::
+
+        constant -> reader
+    """
+
+    def rewrite(module: fx.GraphModule) -> None:
+        known: dict[fx.Node, object] = {}
+        runner = fx.Interpreter(module, garbage_collect_values=False)
+        runner.env = known
+        for node in module.graph.nodes:
+            constant = node.op == "get_attr" or all(n in known for n in node.all_input_nodes)
+            if node.op in ("placeholder", "output") or not constant or _is_random(node):
+                continue
+            with torch.no_grad():
+                known[node] = runner.run_node(node)
+        for node in list(module.graph.nodes):
+            value = known.get(node)
+            read = any(user not in known for user in node.users)
+            small = isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED
+            if node.op != "get_attr" and read and small and isinstance(value, Tensor):
+                with module.graph.inserting_before(node):
+                    node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
+        module.graph.eliminate_dead_code()
+
+    return _rewritten(graph, rewrite)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return True for an operator whose results differ from call to call, or that changes state."""
+    tags = getattr(node.target, "tags", ())
+    name = str(getattr(node.target, "__name__", node.target))
+    random = torch.Tag.nondeterministic_seeded in tags or "rand" in name or "dropout" in name
+    return random or node.is_impure() or node.op == "call_module"
+
+
+@graph_pass()
+def dce(graph: Graph) -> Graph:
+    """Remove what no output needs: nodes, and the modules and tensors that they named.
+
+    Before: any graph.
+    After: each node is read, and each module and tensor is named by a node.
+    """
+
+    def rewrite(module: fx.GraphModule) -> None:
+        module.graph.eliminate_dead_code()
+
+    return _rewritten(graph, rewrite)
+
+
+@graph_pass(requires=("example",), provides=("shape",))
+def infer_shape(graph: Graph) -> Graph:
+    """Note the shape of each value by running the graph on its example.
+
+    Before: the graph has an example.
+    After: the attribute ``shape`` has a tuple for each node that gives a tensor, by its name.
+    """
+    found = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
+    shapes = {name: meta.shape for name, meta in found.items() if meta.shape is not None}
+    return graph.with_attributes(shape=shapes)
+
+
+@graph_pass(requires=("example",), provides=("dtype",))
+def infer_dtype(graph: Graph) -> Graph:
+    """Note the element type of each value by running the graph on its example.
+
+    Before: the graph has an example.
+    After: the attribute ``dtype`` has a torch.dtype for each node that gives a tensor, by its name.
+    """
+    found = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
+    dtypes = {name: meta.dtype for name, meta in found.items() if meta.dtype is not None}
+    return graph.with_attributes(dtype=dtypes)

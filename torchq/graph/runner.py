@@ -1,0 +1,561 @@
+"""The runner of traced models: any value, parts of the graph, hooks, and other arithmetic."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from torchq.errors import ConfigError, GraphError
+from torchq.graph.calling import tensors_in
+from torchq.graph.effects import may_alias, may_write, writes
+from torchq.graph.operators import operator_name
+
+#: Called with the arguments of a node; returns None or the pair to use instead.
+PreHook = Callable[
+    [tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"
+]
+#: Called with the value of a node; returns None or the value to use instead.
+PostHook = Callable[[Any], Any]
+#: A post hook, or a pre and a post hook, of which one may be None.
+Hook = PostHook | tuple[PreHook | None, PostHook | None]
+
+
+class NodeBackend(Protocol):
+    """What computes nodes in place of torch; :mod:`torchq.backends` has some."""
+
+    def call(
+        self,
+        graph_module: fx.GraphModule,
+        node: fx.Node,
+        default: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the value of a node that calls something.
+
+        ``default(*args, **kwargs)`` computes it as torch does.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NodeMeta:
+    """What one node computed for an example.
+
+    Attributes:
+        path: the module that the node is part of; empty for the model itself.
+        shape: of the value, if it is a tensor; of its first tensor, if it holds several.
+        dtype: of the same tensor.
+        bytes: of all tensors in the value. Views count like copies.
+        operations: additions and multiplications of products of matrices and convolutions, as
+            ``torch.utils.flop_counter`` counts them: two per element of a product. Operators on
+            single elements count 0.
+    """
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    bytes: int
+    operations: int
+
+
+class GraphRunner:
+    """Runs a graph, or the part of it that some values are computed from.
+
+    Values are named by their nodes, or by the path of a module: the value that this module
+    returns. Where both exist, the node counts. A module that is called several times has no single
+    value, so its nodes must be named.
+
+    Nothing of a run is stored in the runner: hooks may start further runs, and threads may share
+    one. Modules run in the training mode that they have. The graph must not be changed after the
+    runner was made. The modules that it calls may be replaced by others that do not work in place.
+
+    Args:
+        graph_module: what :func:`torchq.graph.trace` or a reader of files returned.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> runner = GraphRunner(fx.symbolic_trace(model))
+        >>> hidden, out = runner.run(torch.ones(1, 4), outputs=["0", "1"])
+        >>> torch.equal(hidden.relu(), out)
+        True
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self._graph = graph_module.graph
+        self._names = _Names(self._graph)
+        self._nodes = list(self._graph.nodes)
+        self._output = self._nodes[-1]
+        self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The names of all nodes, in the order of the graph."""
+        return tuple(node.name for node in self._nodes)
+
+    def run(
+        self,
+        inputs: Any,
+        outputs: str | Sequence[str] | None = None,
+        hooks: Mapping[str, Hook] | None = None,
+        grad: bool = False,
+        backend: NodeBackend | None = None,
+    ) -> Any:
+        """Run the graph and return the values asked for.
+
+        A returned value is what its node computed, after its post hook, also where a later node
+        overwrites it in place. The values in ``inputs`` are never overwritten. Other values are
+        freed after their last use, and when the run ends with an error.
+
+        Args:
+            inputs: a tensor is the one argument; a tuple or list holds the first arguments in
+                order; a mapping holds arguments by name. A mapping may also hold the values of
+                other nodes, which then do not run.
+            outputs: names of values. Only nodes run that these are computed from. A name may stand
+                there twice. Default: what the model returns.
+            hooks: name -> post hook ``fn(value)``, or a pair of ``pre(args, kwargs)`` and
+                ``post(value)``, of which one may be None. A hook that returns None changes
+                nothing. Otherwise a pre hook returns a tuple of arguments and a dict of keyword
+                arguments, and a post hook returns a value. Hooks of nodes that do not run are not
+                called; for given values only the post hook is.
+            grad: record gradients.
+            backend: what computes the nodes, such as a :class:`torchq.backends.Backend`; None is
+                torch.
+
+        Returns:
+            A list of values in the order of ``outputs``; one value if ``outputs`` is a string;
+            what the model returns if it is None.
+
+        Raises:
+            ConfigError: A name stands for nothing or for several values, or an argument is
+                missing.
+            GraphError: A node failed. The message names it, its module and its line of code.
+        """
+        where = "GraphRunner.run"
+        fed = self._fed(where, inputs, self._placeholders)
+        if outputs is None:
+            values = self._execute(where, fed, [self._output], hooks, grad, backend, True)
+            return self._graph.process_outputs(values[0])
+        names = [outputs] if isinstance(outputs, str) else list(outputs)
+        nodes = [self._names.result(f"{where}: outputs", name) for name in names]
+        values = self._execute(where, fed, nodes, hooks, grad, backend)
+        return values[0] if isinstance(outputs, str) else values
+
+    def run_range(
+        self,
+        first: str,
+        last: str,
+        feed: Any,
+        hooks: Mapping[str, Hook] | None = None,
+        grad: bool = False,
+    ) -> Any:
+        """Run from node ``first`` to node ``last`` and return the value of ``last``.
+
+        Args:
+            first: name of the node to start from, or path of a module: its first node.
+            last: name of the value that is returned.
+            feed: the values of :meth:`range_inputs`, in the form of the inputs of :meth:`run`.
+            hooks: as for :meth:`run`.
+            grad: record gradients.
+
+        Returns:
+            The value of ``last``.
+
+        Raises:
+            ConfigError: As :meth:`run`, and where ``last`` comes before ``first``.
+            GraphError: A node failed.
+        """
+        where = "GraphRunner.run_range"
+        boundary = self._boundary(where, first, last)
+        fed = self._fed(where, feed, boundary)
+        missing = [node.name for node in boundary if node not in fed]
+        if missing:
+            raise _missing(where, missing)
+        target = self._names.result(where, last)
+        return self._execute(where, fed, [target], hooks, grad)[0]
+
+    def range_inputs(self, first: str, last: str) -> tuple[str, ...]:
+        """Return the names of the values that :meth:`run_range` must be given, in order.
+
+        Args:
+            first: see :meth:`run_range`.
+            last: see :meth:`run_range`.
+
+        Raises:
+            ConfigError: A name stands for nothing, or ``last`` comes before ``first``.
+        """
+        found = self._boundary("GraphRunner.range_inputs", first, last)
+        return tuple(node.name for node in found)
+
+    def trace_meta(self, example: Any) -> dict[str, NodeMeta]:
+        """Run the whole graph on ``example`` and return the figures of each node that ran.
+
+        Args:
+            example: inputs as for :meth:`run`.
+
+        Returns:
+            Node name -> figures, in the order of the graph.
+        """
+        # The module imports Triton, which `import torchq` must not do.
+        from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+        found: dict[str, NodeMeta] = {}
+        with FlopCounterMode(display=False) as counter:
+            before = 0
+
+            def pre(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                nonlocal before
+                before = counter.get_total_flops()
+
+            def post(node: fx.Node, value: Any) -> None:
+                tensors = list(tensors_in(value))
+                found[node.name] = NodeMeta(
+                    path=_module_path(node),
+                    shape=tuple(tensors[0].shape) if tensors else None,
+                    dtype=tensors[0].dtype if tensors else None,
+                    bytes=sum(t.numel() * t.element_size() for t in tensors),
+                    operations=counter.get_total_flops() - before if node.op[:4] == "call" else 0,
+                )
+
+            self.run(example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes})
+        return found
+
+    def _fed(self, where: str, inputs: Any, expected: Sequence[fx.Node]) -> dict[fx.Node, Any]:
+        """Return the given values by node."""
+        if isinstance(inputs, Mapping):
+            named: dict[fx.Node, Any] = {}
+            for name, value in inputs.items():
+                node = self._names.result(f"{where}: inputs", name)
+                if node in named:
+                    raise _twice(f"{where}: inputs", node)
+                named[node] = value
+            return named
+        values = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+        required = [node for node in expected if not (node.op == "placeholder" and node.args)]
+        if not len(required) <= len(values) <= len(expected):
+            names = ", ".join(node.name for node in expected) or "none"
+            raise ConfigError(
+                f"{where}: inputs: got {len(values)} values; expected {len(required)} "
+                f"for {names}. Pass a mapping to give values by name"
+            )
+        return dict(zip(expected, values, strict=False))
+
+    def _boundary(self, where: str, first: str, last: str) -> list[fx.Node]:
+        """Return the nodes before ``first`` whose values the range reads, in order."""
+        start, stop = self._names.first(where, first), self._names.result(where, last)
+        if stop < start:
+            raise ConfigError(
+                f"{where}: got the range from {first!r} to {last!r}, whose end comes before its "
+                "start. Swap the names"
+            )
+        position = {node: number for number, node in enumerate(self._nodes)}
+        needed, found = {stop}, set()
+        for node in reversed(self._nodes[: position[stop] + 1]):
+            if node not in needed:
+                continue
+            if node.op == "placeholder" or (node < start and node.op != "get_attr"):
+                found.add(node)
+            else:
+                needed.update(node.all_input_nodes)
+        return sorted(found, key=position.__getitem__)
+
+    def _execute(
+        self,
+        where: str,
+        fed: dict[fx.Node, Any],
+        nodes: Sequence[fx.Node],
+        hooks: Mapping[str, Hook] | None,
+        grad: bool,
+        backend: NodeBackend | None = None,
+        with_effects: bool = False,
+    ) -> list[Any]:
+        found: dict[fx.Node, tuple[PreHook | None, PostHook | None]] = {}
+        for name, hook in (hooks or {}).items():
+            node = self._names.result(f"{where}: hooks", name)
+            if node in found:
+                raise _twice(f"{where}: hooks", node)
+            found[node] = _pair(f"{where}: hooks", name, hook)
+        running = self._running(fed, nodes, with_effects)
+        missing = [n.name for n in running if n.op == "placeholder" and not n.args]
+        if missing:
+            raise _missing(where, missing)
+        with torch.set_grad_enabled(grad):
+            run = _Run(self.graph_module, found, backend)
+            kept = run.execute(running, fed, frozenset(nodes))
+        return [kept[node] for node in nodes]
+
+    def _running(
+        self, fed: Collection[fx.Node], nodes: Sequence[fx.Node], with_effects: bool
+    ) -> list[fx.Node]:
+        """Return the nodes that run, in order.
+
+        The wanted values are computed from them, or they overwrite such a value before it is read.
+        ``with_effects``: and so are all that write or check, as in the model itself.
+        """
+        modules = dict(self.graph_module.named_modules(remove_duplicate=False))
+        called = {n: modules.get(str(n.target)) for n in self._nodes if n.op == "call_module"}
+        roots: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a value may lie in
+        for node in self._nodes:
+            shares = node not in fed and may_alias(node, called.get(node))
+            roots[node] = (_lies_in(node, roots) if shares else set()) or {node}
+        needed, read = set(nodes), set[fx.Node]()
+        running: list[fx.Node] = []
+        for node in reversed(self._nodes):
+            if node in fed:
+                continue
+            does_write = writes(node, called.get(node))
+            wanted = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
+            if wanted or (with_effects and (does_write or _is_check(node))):
+                running.append(node)
+                needed.update(node.all_input_nodes)
+                read |= _lies_in(node, roots)
+        return running[::-1]
+
+
+def _lies_in(node: fx.Node, roots: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes whose memory the inputs of ``node`` may lie in."""
+    return set().union(*(roots[value] for value in node.all_input_nodes))
+
+
+def _is_check(node: fx.Node) -> bool:
+    return node.op == "call_function" and "_assert" in operator_name(node.target)
+
+
+def _pair(where: str, name: str, hook: Any) -> tuple[PreHook | None, PostHook | None]:
+    pair = hook if isinstance(hook, tuple) else (None, hook)
+    if len(pair) != 2 or not all(part is None or callable(part) for part in pair):
+        raise ConfigError(
+            f"{where}: got {hook!r} for {name!r}; expected a function, or a pair of a pre hook "
+            "and a post hook"
+        )
+    return pair
+
+
+def _twice(where: str, node: fx.Node) -> ConfigError:
+    return ConfigError(f"{where}: got two entries for node {node.name!r}. Drop one of them")
+
+
+def _missing(where: str, names: Sequence[str]) -> ConfigError:
+    shown = ", ".join(names)
+    return ConfigError(f"{where}: inputs: got no value for {shown}. Give them by name or in order")
+
+
+class _Run(fx.Interpreter):
+    """One run of some nodes; its values live here, so that runs of one graph do not meet."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        hooks: Mapping[fx.Node, tuple[PreHook | None, PostHook | None]],
+        backend: NodeBackend | None,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._graph_module, self._hooks, self._backend = module, hooks, backend
+
+    def execute(
+        self, nodes: Sequence[fx.Node], fed: Mapping[fx.Node, Any], wanted: Collection[fx.Node]
+    ) -> dict[fx.Node, Any]:
+        """Run ``nodes`` in order and return the wanted values; see :meth:`GraphRunner.run`."""
+        modules = dict(self._graph_module.named_modules(remove_duplicate=False))
+        writers = [n for n in nodes if may_write(n, modules.get(str(n.target)))]
+        released = _last_uses(nodes)
+        kept: dict[fx.Node, Any] = {}
+
+        def keep(node: fx.Node, value: Any) -> None:
+            self.env[node] = value
+            if node in wanted:
+                kept[node] = _copied(value) if writers and node < writers[-1] else value
+
+        try:
+            for node, value in fed.items():
+                keep(node, _after(_copied(value) if writers else value, self._hooks.get(node)))
+            for node in nodes:
+                keep(node, self._value(node))
+                for dead in released.get(node, ()):
+                    del self.env[dead]
+            return kept
+        except BaseException:
+            kept.clear()
+            raise
+        finally:
+            self.env.clear()
+
+    def _value(self, node: fx.Node) -> Any:
+        hooks = self._hooks.get(node)
+        try:
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            if hooks is not None and hooks[0] is not None:
+                args, kwargs = _before(hooks[0], args, kwargs)
+            return _after(self._computed(node, args, kwargs), hooks)
+        except Exception as error:
+            raise GraphError(f"{_place(node)}: got {type(error).__name__}: {error}") from error
+
+    def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = getattr(self, node.op)
+        if self._backend is None or not node.op.startswith("call"):
+            return run(node.target, args, kwargs)
+
+        def default(*args: Any, **kwargs: Any) -> Any:
+            return run(node.target, args, kwargs)
+
+        return self._backend.call(self._graph_module, node, default, args, kwargs)
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the default of an argument that was not given; the runner has checked it."""
+        return args[0]
+
+
+def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return the values that nothing reads after each node."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in running:
+        last[node] = node
+        last.update(dict.fromkeys(node.all_input_nodes, node))
+    released: dict[fx.Node, list[fx.Node]] = {}
+    for value, reader in last.items():
+        released.setdefault(reader, []).append(value)
+    return released
+
+
+def _before(
+    hook: PreHook, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    found = hook(args, kwargs)
+    if found is None:
+        return args, kwargs
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not pair or not isinstance(found[0], tuple) or not isinstance(found[1], dict):
+        raise TypeError(
+            f"its pre hook returned a {type(found).__name__}; expected None, or a tuple of "
+            "arguments and a dict of keyword arguments"
+        )
+    return found
+
+
+def _after(value: Any, hooks: tuple[PreHook | None, PostHook | None] | None) -> Any:
+    if hooks is None or hooks[1] is None:
+        return value
+    found = hooks[1](value)
+    return value if found is None else found
+
+
+def _copied(value: Any) -> Any:
+    return fx.node.map_aggregate(value, lambda v: v.clone() if isinstance(v, Tensor) else v)
+
+
+def _place(node: fx.Node) -> str:
+    """Return the module path, name and source line of ``node``, as far as they are known."""
+    path, line = _module_path(node), _source_line(node)
+    name = f"node {node.name}"
+    where = f"{path} ({name})" if path else name
+    return f"{where}, {line}" if line else where
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_TRACER = os.path.dirname(__file__)
+
+
+class _Names:
+    """The nodes of a graph by their names, by their arguments' names and by paths of modules."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = {node.name: node for node in graph.nodes}
+        self._scopes: dict[str, dict[str, list[fx.Node]]] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.nodes.setdefault(str(node.target), node)
+            for call, path in _scopes(node):
+                self._scopes.setdefault(path, {}).setdefault(call, []).append(node)
+
+    def result(self, where: str, name: str) -> fx.Node:
+        """Return the node whose value ``name`` stands for."""
+        if name in self.nodes:
+            return self.nodes[name]
+        inside = self._one_call(where, name)
+        members = set(inside)
+        results = [node for node in inside if not members.issuperset(node.users)]
+        if len(results) != 1:
+            raise _ambiguous(where, name, "returns several values", results or inside)
+        return results[0]
+
+    def first(self, where: str, name: str) -> fx.Node:
+        """Return the node that runs first for ``name``; see :meth:`result`."""
+        return self.nodes[name] if name in self.nodes else self._one_call(where, name)[0]
+
+    def _one_call(self, where: str, name: str) -> list[fx.Node]:
+        calls = list(self._scopes.get(name, {}).values())
+        if not calls:
+            raise _unknown(where, name, (*self.nodes, *self._scopes))
+        if len(calls) > 1:
+            last = [call[-1] for call in calls]
+            raise _ambiguous(where, name, f"is called {len(calls)} times", last)
+        return calls[0]
+
+
+def _unknown(where: str, name: object, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that stands for nothing, with close ones."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(str(name), names, n=5, cutoff=0.5) or names[:5]
+    return ConfigError(
+        f"{where}: got {name!r}; expected the name of a node or the path of a module. "
+        f"Close names: {', '.join(close) or 'none'}"
+    )
+
+
+def _ambiguous(where: str, name: str, reason: str, nodes: Iterable[fx.Node]) -> ConfigError:
+    shown = ", ".join(node.name for node in nodes)
+    return ConfigError(
+        f"{where}: got {name!r}, which {reason}; expected the name of one value. "
+        f"Name one of the nodes: {shown}"
+    )
+
+
+def _scopes(node: fx.Node) -> list[tuple[str, str]]:
+    """Return a key and the path of each call of a module that ``node`` is part of."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return []
+    found = {
+        str(call): _plain(str(value[0]))
+        for call, value in (node.meta.get("nn_module_stack") or {}).items()
+    }
+    if node.op == "call_module" and str(node.target) not in found.values():
+        found[node.name] = str(node.target)
+    return [(call, path) for call, path in found.items() if path]
+
+
+def _plain(path: str) -> str:
+    """Return a path of torch.export without the prefix that stands for the model."""
+    return path.removeprefix("L['self']").removeprefix(".")
+
+
+def _module_path(node: fx.Node) -> str:
+    """Return the path of the innermost module that ``node`` is part of; empty for the model."""
+    if node.op == "call_module":
+        return str(node.target)
+    scopes = _scopes(node)
+    return scopes[-1][1] if scopes else ""
+
+
+def _source_line(node: fx.Node) -> str:
+    """Return the file, line and code that made ``node``, as its trace recorded; else empty.
+
+    The place is the innermost one below the tracer that is no code of torch.
+    """
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    places = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    for number in reversed(places):
+        file = lines[number].split('"')[1]
+        if file.startswith(_TRACER) and lines[number].endswith("in trace_call"):
+            break
+        if not file.startswith((_TORCH, _TRACER)):
+            code = lines[number + 1 : number + 2]
+            return ": ".join([lines[number], *code])
+    return ""
