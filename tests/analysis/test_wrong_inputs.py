@@ -65,6 +65,8 @@ def test_formats_and_metrics_that_do_not_exist() -> None:
     batches = [torch.randn(8, 4)]
     with pytest.raises(ConfigError, match="mixed_precision: got no formats"):
         torchq.mixed_precision(quantized(), batches, budget={"mean_bits": 5}, formats=[])
+    with pytest.raises(ConfigError, match="mixed_precision: got no formats"):
+        torchq.mixed_precision(quantized(), batches, budget={"mean_bits": 5}, formats=["float"])
     with pytest.raises(ConfigError, match=r"sensitivity: got metric 'acc'; expected .*'fisher'"):
         torchq.sensitivity(quantized(), batches, "acc", progress=False)
     with pytest.raises(ConfigError, match=r"report: got metric 'kl'; expected a function"):

@@ -18,6 +18,7 @@ from torchq.analysis.mixed.formats import (
     FLOAT,
     Candidate,
     FormatChoice,
+    check_formats,
     exact_rule,
     make_candidate,
     named_config,
@@ -106,8 +107,7 @@ def mixed_precision(
         True
     """
     check_budget(budget)
-    if not formats:
-        raise ConfigError(f"{_WHERE}: got no formats; expected one at least, such as [4, 8]")
+    check_formats(formats)
     kept = list(checked_batches(_WHERE, batches))
     if not all(gathered(len(kept), group)):
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")

@@ -20,7 +20,15 @@ from torchq.swap import Decision, quantize_
 from torchq.utils import Pattern, copy_module
 from torchq.workflow.calibrate import calibrate
 
-__all__ = ["FLOAT", "Candidate", "FormatChoice", "exact_rule", "make_candidate", "named_config"]
+__all__ = [
+    "FLOAT",
+    "Candidate",
+    "FormatChoice",
+    "check_formats",
+    "exact_rule",
+    "make_candidate",
+    "named_config",
+]
 
 #: The name of the choice that leaves a layer as it is.
 FLOAT = "float"
@@ -46,6 +54,17 @@ class Candidate:
     model: nn.Module
     decisions: dict[str, Decision]
     shared: tuple[tuple[str, ...], ...]
+
+
+def check_formats(choices: Sequence[FormatChoice]) -> None:
+    """Raise an error unless every choice is known, and one of them is a format of integers.
+
+    Raises:
+        ConfigError: One is not, or all leave the layers float.
+    """
+    found = [named_config(choice) for choice in choices if choice != FLOAT]
+    if not found:
+        raise ConfigError("mixed_precision: got no formats; expected one at least, such as [4, 8]")
 
 
 def named_config(choice: FormatChoice) -> tuple[str, QuantConfig]:
