@@ -48,7 +48,7 @@ def test_the_shape_of_an_input_may_be_given(tmp_path: Path) -> None:
     [
         (["net.bin", "--to", "a.pt2"], "expected a name that ends in .onnx"),
         (["net.prototxt", "--to", "a.pt"], "expected a name that ends in .pt2"),
-        (["net.prototxt", "--to", "a.pt2", "--weights", "no"], "cannot read the weights"),
+        (["net.prototxt", "--to", "a.pt2", "--weights", "no"], "--weights no: no such file"),
         (["alone.prototxt", "--to", "a.pt2"], "no .caffemodel beside it"),
         (["net.prototxt", "--to", "a.pt2", "--shape", "1,x"], "expected sizes"),
         (["net.prototxt", "--to", "a.pt2", "--shape", "1", "--shape", "1"], "got 2"),

@@ -7,11 +7,12 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torchq
 from torchq.analysis import check_path
+from torchq.analysis.mixed.costs import check_budget
+from torchq.analysis.mixed.formats import check_formats
 from torchq.cli.options import add_comparison, add_data, add_json, add_method, add_source
 from torchq.cli.prepare import (
     named_config,
@@ -23,8 +24,8 @@ from torchq.cli.prepare import (
     require,
     selection,
 )
-from torchq.cli.quantize import check_folder
 from torchq.errors import ConfigError
+from torchq.utils import replacing
 
 __all__ = ["COMMANDS", "add_analysis", "run_analysis"]
 
@@ -143,7 +144,6 @@ def _written(report: torchq.analysis.Report, path: str) -> str:
 def _check_out(args: argparse.Namespace) -> None:
     """Raise an error for what would fail later."""
     read_metric(args)
-    check_folder("--out", args.out)
     if args.out is not None:
         check_path(args.out)
 
@@ -151,6 +151,7 @@ def _check_out(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> int:
     if args.other is None:
         raise ConfigError("--with is missing; expected a recipe to compare --recipe with")
+    named_config(args.other)
     first = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
     second = copy.copy(args)
     second.recipe = args.other
@@ -188,6 +189,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     require(args, "model")
+    _check_plan(args)
     model = read_model(args)
     if not args.budget:
         found = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
@@ -197,19 +199,31 @@ def _plan(args: argparse.Namespace) -> int:
         ]
         _show(args, found, lambda: {"decisions": rows, "config": found.config.name})
         return 0
-    require(args, "model", "data")
-    check_folder("--out", args.out)
-    batches = read_batches(args, args.num_batches)
+    batches, _ = read_batches(model, args)
     if args.fuse:
         torchq.fuse_(model, batches[0])
-    formats = [int(name) if name.isdigit() else name for name in args.formats]
     config = torchq.mixed_precision(
-        model, batches, budget=_budget(args.budget), formats=formats, exclude=args.exclude
+        model, batches, budget=_budget(args.budget), formats=_formats(args), exclude=args.exclude
     )
     if args.out is not None:
-        Path(args.out).write_text(config.to_json(), encoding="utf-8")
+        with replacing(args.out) as (path,):
+            path.write_text(config.to_json(), encoding="utf-8")
     _show(args, config, config.summary)
     return 0
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raise an error for options of a plan under a budget that do not fit."""
+    if args.out is not None and not (args.budget and args.out.endswith(".json")):
+        raise ConfigError(f"--out {args.out}: expected --budget, and a name that ends in .json")
+    if args.budget:
+        require(args, "model", "data")
+        check_budget(_budget(args.budget))
+        check_formats(_formats(args))
+
+
+def _formats(args: argparse.Namespace) -> list[int | str]:
+    return [int(name) if name.isdigit() else name for name in args.formats]
 
 
 def _text(descriptor: Any) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
-from torchq.cli.files import ENDINGS, is_network_file, read_network
+from torchq.cli.files import ENDINGS, is_network_file
+from torchq.cli.loading import explained, load_model
 from torchq.errors import ConfigError, ExportError
 from torchq.utils import replacing
 
@@ -42,29 +44,33 @@ def run_convert(options: argparse.Namespace) -> None:
             f"got {options.file!r}; expected a name that ends in {', '.join(ENDINGS)}"
         )
     target = Path(options.to)
-    if target.suffix != ".pt2":
-        raise ConfigError(f"--to {options.to}: expected a name that ends in .pt2")
-    model = read_network(options.file, options.weights)
-    example = example_of(model, options.shape)
+    shapes = [_sizes(text) for text in options.shape]
+    model: Any = load_model(options.file, options.weights)
+    example = example_of(model, shapes)
     program = _export(model, example)
     with replacing(target) as (temporary,):
         torch.export.save(program, temporary)
-    counts = (
-        f"{len(model.graph.nodes)} nodes, {sum(p.numel() for p in model.parameters())} parameters"
-    )
+    nodes, parameters = len(model.graph.nodes), sum(p.numel() for p in model.parameters())
+    counts = f"{nodes} nodes, {parameters} parameters"
     print(f"read {options.file}: {counts}")
     print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
 
 
-def example_of(model: fx.GraphModule, shapes: list[str]) -> tuple[Tensor, ...]:
+def _sizes(text: str) -> list[int]:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII) or "0" in text.split(","):
+        raise ConfigError(f"--shape {text}: expected sizes as 1,3,224,224")
+    return [int(size) for size in text.split(",")]
+
+
+def example_of(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     """Return random inputs of a model.
 
     Args:
         model: of one of the readers.
-        shapes: text of the shape of each input; none for those that the file states, open sizes 1.
+        shapes: the shape of each input; none for those that the file states, open sizes 1.
 
     Raises:
-        ConfigError: The shape of an input is not known, or a text is no shape.
+        ConfigError: The shape of an input is not known, or their number is wrong.
     """
     names: Any = model.input_names
     known: Any = model.input_shapes
@@ -76,19 +82,15 @@ def example_of(model: fx.GraphModule, shapes: list[str]) -> tuple[Tensor, ...]:
     for number, name in enumerate(names):
         sizes = [size or 1 for size in known[number] or ()]
         if shapes:
-            try:
-                sizes = [int(size) for size in shapes[number].split(",")]
-            except ValueError:
-                raise ConfigError(
-                    f"--shape {shapes[number]}: expected sizes as 1,3,224,224"
-                ) from None
+            sizes = shapes[number]
         if not sizes:
             raise ConfigError(f"the file does not state the shape of {name!r}; pass --shape")
-        result.append(torch.randn(sizes))
+        with explained(f"--shape {','.join(map(str, sizes))}"):
+            result.append(torch.randn(sizes))
     return tuple(result)
 
 
-def _export(model: fx.GraphModule, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     try:
         return torch.export.export(model, example)
     except Exception as error:  # torch.export raises many kinds of errors

@@ -1,9 +1,12 @@
-"""Networks in files of other frameworks, by name."""
+"""Files by name: checks before any work, and networks of other frameworks."""
 
 from __future__ import annotations
 
+import argparse
 import glob
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import fx
@@ -11,10 +14,94 @@ from torch import fx
 from torchq.errors import ConfigError
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
 
-__all__ = ["ENDINGS", "is_network_file", "read_network", "reader_text"]
+__all__ = [
+    "ENDINGS",
+    "check_different",
+    "check_folder",
+    "check_paths",
+    "is_network_file",
+    "read_network",
+    "reader_text",
+]
 
-#: What names of such files end with.
+#: What names of files with networks end with.
 ENDINGS = (".onnx", "-symbol.json", ".prototxt")
+
+
+#: Arguments that name files to read, or a model or recipe that may be a file.
+_READ = ("file", "model", "weights", "recipe", "other", "load")
+_FLAGS = {"file": "MODEL", "other": "--with", "save_config": "--save-config"}
+#: Arguments that name files to write, and what some of the names must end with.
+_WRITTEN = ("export", "save", "report", "out", "save_config", "to", "resume")
+_WRITTEN_ENDINGS = {"export": ".onnx", "save_config": ".json", "to": ".pt2"}
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raise an error for files of a command that are not there, or that could not be written.
+
+    Raises:
+        ConfigError: The text names the option.
+    """
+    read, written = {}, {}
+    for name in _READ:
+        path = getattr(args, name, None)
+        is_file = name in ("weights", "load") or str(path).endswith((*ENDINGS, ".json"))
+        if path is not None and is_file:
+            read[option := _FLAGS.get(name, f"--{name}")] = path
+            _check_readable(option, path)
+    for name in _WRITTEN:
+        path, ending = getattr(args, name, None), _WRITTEN_ENDINGS.get(name, "")
+        if path is not None and args.command != "demo":  # which makes its folder
+            written[option := _FLAGS.get(name, f"--{name}")] = path
+            check_folder(option, path)
+            if not path.endswith(ending):
+                raise ConfigError(f"{option} {path}: expected a name that ends in {ending}")
+    check_different(written, read)
+
+
+def _check_readable(option: str, path: str) -> None:
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; expected a file")
+    if not Path(path).exists():
+        raise ConfigError(f"{option} {path}: no such file")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{option} {path}: is not readable")
+
+
+def check_folder(option: str, path: str | Path) -> None:
+    """Raise an error where a file could not be written later, before any work is done.
+
+    Raises:
+        ConfigError: The path is a folder, or its folder is missing or not writable.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; expected a file")
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: the folder {folder} is not writable")
+
+
+def check_different(
+    written: Mapping[str, str | None], read: Mapping[str, str] | None = None
+) -> None:
+    """Raise an error where an option names the file of another one, also through links.
+
+    Args:
+        written: option -> path.
+        read: the same of files that are not to be lost.
+
+    Raises:
+        ConfigError: Two outputs are one file, or an output is an input.
+    """
+    seen = {os.path.realpath(path): option for option, path in (read or {}).items()}
+    for option, path in written.items():
+        if path is None:
+            continue
+        first = seen.setdefault(os.path.realpath(path), option)
+        if first != option:
+            raise ConfigError(f"{option} {path}: is the file of {first} too; expected another one")
 
 
 def is_network_file(name: str) -> bool:

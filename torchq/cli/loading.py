@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.cli.files import is_network_file, read_network, reader_text
-from torchq.errors import ConfigError, MissingExtraError
+from torchq.cli.files import ENDINGS, is_network_file, read_network, reader_text
+from torchq.errors import ConfigError, MissingExtraError, TorchqError
 
-__all__ = ["Images", "evenly_ordered", "load_batches", "load_model", "load_object", "load_text"]
+__all__ = [
+    "Images",
+    "evenly_ordered",
+    "explained",
+    "load_batches",
+    "load_model",
+    "load_object",
+    "load_text",
+]
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn what a user's code raises into one line that says where it was raised.
+
+    Raises:
+        ConfigError: The code raised an exception that torchq does not explain itself.
+    """
+    try:
+        yield
+    except TorchqError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        line = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"{what}: {type(error).__name__}: {line}{place}") from error
 
 
 def load_object(name: str, what: str) -> Any:
@@ -34,14 +63,18 @@ def load_object(name: str, what: str) -> Any:
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{what}: got {name!r}; expected package.module:name")
+        files = f", or a file that ends in {', '.join(ENDINGS)}" if what == "--model" else ""
+        raise ConfigError(f"{what}: got {name!r}; expected package.module:name{files}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        with explained(f"{what} {name}"):
+            module = importlib.import_module(module_name)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
         raise ConfigError(
-            f"{what} {name!r}: cannot import {module_name} ({error}); "
+            f"{what} {name!r}: cannot import {module_name} ({error.__cause__}); "
             f"expected a module on the path or in {Path.cwd()}"
         ) from None
     try:
@@ -71,7 +104,9 @@ def load_model(name: str, weights: str | None) -> nn.Module:
         weights = weights if name.endswith(".onnx") else None
     else:
         model = load_object(name, "--model")
-        model = model if isinstance(model, nn.Module) else model()
+        if not isinstance(model, nn.Module):
+            with explained(f"--model {name}"):
+                model = model()
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"--model {name}: got a {type(model).__name__}; expected a torch.nn.Module"
@@ -100,9 +135,8 @@ def _torchvision(name: str) -> nn.Module:
 
 
 def _load_weights(model: nn.Module, path: str) -> None:
-    if not Path(path).is_file():
-        raise ConfigError(f"--weights {path}: no such file")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    with explained(f"--weights {path}"):
+        state = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -144,14 +178,14 @@ class Images:
 
     Attributes:
         batch_size: images in a batch.
-        size: the short side is resized to 8/7 of it, and the centre cut out.
+        size: height and width; images are resized to cover 8/7 of it, and the centre cut out.
         mean: subtracted from values between 0 and 1.
         std: divides the difference.
         seed: of the order of the images.
     """
 
     batch_size: int
-    size: int
+    size: tuple[int, int]
     mean: Sequence[float]
     std: Sequence[float]
     seed: int = 0
@@ -178,7 +212,9 @@ def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterab
             f"--data {name}: no such folder; expected a folder of images or package.module:loader"
         )
     loader = load_object(name, "--data")
-    loader = loader if isinstance(loader, Iterable) else loader()
+    if not isinstance(loader, Iterable):
+        with explained(f"--data {name}"):
+            loader = loader()
     if not isinstance(loader, Iterable):
         raise ConfigError(
             f"--data {name}: got a {type(loader).__name__}; expected an iterable of batches"
@@ -207,7 +243,7 @@ def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
 def _image_batches(
     folder: Path, images: Images, paths: list[Path] | None = None
 ) -> Iterator[Tensor]:
-    """Yield the images of a folder as batches (N, 3, size, size), float32, read one by one."""
+    """Yield the images of a folder as batches (N, 3, *size), float32, read one by one."""
     from torchvision import transforms as T  # noqa: PLC0415
 
     paths = evenly_ordered(folder, images.seed) if paths is None else paths
@@ -215,9 +251,10 @@ def _image_batches(
         raise ConfigError(
             f"--data {folder}: no image in it; expected files like {', '.join(IMAGES[:3])}"
         )
+    height, width = images.size
     transform = T.Compose(
         [
-            T.Resize(images.size * 8 // 7),
+            partial(_covering, height=height * 8 // 7, width=width * 8 // 7),
             T.CenterCrop(images.size),
             T.ToTensor(),
             T.Normalize(list(images.mean), list(images.std)),
@@ -226,6 +263,15 @@ def _image_batches(
     for first in range(0, len(paths), images.batch_size):
         chosen = paths[first : first + images.batch_size]
         yield torch.stack([transform(_read_image(path)) for path in chosen])
+
+
+def _covering(image: Any, height: int, width: int) -> Any:
+    """Return an image resized so that it just covers a rectangle, with its sides in proportion."""
+    from torchvision.transforms.functional import resize  # noqa: PLC0415
+
+    if image.height * width < image.width * height:
+        return resize(image, [height, height * image.width // image.height])
+    return resize(image, [width * image.height // image.width, width])
 
 
 def evenly_ordered(folder: Path, seed: int) -> list[Path]:
@@ -250,5 +296,5 @@ def _read_image(path: Path) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except OSError as error:
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise ConfigError(f"--data {path}: cannot be read as an image ({error})") from None

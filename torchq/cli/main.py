@@ -12,6 +12,7 @@ import torchq
 from torchq.cli.analyse import COMMANDS, add_analysis, run_analysis
 from torchq.cli.convert import add_convert, run_convert
 from torchq.cli.demo import NETWORKS, run_demo
+from torchq.cli.files import check_paths
 from torchq.cli.options import (
     add_comparison,
     add_data,
@@ -24,6 +25,7 @@ from torchq.cli.options import (
 from torchq.cli.parser import SHELLS, Parser, completion_script
 from torchq.cli.quantize import run_quantize
 from torchq.cli.tune import add_tune_arguments, run_tune
+from torchq.cli.values import whole
 from torchq.errors import TorchqError
 
 __all__ = ["main", "build_parser"]
@@ -113,7 +115,7 @@ def _add_quantize(commands: Any) -> None:
     add_comparison(comparison)
     comparison.add_argument(
         "--compare",
-        type=int,
+        type=whole(0),
         default=4,
         metavar="N",
         help="batches after those of the calibration; 0 compares nothing (default: %(default)s)",
@@ -131,13 +133,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=whole(0),
         default=0,
         help="of the split, the initial weights and the order of batches (default: %(default)s)",
     )
     parser.add_argument(
         "--epochs",
-        type=int,
+        type=whole(1),
         help="of FP32 training and of QAT, each (default: 12 for repvgg, fewer for others)",
     )
     parser.add_argument(
@@ -178,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_paths(args)
     if args.command == "demo":
         run_demo(args.out, seed=args.seed, epochs=args.epochs, model=args.model)
     elif args.command == "convert":

@@ -6,6 +6,7 @@ from typing import Any
 
 import torchq
 from torchq.calib import methods
+from torchq.cli.values import image_size, number, whole
 
 __all__ = [
     "add_comparison",
@@ -36,16 +37,23 @@ def add_data(group: Any) -> None:
         metavar="SOURCE",
         help="a folder of images, or package.module:loader (an iterable of batches)",
     )
-    for name, number, text in (
-        ("--num-batches", 16, "how many batches"),
-        ("--batch-size", 16, "for a folder: images in a batch"),
-        ("--image-size", 224, "for a folder: height and width"),
-        ("--seed", 0, "for a folder: of the order, which takes evenly from its sub-folders"),
+    for name, least, default, text in (
+        ("--num-batches", 1, 16, "how many batches"),
+        ("--batch-size", 1, 16, "for a folder: images in a batch"),
+        ("--seed", 0, 0, "for a folder: of the order, which takes evenly from its sub-folders"),
     ):
-        group.add_argument(name, type=int, default=number, help=f"{text} (default: %(default)s)")
-    for name, numbers in (("--mean", (0.485, 0.456, 0.406)), ("--std", (0.229, 0.224, 0.225))):
-        text = "for a folder (default: ImageNet's)"
-        group.add_argument(name, type=float, nargs=3, default=numbers, help=text)
+        text = f"{text} (default: %(default)s)"
+        group.add_argument(name, type=whole(least), default=default, help=text)
+    group.add_argument(
+        "--image-size",
+        type=image_size,
+        metavar="SIZE",
+        help="for a folder: 224, or HEIGHTxWIDTH (default: that of the file, or 224)",
+    )
+    text = "for a folder (default: ImageNet's)"
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    group.add_argument("--mean", type=number(), nargs=3, default=mean, help=text)
+    group.add_argument("--std", type=number(above=0), nargs=3, default=std, help=text)
 
 
 def add_method(group: Any) -> None:
@@ -97,11 +105,13 @@ def add_output(group: Any) -> None:
         help="write ONNX with QuantizeLinear / DequantizeLinear, and verify it in onnxruntime",
     )
     group.add_argument(
-        "--opset", type=int, help="of the ONNX file (default: 20, or 21 where the types need it)"
+        "--opset",
+        type=whole(10, 23),
+        help="of the ONNX file (default: 20, or 21 where the types need it)",
     )
     group.add_argument(
         "--verify",
-        type=int,
+        type=whole(1),
         default=2,
         metavar="N",
         help="batches to compare onnxruntime with PyTorch on (default: %(default)s)",
@@ -130,12 +140,13 @@ def add_json(parser: Any) -> None:
 
 def add_comparison(group: Any) -> None:
     """Add the arguments of a comparison with the float model."""
-    group.add_argument(
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
         "--metric",
         metavar="NAME",
         help="package.module:function of (output, batch) or of a model; larger is better",
     )
-    group.add_argument(
+    either.add_argument(
         "--labels",
         action="store_true",
         help="the sub-folders of --data are the classes, in the order of their names: measure "

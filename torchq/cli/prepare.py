@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli.loading import Images, load_batches, load_model, load_object
+from torchq.analysis.ranking.metrics import find_metric
+from torchq.cli.files import is_network_file
+from torchq.cli.loading import Images, explained, load_batches, load_model, load_object
 from torchq.errors import ConfigError
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "selection",
 ]
 
+_SIZE = 224
 _EXPECTED = {
     "model": "--model is missing; expected torchvision:NAME, package.module:factory or a file",
     "data": "--data is missing; expected a folder of images or package.module:loader",
@@ -45,13 +50,15 @@ class Prepared:
 
     Attributes:
         model: quantized and calibrated.
-        example: the input of the first batch.
+        example: one input of the model.
+        fixed_batch: the file of the model fixes how many images it takes.
         calibration: the batches that ranges come from.
         held_out: batches after these, or the same where there are no more.
     """
 
     model: nn.Module
     example: Tensor
+    fixed_batch: bool
     calibration: list[Any]
     held_out: list[Any]
 
@@ -86,11 +93,11 @@ def read_model(args: argparse.Namespace) -> nn.Module:
     Raises:
         ConfigError: There is no such model, or no such device.
     """
-    model = load_model(args.model, args.weights)
     try:
-        return model.to(args.device)
-    except (RuntimeError, AssertionError, ValueError) as error:
+        torch.zeros(1, device=args.device).cpu()  # which a meta tensor cannot follow
+    except Exception as error:  # of many kinds, by device
         raise ConfigError(f"--device {args.device}: {_first_line(error)}") from None
+    return load_model(args.model, args.weights).to(args.device)
 
 
 def named_config(recipe: str) -> torchq.QuantConfig:
@@ -100,10 +107,7 @@ def named_config(recipe: str) -> torchq.QuantConfig:
         ConfigError: There is no such recipe or file.
     """
     if recipe.endswith(".json"):
-        try:
-            return torchq.QuantConfig.from_json(Path(recipe).read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"--recipe {recipe}: no such file") from None
+        return torchq.QuantConfig.from_json(Path(recipe).read_text("utf-8", errors="replace"))
     return torchq.recipes.by_name(recipe)
 
 
@@ -113,10 +117,25 @@ def selection(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_metric(args: argparse.Namespace) -> Any:
-    """Return the metric that was asked for, or None."""
-    if args.metric is not None:
-        return load_object(args.metric, "--metric")
-    return accuracy if args.labels else None
+    """Return the metric that was asked for, or None; what it raises names the option.
+
+    Raises:
+        ConfigError: It is no function of an output and its batch, or of a model.
+    """
+    if args.metric is None:
+        name, metric = "--labels", accuracy if args.labels else None
+    else:
+        name, metric = f"--metric {args.metric}", load_object(args.metric, "--metric")
+        find_metric("--metric", metric)
+    if metric is None:
+        return None
+
+    @functools.wraps(metric)
+    def measured(*given: Any) -> float:
+        with explained(name):
+            return float(metric(*given))
+
+    return measured
 
 
 def accuracy(output: Any, batch: Any) -> Tensor:
@@ -124,19 +143,77 @@ def accuracy(output: Any, batch: Any) -> Tensor:
     return (output.argmax(1).cpu() == batch[1].cpu()).float().mean()
 
 
-def read_batches(args: argparse.Namespace, count: int) -> list[Any]:
-    """Return the first ``count`` batches.
+def read_batches(
+    model: nn.Module, args: argparse.Namespace, held_out: int = 0
+) -> tuple[list[Any], list[Any]]:
+    """Return the batches to calibrate on, and up to ``held_out`` that come after them.
+
+    Images of a folder come in the shape that the file of a network fixes.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no batch, or it is not what the model takes.
     """
-    images = Images(args.batch_size, args.image_size, args.mean, args.std, args.seed)
+    size, fixed = args.image_size or (_SIZE, _SIZE), None
+    if is_network_file(args.model) and Path(args.data).is_dir():
+        size, fixed = _image_size(model, args), fixed_batch(model, args)
+    # A multiple of the batch that a file fixes, so that no fewer images are read than else.
+    count = args.batch_size if fixed is None else -(-args.batch_size // fixed) * fixed
+    images = Images(count, size, args.mean, args.std, args.seed)
     labelled = getattr(args, "labels", False)
     source: Iterable[Any] = load_batches(args.data, images, labelled=labelled)
-    found = list(islice(source, count))
-    if not found:
-        raise ConfigError("--data: got no batch; expected at least one")
+    with explained(f"--data {args.data}"):
+        found = list(islice(source, args.num_batches + held_out))
+    count = _calibration_count(len(found), args.num_batches, held_out)
+    calibration, rest = _pieces(found[:count], fixed), _pieces(found[count:], fixed)
+    if not calibration:
+        wanted = "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
+        raise ConfigError(f"--data: got no batch; expected {wanted}")
+    return calibration, rest
+
+
+def _pieces(batches: list[Any], size: int | None) -> list[Any]:
+    """Return batches of exactly ``size`` images, of images alone or with labels."""
+    if size is None:
+        return batches
+    found: list[Any] = []
+    for batch in batches:
+        if isinstance(batch, Tensor):
+            found += [images for images in batch.split(size) if len(images) == size]
+        else:
+            pairs = zip(*(tensor.split(size) for tensor in batch), strict=True)
+            found += [pair for pair in pairs if len(pair[0]) == size]
     return found
+
+
+def fixed_batch(model: nn.Module, args: argparse.Namespace) -> int | None:
+    """Return the batch size that an ONNX file fixes; files of others state one as an example."""
+    if not args.model.endswith(".onnx"):
+        return None
+    shapes: Any = model.input_shapes
+    return shapes[0][0] or None if shapes and shapes[0] else None
+
+
+def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
+    """Return height and width of the images that the network of a file takes.
+
+    Raises:
+        ConfigError: It takes no colour images, or such of another size than --image-size.
+    """
+    shapes: Any = model.input_shapes
+    stated = shapes[0] or [None, 3, None, None]
+    if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
+        raise ConfigError(
+            f"--data {args.data}: {args.model} takes inputs of shapes {shapes}; a folder gives "
+            "images (N, 3, height, width). Pass package.module:loader"
+        )
+    wanted = args.image_size or (_SIZE, _SIZE)
+    height, width = (fixed or side for fixed, side in zip(stated[2:], wanted, strict=True))
+    if args.image_size not in (None, (height, width)):
+        raise ConfigError(
+            f"--image-size {wanted[0]}x{wanted[1]}: {args.model} fixes {height}x{width}; "
+            "leave the option out"
+        )
+    return height, width
 
 
 def example_of(batch: Any) -> Tensor:
@@ -177,26 +254,27 @@ def prepare(
     config = named_config(args.recipe)
     require(args, "data")
     check()
-    batches = read_batches(args, args.num_batches + held_out)
-    count = _calibration_count(len(batches), args.num_batches, held_out)
-    calibration, rest = batches[:count], batches[count:]
-    example = example_of(batches[0]).to(args.device)
-    _check_example(model, example, args)
+    calibration, rest = read_batches(model, args, held_out)
+    fixed = fixed_batch(model, args)
+    images = example_of(calibration[0])
+    example = images[: fixed or 1].to(args.device)
+    with torch.no_grad(), _wrong_size(images, args):
+        model(example)
     if args.fuse:
-        fused = torchq.fuse_(model, (example[:1],)).fused
+        fused = torchq.fuse_(model, (example,)).fused
         say(f"fused {len(fused)} BatchNorms and branches")
     # A target wants one range for all quantizers of one tensor, which the example call finds.
-    one = None if args.target is None else (example[:1],)
+    one = None if args.target is None else (example,)
     say(torchq.quantize_(model, config, target=args.target, example=one, **selection(args)))
     if getattr(args, "load", None):
         torchq.load(model, args.load)
-        return Prepared(model, example, calibration, rest or calibration)
+        return Prepared(model, example, fixed is not None, calibration, rest or calibration)
     if getattr(args, "export", None):
-        torchq.onnx.preflight.check_formats(model)
+        torchq.onnx.preflight.check_formats(model, args.opset)
     started = time.perf_counter()
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
     say(f"calibrated on {_counted(calibration)} in {time.perf_counter() - started:.1f} s")
-    return Prepared(model, example, calibration, rest or calibration)
+    return Prepared(model, example, fixed is not None, calibration, rest or calibration)
 
 
 def _calibration_count(batches: int, wanted: int, held_out: int) -> int:
@@ -209,19 +287,19 @@ def _counted(batches: list[Any]) -> str:
     return "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
 
 
-def _check_example(model: nn.Module, example: Tensor, args: argparse.Namespace) -> None:
-    """Run the model once, so that images of the wrong size are found before all other work.
+@contextmanager
+def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
+    """Explain why the model fails on the first batch, before all other work.
 
     Raises:
-        ConfigError: The model fails on the first batch.
+        ConfigError: The model fails.
     """
     try:
-        with torch.no_grad():
-            model(example[:1])
+        yield
     except Exception as error:  # whatever the model's code raises
         advice = "; pass another --image-size" if Path(args.data).is_dir() else ""
         raise ConfigError(
-            f"--data {args.data}: the model fails on a batch of shape {tuple(example.shape)} "
+            f"--data {args.data}: the model fails on a batch of shape {tuple(images.shape)} "
             f"({type(error).__name__}: {_first_line(error)}){advice}"
         ) from None
 

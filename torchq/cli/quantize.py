@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torchq
 from torchq.analysis import check_path, compare_outputs
+from torchq.cli.files import check_different, check_folder
 from torchq.cli.loading import load_text
 from torchq.cli.prepare import (
     Prepared,
@@ -23,9 +23,10 @@ from torchq.cli.prepare import (
     require,
     selection,
 )
-from torchq.errors import ConfigError, TorchqError
+from torchq.errors import TorchqError
+from torchq.utils.optional import import_optional
 
-__all__ = ["check_folder", "run_quantize"]
+__all__ = ["run_quantize"]
 
 #: Where the report goes if no other file is written.
 _REPORT = "torchq-report.html"
@@ -54,28 +55,23 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise an error for what would fail later."""
-    for option in ("export", "save", "report"):
-        check_folder(f"--{option}", getattr(args, option))
+    report = _report_path(args)
+    if report is not None:
+        check_folder("--report", report)
+        check_different({"--export": args.export, "--save": args.save, "--report": report})
     if args.report:
         check_path(args.report)
+    if args.export:
+        for package in ("onnx", "onnxruntime"):
+            import_optional(package, "--export")
     read_metric(args)
 
 
-def check_folder(option: str, path: str | None) -> None:
-    """Raise an error where a file could not be written later, before any work is done.
-
-    Raises:
-        ConfigError: The path is a folder, or its folder is missing or not writable.
-    """
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir():
-        raise ConfigError(f"{option} {path}: is a folder; expected a file")
-    if not folder.is_dir():
-        raise ConfigError(f"{option} {path}: the folder {folder} does not exist")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {path}: the folder {folder} is not writable")
+def _report_path(args: argparse.Namespace) -> str | None:
+    """Return where the report goes, or None."""
+    beside = args.export or args.save
+    default = str(Path(beside).with_suffix(".report.html")) if beside else _REPORT
+    return None if args.no_report else args.report or default
 
 
 def _compare(
@@ -84,7 +80,7 @@ def _compare(
     """Say how far the quantized model is from the float one, and return the figures."""
     if not args.compare:
         return None
-    outputs = compare_outputs(found.model, found.held_out[: args.compare], metric)
+    outputs = compare_outputs(found.model, found.held_out, metric)
     where = "data that it was not calibrated with" if found.is_held_out else "its calibration data"
     parts = [f"signal to noise {outputs.sqnr:.1f} dB"]
     if outputs.agreement is not None:
@@ -99,14 +95,17 @@ def _write(
     found: Prepared, args: argparse.Namespace, say: Callable[[object], None]
 ) -> dict[str, str]:
     """Write the files that were asked for, and return their paths."""
-    model, example = found.model, found.example
+    model = found.model
     written = {}
     if args.save:
         torchq.save(model, args.save)
-        say(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save)}")
+        say(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save, args.weights)}")
         written["save"] = args.save
     if args.export:
-        torchq.export_onnx(model, (example[:1],), args.export, opset=args.opset, target=args.target)
+        options = {"opset": args.opset, "target": args.target}
+        torchq.export_onnx(
+            model, (found.example,), args.export, dynamic_batch=not found.fixed_batch, **options
+        )
         say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
         batches = [example_of(batch) for batch in found.calibration[: args.verify]]
         say(torchq.verify_onnx(model, args.export, batches))
@@ -124,11 +123,9 @@ def _report(
 
     A report that nobody asked for must not turn success into failure.
     """
-    if args.no_report:
+    path = _report_path(args)
+    if path is None:
         return None
-    beside = args.export or args.save
-    default = str(Path(beside).with_suffix(".report.html")) if beside else _REPORT
-    path: str = args.report or default
     try:
         torchq.report(found.model, found.held_out, path, metric, plan=args.report is not None)
     except TorchqError as error:

@@ -91,17 +91,24 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_formats(model: nn.Module) -> None:
+def check_formats(model: nn.Module, opset: int | None = None) -> None:
     """Raise an error where a quantizer has a format or scales that no ONNX file can hold.
 
     Ranges are not looked at, so that this can be known before calibration.
 
+    Args:
+        model: A quantized model, calibrated or not.
+        opset: The opset of the file; None takes one that holds most.
+
     Raises:
-        ExportError: ONNX has no such type, no such granularity, or no such scales.
+        ExportError: ONNX or the opset has no such type, no such granularity, or no such scales.
     """
     for name, quantizer in quantizers(model).items():
         if quantizer.quantizing or quantizer.observing:
-            _needed_opset(name, quantizer)
+            if opset is None:
+                _needed_opset(name, quantizer)
+            else:
+                _check_opset(name, quantizer, opset, choose_exporter(None, opset))
 
 
 def check_quantizers(
