@@ -97,7 +97,6 @@ _CASES = [
     Case("resnet20", "w4a8", "lsq, distilled"),
     Case("resnet20", "w8a8", "lsq, distilled"),
     Case("resnet20", "w4a4", "lsq"),
-    *(Case("depthwise", "w4a4", f"lsq, distilled, {more}") for more in ("damped", "frozen")),
     *(Case("language model", widths, "ptq max") for widths in ("w8a8", "w4a8")),
     *(Case("language model", widths, "qat, distilled") for widths in ("w8a8", "w4a8")),
     *(Case("resnet20", "w4a4", _SHORT + method) for method in METHODS),
@@ -204,7 +203,7 @@ class Bench:
         return {"perplexity": self.score(model), "steps": steps, "lr": lr}
 
     def _train(self, model: nn.Module, case: Case, batches: list[Tensor]) -> dict[str, object]:
-        """Train as the case says; return how, and what was seen."""
+        """Train as the case says; return how."""
         method, options = _method(case), self.options
         _, _, steps, lr = _WIDTHS[case.widths]
         steps, lr = SHORT if case.is_short else (steps, lr)
@@ -215,24 +214,20 @@ class Bench:
             steps,
             lr,
             seed=case.seed,
-            range_lr=lr * method.range_lr,
             input_range_lr=None if method.input_range_lr is None else lr * method.input_range_lr,
-            log2_ranges=method.log2,
         )
-        share = train_(
+        train_(
             model,
             teacher,
             self.train,
             method,
             plan,
             bf16=options.bf16,
-            watched=case.network == "depthwise" or (case.is_short and method.is_countable),
             label=str(case),
             checkpoint=self._checkpoint(case, plan),
         )
         reestimate_bn_(model, batches, progress=False)
-        found = {"steps": steps, "lr": lr, "bf16": options.bf16}
-        return found | ({} if share is None else {"oscillating": share})
+        return {"steps": steps, "lr": lr, "bf16": options.bf16}
 
     def _checkpoint(self, case: Case, plan: Training) -> Path:
         """Return the file that keeps the state of a run."""
@@ -268,11 +263,7 @@ def _method(case: Case) -> Method:
     """Return how a case trains."""
     if case.is_short:
         return METHODS[case.method.removeprefix(_SHORT)]
-    return Method(
-        loss="logits" if "distilled" in case.method else "labels",
-        damping=METHODS["damped"].damping if "damped" in case.method else 0.0,
-        freezing=METHODS["frozen"].freezing if "frozen" in case.method else None,
-    )
+    return Method(loss="logits" if "distilled" in case.method else "labels")
 
 
 def _prepare(model: nn.Module, case: Case, method: Method, batches: list[Tensor]) -> None:

@@ -75,8 +75,8 @@ PROMISED: dict[str, str] = {
         Decision Patch SwapReport decide patch plan quantize_ restore_ targets
     """,
     "torchq.qat": """
-        Distillation ESTIMATORS Estimator Grid Oscillations Preparation
-        Reestimate bits_at_ change_bits_ dampening_loss feature_loss float_twin freeze_bn_
+        Distillation ESTIMATORS Estimator Grid Preparation
+        Reestimate bits_at_ change_bits_ feature_loss float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
         prepare quantize_from_ reestimate_bn_
         replicate_ranges_ share_range_ step_in_log2_ unfreeze_bn_ use_estimator_

@@ -4,7 +4,6 @@ from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreez
 from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
 from torchq.qat.estimators import ESTIMATORS, Estimator, Grid, use_estimator_
 from torchq.qat.optim import param_groups
-from torchq.qat.oscillation import Oscillations, dampening_loss
 from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.ranges import learn_ranges_, step_in_log2_
 from torchq.qat.schedule import (
@@ -22,12 +21,10 @@ __all__ = [
     "ESTIMATORS",
     "Estimator",
     "Grid",
-    "Oscillations",
     "Preparation",
     "Reestimate",
     "bits_at_",
     "change_bits_",
-    "dampening_loss",
     "feature_loss",
     "first_logits",
     "float_twin",
