@@ -75,11 +75,11 @@ PROMISED: dict[str, str] = {
         Decision Patch SwapReport decide patch plan quantize_ restore_ targets
     """,
     "torchq.qat": """
-        Distillation ESTIMATORS Estimator Grid Preparation
+        Distillation Preparation
         Reestimate bits_at_ change_bits_ feature_loss float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
         prepare quantize_from_ reestimate_bn_
-        replicate_ranges_ share_range_ step_in_log2_ unfreeze_bn_ use_estimator_
+        replicate_ranges_ share_range_ step_in_log2_ unfreeze_bn_
     """,
     "torchq.workflow": """
         CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate

@@ -14,7 +14,7 @@ import torchq
 from tests.models import ConvNet, image_batches
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
-from torchq.qat import learn_ranges_, param_groups, step_in_log2_, use_estimator_
+from torchq.qat import learn_ranges_, param_groups, step_in_log2_
 from torchq.workflow import quantizers
 
 
@@ -37,6 +37,21 @@ def test_ranges_become_parameters_and_nothing_else_changes(method: str) -> None:
     assert len(ranges[0]["params"]) == 8
     model.train()(x).sum().backward()
     assert all(p.grad is not None for p in ranges[0]["params"])
+
+
+def test_the_gradient_of_pact_is_that_of_clipped_values() -> None:
+    """Choi et al. 2018, equation 3: 1 where the value is clipped above, else 0."""
+    x = torch.tensor([-0.5, 0.3, 0.9, 1.2, 5.0])
+    quantizer = TensorQuantizer(QuantDescriptor(4, unsigned=True, amax=1.0)).train()
+    expected = quantizer(x)
+    learn_ranges_(quantizer, "pact")
+    leaf = x.clone().requires_grad_()
+    y = quantizer(leaf)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    # LSQ's factor of steps is one over the root of elements times largest code; amax is 15 steps.
+    assert quantizer.amax.grad.item() == pytest.approx(2.0 * 15**2 / math.sqrt(5 * 15))
+    assert leaf.grad is not None and leaf.grad.tolist() == [0, 1, 1, 0, 0]
 
 
 def test_both_ends_are_learned() -> None:
@@ -282,7 +297,7 @@ def test_errors_change_nothing() -> None:
     with pytest.raises(ConfigError, match=r"1\.input_quantizer: got learn_ranges_ for a range tha"):
         learn_ranges_(model)
     assert not isinstance(model[0].input_quantizer.amax, nn.Parameter)
-    use_estimator_(model, "ste", "0.input_quantizer")
+    model[0].input_quantizer.delegate = lambda x, quantizer: x
     with pytest.raises(ConfigError, match="got method 'pact' for a quantizer with a delegate"):
         learn_ranges_(model, "pact", "0.input_quantizer")
     with pytest.raises(ConfigError, match="got an optimizer without a group 'ranges'"):

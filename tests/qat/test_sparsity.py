@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import torchq
-from torchq.qat import prepare, use_estimator_
+from torchq.qat import prepare
 
 
 def two_of_four(weight: Tensor) -> Tensor:
@@ -69,12 +69,9 @@ def test_masks_of_hooks_survive_training(learn: bool) -> None:
     assert_sparse(model, masks)
 
 
-@pytest.mark.parametrize("estimator", [None, "ewgs", "stochastic", "noise"])
-def test_zeros_stay_zeros_through_fusing(estimator: str | None) -> None:
+def test_zeros_stay_zeros_through_fusing() -> None:
     model, masks = pruned()
     done = prepare(model, [images()], torchq.recipes.w4a4(first_last=None), progress=False)
-    if estimator is not None:
-        use_estimator_(model, estimator, "*.weight_quantizer")
     train(model, done.param_groups)
     for name in masks:
         prune.remove(model.get_submodule(name), "weight")

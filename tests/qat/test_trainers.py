@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchq
 from tests.models import ConvNet
-from torchq.qat import Distillation, param_groups, prepare, use_estimator_
+from torchq.qat import Distillation, param_groups, prepare
 from torchq.workflow import quantizers
 
 # The frameworks warn of each other and of small data.
@@ -38,12 +38,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=4)
 
 
-def prepared(estimator: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = ConvNet().train()
     done = prepare(model, loader(), torchq.recipes.w4a4(), lr=0.01, progress=False)
-    if estimator is not None:
-        use_estimator_(model, estimator)
     return model, torch.optim.SGD(done.param_groups, momentum=0.9)
 
 
@@ -65,10 +63,9 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-@pytest.mark.parametrize("estimator", [None, "stochastic"])
-def test_a_resumed_run_continues_bit_for_bit(estimator: str | None) -> None:
+def test_a_resumed_run_continues_bit_for_bit() -> None:
     """From a file with the whole model, the optimizer and the state of torch's generator."""
-    model, optimizer = prepared(estimator)
+    model, optimizer = prepared()
     train(model, optimizer, range(4))
     file = io.BytesIO()
     torch.save((model, optimizer.state_dict(), torch.get_rng_state()), file)
@@ -142,10 +139,8 @@ class Checkpointed(nn.Module):
         )
 
 
-@pytest.mark.parametrize("estimator", [None, "stochastic", "qdrop"])
-def test_gradient_checkpointing_gives_the_same_gradients(estimator: str | None) -> None:
-    """Noise is drawn again alike, since it comes from torch's own generator."""
-    model, _ = prepared(estimator)
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    model, _ = prepared()
     model.eval()  # BatchNorm would move its statistics twice; that is torch's own affair.
     for quantizer in quantizers(model).values():
         quantizer.train()

@@ -2,7 +2,6 @@
 
 from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
 from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
-from torchq.qat.estimators import ESTIMATORS, Estimator, Grid, use_estimator_
 from torchq.qat.optim import param_groups
 from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.ranges import learn_ranges_, step_in_log2_
@@ -18,9 +17,6 @@ from torchq.qat.shared_ranges import replicate_ranges_, share_range_
 
 __all__ = [
     "Distillation",
-    "ESTIMATORS",
-    "Estimator",
-    "Grid",
     "Preparation",
     "Reestimate",
     "bits_at_",
@@ -42,5 +38,4 @@ __all__ = [
     "share_range_",
     "step_in_log2_",
     "unfreeze_bn_",
-    "use_estimator_",
 ]

@@ -12,9 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.functional import amax_from_scale
+from torchq.functional import (
+    amax_from_scale,
+    compute_dtype,
+    scale_and_zero_point,
+    scale_from_amax,
+    straight_through,
+)
+from torchq.functional.affine import living_ends
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.qat.estimators import Estimator
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers
 
@@ -84,8 +90,28 @@ def learn_ranges_(
         first = weights.get(id(quantizer)) if start == "lsq" else None
         _make_parameters(quantizer, descriptors[path], first)
         if method == "pact":
-            quantizer.delegate = Estimator("ste", "clipped")
+            quantizer.delegate = _clipped_gradient
     return tuple(chosen)
+
+
+def _clipped_gradient(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
+    """Return ``x`` quantized; in training its range feels only the values that it clips."""
+    y = quantizer.apply_own(x)
+    if not quantizer.training or torch.onnx.is_in_onnx_export():
+        return y
+    d = quantizer.descriptor
+    amin, amax = quantizer.ends_for(x)
+    parts, dtype = d.granularity.split(x), compute_dtype(x.dtype)
+    top = d.granularity.align(amax.to(dtype), x.shape)
+    if amin is None:
+        scale = scale_from_amax(top, d.format, d.block_scale_format)
+        point = torch.zeros_like(scale)
+    else:
+        bottom, top = living_ends(d.granularity.align(amin.to(dtype), x.shape), top)
+        scale, point = scale_and_zero_point(bottom, top, d.format, d.block_scale_format)
+    low, high = (scale * (end - point) for end in (d.format.quant_min, d.format.quant_max))
+    clipped = torch.minimum(torch.maximum(parts.to(dtype), low), high)
+    return straight_through(d.granularity.join(clipped.to(x.dtype), x.shape), y)
 
 
 def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescriptor:
