@@ -76,9 +76,9 @@ PROMISED: dict[str, str] = {
     """,
     "torchq.qat": """
         Distillation Preparation
-        Reestimate bits_at_ change_bits_ feature_loss float_twin freeze_bn_
+        Reestimate feature_loss float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
-        prepare quantize_from_ reestimate_bn_
+        prepare reestimate_bn_
         replicate_ranges_ share_range_ step_in_log2_ unfreeze_bn_
     """,
     "torchq.workflow": """

@@ -10,16 +10,10 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, image_batches
-from torchq.errors import ConfigError
-from torchq.formats import INT4, PerAxis
-from torchq.functional import fake_quantize, reduce_amax
 from torchq.qat import (
-    bits_at_,
-    change_bits_,
     freeze_bn_from_,
     freeze_ranges_from_,
     observing,
-    quantize_from_,
 )
 from torchq.workflow import quantizers
 
@@ -32,30 +26,8 @@ def calibrated(recipe: str = "w4a4") -> nn.Module:
     return model
 
 
-def test_quantization_starts_at_its_step() -> None:
-    model = calibrated()
-    plain = copy.deepcopy(model).eval()
-    torchq.restore_(plain)
-    model.eval()
-    x = image_batches()[0]
-    quantize_from_(model, 0, 2)
-    assert torch.equal(model(x), plain(x))
-    assert quantize_from_(model, 1, 2) == ()
-    assert len(quantize_from_(model, 2, 2)) == 8
-    assert not torch.equal(model(x), plain(x))
-
-
-def test_the_weights_can_start_before_the_inputs() -> None:
-    model = calibrated()
-    quantize_from_(model, 0, 1, "*.input_quantizer")
-    modes = {name: q.mode for name, q in quantizers(model).items()}
-    assert {mode for name, mode in modes.items() if "input" in name} == {"off"}
-    assert {mode for name, mode in modes.items() if "weight" in name} == {"quantize"}
-
-
 def train(model: nn.Module, first: int, last: int, optimizer: torch.optim.Optimizer) -> None:
     for step in range(first, last):
-        quantize_from_(model, step, 1, "*.input_quantizer")
         freeze_bn_from_(model, step, 3)
         freeze_ranges_from_(model, step, 4)
         model.train()
@@ -112,63 +84,6 @@ def test_frozen_batchnorm_survives_train() -> None:
     assert freeze_bn_from_(model, 1, 2) == ("stem.1", "left.1", "right.1")
     model(image_batches()[0])
     assert not torch.equal(model.stem[1].running_mean, before)
-
-
-def test_a_narrower_weight_is_calibrated_for_its_width() -> None:
-    model = nn.Sequential(nn.Linear(16, 4))
-    torchq.quantize_(model)
-    torchq.calibrate(model, [torch.randn(2, 16)], progress=False)
-    kept = model[0].input_quantizer.amax.clone()
-    assert bits_at_(model, 0, {0: 8, 3: 4}) == ()
-    assert set(bits_at_(model, 3, {0: 8, 3: 4})) == {"0.weight_quantizer", "0.input_quantizer"}
-    weight = model[0].weight
-    expected = fake_quantize(weight, reduce_amax(weight, PerAxis((0,))), INT4, PerAxis((0,)))
-    assert torch.equal(model[0].weight_quantizer(weight), expected)
-    assert torch.equal(model[0].input_quantizer.amax, kept)
-
-
-@pytest.mark.parametrize("stop", [2, 3, 4])
-def test_a_resumed_run_keeps_the_ranges_that_it_learned(stop: int) -> None:
-    """Before, at, and after the step that changes the width."""
-
-    def train(model: nn.Module, steps: range) -> None:
-        for step in steps:
-            bits_at_(model, step, {0: 8, 3: 4}, "*.weight_quantizer")
-            model.zero_grad()
-            model(image_batches()[0]).square().mean().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(0.01 * parameter.grad)
-
-    through, first, resumed = (calibrated() for _ in range(3))
-    train(through, range(6))
-    train(first, range(stop))
-    resumed.load_state_dict(first.state_dict())
-    train(resumed, range(stop, 6))
-    found, expected = resumed.state_dict(), through.state_dict()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_the_sign_that_calibration_chose_survives_a_change_of_width() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    torchq.quantize_(model, torchq.recipes.integer(4, 4))
-    torchq.calibrate(model, [torch.rand(8, 4)], progress=False)
-    change_bits_(model, 3, "*.input_quantizer")
-    quantizer = model[0].input_quantizer
-    assert str(quantizer.descriptor.format) == "uint3"
-    assert quantizer.given_descriptor.unsigned == "auto"
-
-
-def test_errors_of_widths() -> None:
-    model = calibrated()
-    with pytest.raises(ConfigError, match=r"got the schedule \{5: 4\}; expected widths from step"):
-        bits_at_(model, 0, {5: 4})
-    with pytest.raises(ConfigError, match="1 bit"):
-        change_bits_(model, 1, "*.weight_quantizer")
-    assert model.left[0].weight_quantizer.descriptor.num_bits == 4
-    eight = calibrated("fp8")
-    with pytest.raises(ConfigError, match=r"stem\.0\.input_quantizer: got change_bits_ for e4m3"):
-        change_bits_(eight, 4)
 
 
 def test_observing_follows_the_data_while_it_quantizes() -> None:

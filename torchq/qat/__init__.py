@@ -6,12 +6,9 @@ from torchq.qat.optim import param_groups
 from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.ranges import learn_ranges_, step_in_log2_
 from torchq.qat.schedule import (
-    bits_at_,
-    change_bits_,
     freeze_bn_from_,
     freeze_ranges_from_,
     observing,
-    quantize_from_,
 )
 from torchq.qat.shared_ranges import replicate_ranges_, share_range_
 
@@ -19,8 +16,6 @@ __all__ = [
     "Distillation",
     "Preparation",
     "Reestimate",
-    "bits_at_",
-    "change_bits_",
     "feature_loss",
     "first_logits",
     "float_twin",
@@ -32,7 +27,6 @@ __all__ = [
     "observing",
     "param_groups",
     "prepare",
-    "quantize_from_",
     "reestimate_bn_",
     "replicate_ranges_",
     "share_range_",
