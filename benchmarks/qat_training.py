@@ -36,7 +36,6 @@ class Training:
         seed: of the batches.
         range_lr: the learning rate of learned ranges, or None for ``lr``.
         input_range_lr: that of ranges of activations, or None for ``range_lr``.
-        log2_ranges: step in the logarithm of learned ranges.
     """
 
     steps: int
@@ -47,7 +46,6 @@ class Training:
     seed: int = 0
     range_lr: float | None = None
     input_range_lr: float | None = None
-    log2_ranges: bool = False
 
 
 def fit(
@@ -111,8 +109,6 @@ def _optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
         if training.optimizer == "sgd"
         else torch.optim.AdamW(groups)
     )
-    if training.log2_ranges:
-        torchq.qat.step_in_log2_(optimizer)
     return optimizer
 
 

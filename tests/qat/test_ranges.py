@@ -14,7 +14,7 @@ import torchq
 from tests.models import ConvNet, image_batches
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ConfigError
-from torchq.qat import learn_ranges_, param_groups, step_in_log2_
+from torchq.qat import learn_ranges_, param_groups
 from torchq.workflow import quantizers
 
 
@@ -156,61 +156,6 @@ def test_learned_state_loads_into_another_model_of_the_same_kind() -> None:
     assert torch.equal(first.eval()(x), second.eval()(x))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_steps_in_the_exponent_are_those_of_the_logarithm_itself(kind: str) -> None:
-    make = {
-        "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-        "adam": lambda groups: torch.optim.Adam(groups, lr=0.1),
-    }[kind]
-    amax = nn.Parameter(torch.tensor([0.3, 4.0]))
-    exponent = nn.Parameter(torch.tensor([0.3, 4.0]).log2())
-    optimizer = make([{"params": [amax], "name": "ranges"}])
-    reference = make([{"params": [exponent]}])
-    step_in_log2_(optimizer)
-    for _ in range(5):
-        for value, own in ((amax, optimizer), (exponent.exp2(), reference)):
-            own.zero_grad()
-            (value.square().sum() - value.prod()).backward()
-            own.step()
-    # exp2 and log2 of float32 round once each in every step.
-    torch.testing.assert_close(amax.detach(), exponent.exp2().detach(), rtol=1e-5, atol=0.0)
-
-
-def test_steps_in_the_exponent_keep_the_sign_and_never_reach_zero() -> None:
-    ranges = nn.Parameter(torch.tensor([-0.5, 0.5]))
-    optimizer = torch.optim.SGD([{"params": [ranges], "name": "ranges"}], lr=5.0)
-    handles = step_in_log2_(optimizer)
-    for _ in range(20):
-        optimizer.zero_grad()
-        ranges.square().sum().backward()
-        optimizer.step()
-    low, high = ranges.tolist()
-    assert -0.5 < low < 0 < high < 0.5
-    for handle in handles:
-        handle.remove()
-    optimizer.zero_grad()
-    ranges.sum().backward()
-    optimizer.step()
-    assert ranges[1] < -1
-
-
-def test_a_power_of_two_scale_is_learned() -> None:
-    model = calibrated().eval()
-    learn_ranges_(model, "tqt")
-    optimizer = torch.optim.SGD(param_groups(model, lr=0.02, range_lr=10.0))
-    step_in_log2_(optimizer)
-    x = image_batches()[0]
-    before = {n: q.amax.detach().clone() for n, q in quantizers(model).items()}
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    for name, quantizer in quantizers(model).items():
-        scale = quantizer.calculate_qparams()[0]
-        assert torch.equal(scale.log2(), scale.log2().round()), name
-        assert not torch.equal(quantizer.amax, before[name]), name
-
-
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("dead", [0.0, -0.3])
 def test_a_range_that_was_driven_to_zero_recovers(backend: str, dead: float) -> None:
@@ -300,5 +245,3 @@ def test_errors_change_nothing() -> None:
     model[0].input_quantizer.delegate = lambda x, quantizer: x
     with pytest.raises(ConfigError, match="got method 'pact' for a quantizer with a delegate"):
         learn_ranges_(model, "pact", "0.input_quantizer")
-    with pytest.raises(ConfigError, match="got an optimizer without a group 'ranges'"):
-        step_in_log2_(torch.optim.SGD(model.parameters(), lr=0.1))

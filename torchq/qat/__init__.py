@@ -4,7 +4,7 @@ from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreez
 from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
 from torchq.qat.optim import param_groups
 from torchq.qat.prepare import Preparation, prepare
-from torchq.qat.ranges import learn_ranges_, step_in_log2_
+from torchq.qat.ranges import learn_ranges_
 from torchq.qat.schedule import (
     freeze_bn_from_,
     freeze_ranges_from_,
@@ -30,6 +30,5 @@ __all__ = [
     "reestimate_bn_",
     "replicate_ranges_",
     "share_range_",
-    "step_in_log2_",
     "unfreeze_bn_",
 ]

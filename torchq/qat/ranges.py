@@ -1,4 +1,4 @@
-"""Ranges that are learned: their gradient, where they start, and steps in their exponent."""
+"""Ranges that are learned: their gradient, and where they start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
@@ -24,14 +23,13 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers
 
-__all__ = ["learn_ranges_", "step_in_log2_"]
+__all__ = ["learn_ranges_"]
 
 #: Method -> changes of the descriptor. Each also learns, with LSQ's gradient scale.
 _METHODS: dict[str, dict[str, Any]] = {
     "lsq": {},
     "lsq+": {"symmetric": False},
     "pact": {},
-    "tqt": {"power_of_two": True},
 }
 
 
@@ -50,8 +48,6 @@ def learn_ranges_(
     lsq    amax, from rounding and clipping (Esser et al., ICLR 2020)
     lsq+   both ends of the range (Bhalgat et al., CVPR Workshops 2020)
     pact   amax, from the clipped values alone (Choi et al. 2018, section 3)
-    tqt    amax behind a scale that is a power of two (Jain et al., MLSys 2020); make
-           the optimizer step in its exponent with :func:`step_in_log2_`
     ====== =========================================================================
 
     All gradients have the scale of LSQ, so that plain SGD can train them. Make the optimizer
@@ -170,52 +166,3 @@ def _lsq_start(weight: Tensor, descriptor: QuantDescriptor) -> Tensor:
     mean = parts.mean(dims, keepdim=True) if dims else parts
     scale = 2 * mean / math.sqrt(descriptor.format.qmax)
     return amax_from_scale(scale, descriptor.format).reshape(granularity.amax_shape(weight.shape))
-
-
-def step_in_log2_(
-    optimizer: torch.optim.Optimizer, group: str = "ranges"
-) -> tuple[RemovableHandle, RemovableHandle]:
-    """Let ``optimizer`` step in the base-2 logarithm of some ranges, from now on.
-
-    A step then changes a range by a factor, whatever its size, and a range can neither reach zero
-    nor change its sign. The optimizer sees the logarithms as its parameters, with their exact
-    gradients; everything else sees the ranges. Call it again for an optimizer that is restored.
-    It does not fit optimizers that evaluate the model inside a step (LBFGS).
-
-    Args:
-        optimizer: with parameter groups of :func:`torchq.qat.param_groups`.
-        group: the name of the groups whose parameters are meant.
-
-    Returns:
-        Two handles; ``remove()`` of both ends it.
-
-    Raises:
-        ConfigError: the optimizer has no group of this name.
-
-    Reference: Jain et al., Trained Quantization Thresholds (MLSys 2020), section 3.
-    """
-    ranges = [p for g in optimizer.param_groups if g.get("name") == group for p in g["params"]]
-    if not ranges:
-        raise ConfigError(
-            f"step_in_log2_: got an optimizer without a group {group!r}; expected the groups of "
-            "torchq.qat.param_groups, of a model with learned ranges"
-        )
-    signs: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def enter(*_: Any) -> None:
-        for parameter in ranges:
-            if parameter.grad is not None:
-                signs[id(parameter)] = torch.where(parameter < 0, -1.0, 1.0)
-                parameter.grad.mul_(parameter * math.log(2))
-                smallest = torch.finfo(parameter.dtype).tiny
-                parameter.copy_(parameter.abs().clamp_min(smallest).log2())
-
-    @torch.no_grad()
-    def leave(*_: Any) -> None:
-        for parameter in ranges:
-            sign = signs.pop(id(parameter), None)
-            if sign is not None:
-                parameter.copy_(parameter.exp2() * sign)
-
-    return optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
