@@ -76,7 +76,7 @@ PROMISED: dict[str, str] = {
     """,
     "torchq.qat": """
         Distillation Preparation
-        Reestimate feature_loss float_twin freeze_bn_
+        Reestimate float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
         prepare reestimate_bn_
         replicate_ranges_ share_range_ unfreeze_bn_

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.models import ConvNet, image_batches
 from torchq.errors import ConfigError
-from torchq.qat import Distillation, feature_loss, float_twin, logit_loss
+from torchq.qat import Distillation, float_twin, logit_loss
 
 
 def prepared() -> tuple[nn.Module, nn.Module]:
@@ -53,25 +53,13 @@ def test_the_logit_loss_is_the_softened_divergence(temperature: float, dim: int)
 def test_the_loss_compares_the_call_with_the_float_original() -> None:
     model, original = prepared()
     x = image_batches()[0]
-    with Distillation(model, layers="stem", temperature=2.0) as distillation:
+    with Distillation(model, temperature=2.0) as distillation:
         y = model(x)
         loss = distillation.loss()
-        stem = feature_loss(model.stem(x), original.stem(x))
-    torch.testing.assert_close(loss, logit_loss(y, original(x), 2.0) + stem)
+    torch.testing.assert_close(loss, logit_loss(y, original(x), 2.0))
     assert loss > 0
     loss.backward()
     assert model.stem[0].weight.grad is not None
-
-
-def test_layers_alone() -> None:
-    model, original = prepared()
-    x = image_batches()[0]
-    with Distillation(model, layers=["stem", "left"], logits=None) as distillation:
-        model(x)
-        found = distillation.loss()
-        stem, twin = model.stem(x), original.stem(x)
-        parts = [feature_loss(stem, twin), feature_loss(model.left(stem), original.left(twin))]
-    torch.testing.assert_close(found, torch.stack(parts).mean())
 
 
 def test_training_on_the_twin_alone_brings_the_model_closer() -> None:
@@ -93,7 +81,7 @@ def test_training_on_the_twin_alone_brings_the_model_closer() -> None:
 def test_hooks_go_also_after_an_exception() -> None:
     model, _ = prepared()
     hooks = [len(m._forward_hooks) for m in model.modules()]
-    distillation = Distillation(model, layers="stem")
+    distillation = Distillation(model)
     with pytest.raises(RuntimeError, match="expected input"), distillation:
         model(torch.zeros(1, 1, 8, 8))
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
@@ -124,29 +112,9 @@ def test_keyword_arguments_and_outputs_with_logits() -> None:
         torch.testing.assert_close(distillation.loss(), expected)
 
 
-def test_a_layer_without_a_call_is_named() -> None:
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    model.forward = model[0].forward  # type: ignore[method-assign]
-    with Distillation(model, model, layers="1") as distillation:
-        model(torch.ones(1, 2))
-        with pytest.raises(
-            ConfigError, match=r"^1: got no call of this layer; expected one in each"
-        ):
-            distillation.loss()
-
-
 def test_errors() -> None:
     model, _ = prepared()
-    with pytest.raises(ConfigError, match="'nothing' selects no module; expected one of stem"):
-        Distillation(model, layers="nothing")
-    with pytest.raises(ConfigError, match=r"stem\.0\.input_quantizer: got a layer that the teach"):
-        Distillation(model, layers="stem.0.input_quantizer")
-    with pytest.raises(ConfigError, match="logits=None without layers"):
-        Distillation(model, logits=None)
     with pytest.raises(ConfigError, match=r"got temperature=0\.0; expected a number > 0"):
         Distillation(model, temperature=0.0)
-    for loss in (feature_loss, logit_loss):
-        with pytest.raises(
-            ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"
-        ):
-            loss(torch.zeros(2, 1), torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"):
+        logit_loss(torch.zeros(2, 1), torch.zeros(2, 3))

@@ -1,7 +1,7 @@
 """Helpers for quantization-aware training. May import workflow and below."""
 
 from torchq.qat.batchnorm import Reestimate, freeze_bn_, reestimate_bn_, unfreeze_bn_
-from torchq.qat.distill import Distillation, feature_loss, first_logits, float_twin, logit_loss
+from torchq.qat.distill import Distillation, first_logits, float_twin, logit_loss
 from torchq.qat.optim import param_groups
 from torchq.qat.prepare import Preparation, prepare
 from torchq.qat.ranges import learn_ranges_
@@ -16,7 +16,6 @@ __all__ = [
     "Distillation",
     "Preparation",
     "Reestimate",
-    "feature_loss",
     "first_logits",
     "float_twin",
     "freeze_bn_",
