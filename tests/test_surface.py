@@ -79,7 +79,7 @@ PROMISED: dict[str, str] = {
         Reestimate float_twin freeze_bn_
         freeze_bn_from_ freeze_ranges_from_ learn_ranges_ logit_loss observing param_groups
         prepare reestimate_bn_
-        replicate_ranges_ share_range_ unfreeze_bn_
+        share_range_ unfreeze_bn_
     """,
     "torchq.workflow": """
         CalibrationReport LayerRow Summary SummaryRow apply_record_ calibrate

@@ -10,7 +10,7 @@ from torchq.qat.schedule import (
     freeze_ranges_from_,
     observing,
 )
-from torchq.qat.shared_ranges import replicate_ranges_, share_range_
+from torchq.qat.shared_ranges import share_range_
 
 __all__ = [
     "Distillation",
@@ -27,7 +27,6 @@ __all__ = [
     "param_groups",
     "prepare",
     "reestimate_bn_",
-    "replicate_ranges_",
     "share_range_",
     "unfreeze_bn_",
 ]

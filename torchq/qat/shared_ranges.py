@@ -1,18 +1,17 @@
-"""One range for the quantizers of several activations, and ranges that all processes share."""
+"""One range for the quantizers of several activations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer, share_quantizers_
 from torchq.utils import Pattern
-from torchq.workflow import quantizers, select_quantizers, weight_quantizers
+from torchq.workflow import select_quantizers, weight_quantizers
 
-__all__ = ["replicate_ranges_", "share_range_"]
+__all__ = ["share_range_"]
 
 
 def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> TensorQuantizer:
@@ -51,38 +50,3 @@ def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> Ten
             "expected at least two"
         )
     return share_quantizers_(model, chosen)
-
-
-def replicate_ranges_(
-    model: nn.Module, group: dist.ProcessGroup | None = None
-) -> set[nn.Parameter]:
-    """Keep learned ranges whole on every rank: their gradients are averaged from now on, in place.
-
-    FSDP2 (``torch.distributed.fsdp.fully_shard``) shards no parameter without a dimension, which a
-    learned range per tensor is. Call this first, and let ``fully_shard`` ignore what it returns.
-
-    Args:
-        model: with learned ranges, which are equal on all ranks; see ``group`` of
-            :func:`torchq.qat.prepare`.
-        group: the processes that train together; None means all.
-
-    Returns:
-        The parameters, for ``fully_shard(..., ignored_params=...)``. Empty without learned ranges.
-
-    Raises:
-        ConfigError: torch.distributed is not initialised.
-    """
-    if not dist.is_initialized():
-        raise ConfigError(
-            "replicate_ranges_: got no process group; expected torch.distributed to be initialised"
-        )
-    ranges = {end for q in quantizers(model).values() for end in q.parameters(recurse=False)}
-
-    def average(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)
-
-    for parameter in ranges:
-        parameter.register_post_accumulate_grad_hook(average)
-    return ranges
