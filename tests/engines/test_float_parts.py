@@ -79,6 +79,20 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return found
 
 
+def test_a_model_of_slower_parts_alone_stays_float(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [x], progress=False)
+    monkeypatch.setattr(
+        float_parts, "_measured", lambda task, name, call: FloatPart(name, 2.0, 1.0)
+    )
+    monkeypatch.setattr(torch_engine, "_least_milliseconds", lambda models, task: (12.0, 10.0))
+    with pytest.warns(UserWarning, match="Sequential stays float: 12 ms on integers, 10 ms in fl"):
+        assert not integer_layers(torchq.deploy(model, x))
+
+
 def test_a_slower_part_stays_float_and_says_so(
     model: nn.Module, x: Tensor, times: dict[str, float]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,14 @@ def test_stages_are_shown_by_name(
     assert capsys.readouterr().err == ""
 
 
+def test_the_first_stage_is_shown_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, delay=60.0)
+    with progress_stages("export", ("trace", "write")):
+        assert "export: trace" in capsys.readouterr().err
+
+
 class Recorder:
     """Stands in for tqdm, and keeps the description and the total of each bar that is on."""
 
@@ -103,7 +112,7 @@ def network() -> nn.Module:
 
 
 def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
-    shown: list[tuple[str, int | None]], tmp_path: Path
+    shown: list[tuple[str, int | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
@@ -124,12 +133,20 @@ def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
         if not progress:
             assert shown == []
     assert ("merge blocks", 5) in shown
+    assert ("verify", 3) in shown
     stages = ["replace layers", "fuse", "compare"]
     assert [text for text, _ in shown if text.startswith("deploy")] == [
         f"deploy: {stage}" for stage in stages
     ]
     assert ("export: write", 3) in shown
-    assert ("verify", 3) in shown
+    shown.clear()
+    torchq.deploy(model, x, engine="onnxruntime")
+    assert ("deploy: export for onnxruntime quantized", 1) in shown
+    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_MEASURING", 0.0)
+    monkeypatch.setattr("torchq.engines.torch_engine._WORTH_PARTS", math.inf)
+    shown.clear()
+    torchq.deploy(model, x)
+    assert ("measure", 7) in shown
 
 
 class Gate(nn.Module):

@@ -21,6 +21,7 @@ from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
 from torchq.lowering.ops.onednn import saturates
 from torchq.onnx import verify_onnx
+from torchq.utils import progress_stages
 
 __all__ = ["GraphEngine"]
 
@@ -78,22 +79,24 @@ class GraphEngine(Engine):
         self.check()
         _require_float32(task.model)
         problems: list[ExportError] = []
-        for dynamo, lengths in _attempts(task.lengths):
-            try:
-                graph, interface = task.graph(
-                    self.target if self.quantized else None, dynamo, lengths
-                )
-                module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
-                found = task.check.difference(module)
-                if not found:
-                    self.compare_lengths(module, task, lengths)
-                    return self._faster(module, task, lengths)
-            except ExportError as error:
-                log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
-                problems.append(error)
-                continue
-            self._accept(found, module, task)
-            return module
+        stages = (f"export for {self.label}",)
+        with progress_stages("deploy", stages, enabled=task.progress):
+            for dynamo, lengths in _attempts(task.lengths):
+                try:
+                    graph, interface = task.graph(
+                        self.target if self.quantized else None, dynamo, lengths
+                    )
+                    module = EngineModule(self, graph, replace(interface, usual=_usual(task)))
+                    found = task.check.difference(module)
+                    if not found:
+                        self.compare_lengths(module, task, lengths)
+                        return self._faster(module, task, lengths)
+                except ExportError as error:
+                    log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
+                    problems.append(error)
+                    continue
+                self._accept(found, module, task)
+                return module
         raise problems[0]
 
     def _faster(self, module: EngineModule, task: Task, lengths: OpenLengths) -> EngineModule:

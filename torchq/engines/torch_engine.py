@@ -17,7 +17,8 @@ from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.graph import call_model
 from torchq.lowering import lower_model, use_bfloat16_attention_
-from torchq.utils import copy_module
+from torchq.utils import copy_module, progress_bar
+from torchq.workflow import quantizers
 
 __all__ = ["TorchEngine"]
 
@@ -60,15 +61,14 @@ class TorchEngine(Engine):
         module = self._lowered(task, task.model)
         if task.example is None or not self.measured or not self.fuse:
             return module
-        integers, floats = _least_milliseconds((module, task.float_model), task.example)
+        integers, floats = _least_milliseconds((module, task.float_model), task)
         if integers <= _WORTH_PARTS * floats:
             return _with_faster_attention(task, module)
         parts = slower_parts(task)
-        if parts:
-            mixed = self._lowered(task, partly_float(task.model, parts))
-            mixture, integers, floats = _least_milliseconds(
-                (mixed, module, task.float_model), task.example
-            )
+        partly = partly_float(task.model, parts)
+        if parts and quantizers(partly):
+            mixed = self._lowered(task, partly)
+            mixture, integers, floats = _least_milliseconds((mixed, module, task.float_model), task)
             if mixture < min(integers, floats) and not task.check(mixed).problem:
                 return mixed
         return module if integers <= _MARGIN * floats else _stay_float(task, integers, floats)
@@ -98,7 +98,7 @@ def _with_faster_attention(task: Task, module: nn.Module) -> nn.Module:
         if not use_bfloat16_attention_(candidate, flash=flash):
             return module
         candidates.append(candidate)
-    *halves, before = _least_milliseconds((*candidates, module), task.example)
+    *halves, before = _least_milliseconds((*candidates, module), task)
     least, best = min(zip(halves, candidates, strict=True), key=itemgetter(0))
     if least < _FASTER * before and not task.check.difference(best):
         return best
@@ -119,17 +119,20 @@ def _stay_float(task: Task, integers: float, floats: float) -> nn.Module:
     return result
 
 
-def _least_milliseconds(models: Sequence[nn.Module], example: Any) -> tuple[float, ...]:
-    """Return the shortest time of each model for the example, all of them in turn.
+def _least_milliseconds(models: Sequence[nn.Module], task: Task) -> tuple[float, ...]:
+    """Return the shortest time of each model for the example of a task, all of them in turn.
 
     The last one is run first: where it is quick, zeros are returned.
     """
     with torch.no_grad():
         for _ in range(2):
-            quick = _seconds(models[-1], example) < _WORTH_MEASURING
+            quick = _seconds(models[-1], task.example) < _WORTH_MEASURING
             if quick:
                 return (0.0,) * len(models)
-        rounds = [[_seconds(model, example) for model in models] for _ in range(_ROUNDS)]
+        shown = progress_bar(
+            range(_ROUNDS), description="measure", unit="round", enabled=task.progress
+        )
+        rounds = [[_seconds(model, task.example) for model in models] for _ in shown]
     return tuple(1000 * min(times) for times in zip(*rounds, strict=True))
 
 

@@ -2,7 +2,7 @@
 
 Every function that may take longer than a second has an argument ``progress=True``. Its bar shows
 the time left, on a terminal or in a notebook alone; it appears after a second and disappears at the
-end.
+end. The names of stages appear at once, as one stage alone may take a minute.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def progress_stages(
         >>> with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
         ...     next_stage()
     """
-    options = {"unit": "stage", "mininterval": 0}
+    options = {"unit": "stage", "mininterval": 0, "delay": 0}
     with _bar(enabled, total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
         waiting = iter(names[1:])
 
@@ -80,4 +80,5 @@ def _bar(enabled: bool, items: Any = None, **options: Any) -> Any:
     For tqdm None means "disabled unless there is a terminal"; a notebook counts as one.
     """
     hidden = None if enabled else True
-    return tqdm(items, disable=hidden, leave=False, dynamic_ncols=True, delay=_DELAY, **options)
+    options = {"delay": _DELAY, **options}
+    return tqdm(items, disable=hidden, leave=False, dynamic_ncols=True, **options)
