@@ -281,3 +281,11 @@ def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tens
     twin.quant_add.input_quantizer.set_amax(9.0)
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(image), model(image))
+
+
+def test_a_mode_is_one_of_four_names() -> None:
+    q = TensorQuantizer()
+    for bad in (None, ["off"], "loud"):
+        with pytest.raises(ConfigError, match=r"TensorQuantizer: got mode .*; expected one of off"):
+            q.mode = bad  # type: ignore[assignment]
+    assert q.mode == "quantize"

@@ -308,6 +308,7 @@ class Unread(list[Tensor]):
         ({"method": "moving_average", "momentum": "x"}, "got options"),
         ({"method": "auto", "percentile": 200}, r"got options \['percentile'\]"),
         ({"method": "activation"}, "calibrate: got method='activation'; expected one of: max, "),
+        ({"forward": 3}, "calibrate: got forward=3; expected a function of the model and a batch"),
         ({"method": ["max"]}, r"calibrate: got method=\['max'\]; expected one of: max, "),
     ],
 )

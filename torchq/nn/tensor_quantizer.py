@@ -155,7 +155,7 @@ class TensorQuantizer(QuantizerCalibration):
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        if mode not in _MODES:
+        if not isinstance(mode, str) or mode not in _MODES:
             raise ConfigError(
                 f"{self._label}: got mode {mode!r}; expected one of {', '.join(_MODES)}"
             )

@@ -52,8 +52,8 @@ def twin_of(module: nn.Module) -> nn.Module:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers of torch, which have no computation of their own.
 
-    These are ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel`` and what
-    ``torch.compile`` returns, also one around another.
+    These are ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel``, and what
+    ``torch.compile`` and ``checkpoint_wrapper`` return, also one around another.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -64,7 +64,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         return unwrapped(model.module)
-    if type(model).__name__ == "OptimizedModule":
+    if type(model).__name__ in ("OptimizedModule", "CheckpointWrapper"):
         return unwrapped(next(model.children()))
     return model
 

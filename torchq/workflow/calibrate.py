@@ -102,6 +102,10 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
+    if forward is not None and not callable(forward):
+        raise ConfigError(
+            f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
+        )
     _check_arguments(batches, on_unseen, method, weights, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
     model = unwrapped(model)

@@ -38,10 +38,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: the file.
 
     Raises:
-        QuantizationError: The model was returned by :func:`torchq.deploy`.
+        QuantizationError: The model was returned by :func:`torchq.deploy`, or traced.
     """
     with _without_wrappers(model) as inside:
-        _check_not_deployed(inside)
+        _check_loadable(inside)
         data = {"torchq": swap_record(inside), "state_dict": public_state(inside)}
     with replacing(path) as (temporary,):
         torch.save(data, temporary)
@@ -67,7 +67,8 @@ def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
                 setattr(parent, name, child)
 
 
-def _check_not_deployed(model: nn.Module) -> None:
+def _check_loadable(model: nn.Module) -> None:
+    """Refuse what :func:`load` cannot build: deployed and traced models."""
     found = deployed_part(model)
     if found is not None:
         name, module = found
@@ -76,6 +77,12 @@ def _check_not_deployed(model: nn.Module) -> None:
             "build; expected the model that was deployed. Save that one, or call "
             "torch.save(model, path)"
         )
+    for name, module in model.named_modules():
+        if name.endswith("_quantizer") and not isinstance(module, TensorQuantizer):
+            raise QuantizationError(
+                f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
+                "model that was traced or exported"
+            )
 
 
 def load_model(
