@@ -112,12 +112,13 @@ def test_one_of_two_places_of_a_module_without_parameters_is_saved_as_such(tmp_p
 def test_layers_operators_and_containers_are_counted_apart() -> None:
     report = torchq.plan(Tokens(), target="openvino")
     assert str(report).splitlines()[-1] == (
-        "3 quantized, 2 operators for openvino, 0 skipped, recipe int8"
+        "3 quantized, 2 operators for openvino, 0 skipped, recipe int8; "
+        "100.0% of the weights of layers quantized"
     )
 
 
 def test_an_input_that_a_target_leaves_float_is_named() -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Conv2d(4, 4, 5))
     decision = torchq.plan(model, target="onnxruntime").replaced[0]
     assert decision.note == "its input stays float, as onnxruntime has no integer kernel for it"
 

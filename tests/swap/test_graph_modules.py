@@ -156,6 +156,7 @@ class Functional(nn.Module):
         return self.layer(F.conv2d(x, self.weight))
 
 
+@pytest.mark.filterwarnings("ignore:Functional. only .* quantized")  # the call is most of it
 def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     model, x = fx.symbolic_trace(Functional().eval()), torch.randn(2, 3, 8, 8)
     report = torchq.quantize_(model, example=x)

@@ -31,11 +31,17 @@ from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
 from torchq.onnx.torch_exporters import (
     TorchExportError,
-    plain_attention,
     run_dynamo,
     run_torchscript,
 )
-from torchq.utils import bullets, deployed_part, evaluating, progress_stages, qualified_name
+from torchq.utils import (
+    bullets,
+    deployed_part,
+    evaluating,
+    plain_attention,
+    progress_stages,
+    qualified_name,
+)
 from torchq.utils.optional import import_optional
 
 __all__ = ["export_onnx", "unwrap"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from torchq.onnx.torch_optimizer import optimize_
 __all__ = [
     "TORCHSCRIPT_MAX",
     "TorchExportError",
-    "plain_attention",
     "run_dynamo",
     "run_torchscript",
 ]
@@ -37,20 +34,6 @@ _WRAPPED = "torchq_wrapped_model"
 
 class TorchExportError(ExportError):
     """torch's exporter failed; torchq's own errors about the model are plain ExportErrors."""
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Run attention operator by operator inside the ``with`` block.
-
-    The fused kernel has no ONNX form, and it reads weights without their quantizers.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def run_dynamo(call: ExampleCall, opset: int) -> Model:

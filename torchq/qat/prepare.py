@@ -124,7 +124,7 @@ def prepare(
         >>> loader = [(torch.randn(4, 3, 8, 8), torch.zeros(4))]
         >>> prepared = prepare(model, loader, torchq.recipes.w4a4(first_last=None), progress=False)
         >>> print(prepared)
-        quantized: 1 quantized, 0 skipped, recipe w4a4
+        quantized: 1 quantized, 0 skipped, recipe w4a4; 100.0% of the weights of layers quantized
         calibrated: 2 ranges from 1 batch
         parameters: 1 weights (lr 0.01, decay 0.0001), 3 biases_and_norms (lr 0.01, decay 0),
             2 ranges (lr 0.01, decay 0)

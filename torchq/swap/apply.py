@@ -30,7 +30,8 @@ from torchq.swap.flow.float_start import float_start
 from torchq.swap.flow.outputs import decide_outputs
 from torchq.swap.flow.separate_ranges import separate_ranges_
 from torchq.swap.flow.shared_ranges import share_common_ranges_
-from torchq.swap.plan import plan
+from torchq.swap.plan import decide_all
+from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import Target
 from torchq.utils import Pattern, device_of
 
@@ -82,20 +83,25 @@ def quantize_(
         >>> print(torchq.quantize_(model))
         module  type    what                                                   rule
         0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
-        1 quantized, 0 skipped, recipe int8
+        1 quantized, 0 skipped, recipe int8; 100.0% of the weights of layers quantized
         >>> type(model[0]).__name__
         'QuantConv2d'
     """
     choice: dict[str, Any] = {"include": include, "exclude": exclude, "target": target}
     reasons: dict[str, str] = {}
-    measure = True
+    measure, work = True, None
     while True:
-        report = plan(model, config, **choice, example=example).without(reasons)
+        report = decide_all(model, config, **choice, example=example).without(reasons)
+        work = work or measure_work(model, example)
+        report = replace(report, work=work)
         try:
-            return _carry_out(model, report, example, reasons, measure, progress)
+            report = _carry_out(model, report, example, reasons, measure, progress)
         except _StaysFloat as found:
             reasons |= found.reasons
             measure = measure and not found.measured
+        else:
+            warn_if_small(model, report.share)
+            return report
 
 
 class _StaysFloat(Exception):

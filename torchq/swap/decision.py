@@ -10,9 +10,11 @@ from torchq.descriptor import QuantDescriptor
 from torchq.nn import CallSite
 from torchq.utils import qualified_name
 
-__all__ = ["Decision", "no_twin"]
+__all__ = ["FLOAT_INPUT", "Decision", "no_twin"]
 
 _NO_TWIN = "no quantized twin of "
+#: The start of the note about a layer whose weight alone is quantized, because of the target.
+FLOAT_INPUT = "its input stays float"
 
 
 def no_twin(cls: type[nn.Module]) -> str:
@@ -66,6 +68,11 @@ class Decision:
     def is_without_twin(self) -> bool:
         """True if the module stays float only because no class is registered for it."""
         return self.reason.startswith(_NO_TWIN)
+
+    @property
+    def has_float_input(self) -> bool:
+        """True if a target leaves the input of the module float, so that it computes in float."""
+        return self.note.startswith(FLOAT_INPUT)
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from torchq.swap.calls import decide_calls
 from torchq.swap.decision import Decision
 from torchq.swap.find_operators import Operator
 from torchq.swap.obstacles import obstacle
+from torchq.swap.share import Share, Work, share_of
 from torchq.swap.targets import Target
 from torchq.utils import (
     NotebookText,
@@ -54,6 +55,7 @@ class SwapReport(NotebookText):
             target.
         target: the runtime that it is planned for, or None.
         target_rules: the rules that the target brings, as text.
+        work: what each module computes: multiply-adds with an example, else its weights.
     """
 
     config: QuantConfig
@@ -61,6 +63,16 @@ class SwapReport(NotebookText):
     operators: tuple[tuple[Operator, Decision], ...] = ()
     target: Target | None = None
     target_rules: frozenset[str] = frozenset()
+    work: Work | None = None
+
+    @property
+    def share(self) -> Share | None:
+        """How much of the model is quantized; None where nothing says so."""
+        if self.work is None:
+            return None
+        products = (o for o, _ in self.operators if o.kind in ("matmul", "attention"))
+        owners = frozenset(name for operator in products for name in operator.owner_names)
+        return share_of(self.work, self.decisions, owners)
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
@@ -104,7 +116,8 @@ class SwapReport(NotebookText):
         if containers:
             counts.append(f"{len(containers)} containers")
         counts.append(f"{len(self.skipped)} skipped")
-        return f"{table(rows)}\n{', '.join(counts)}, recipe {self.config.name}"
+        share = f"; {self.share}" if self.share else ""
+        return f"{table(rows)}\n{', '.join(counts)}, recipe {self.config.name}{share}"
 
 
 def _what_text(decision: Decision) -> str:
@@ -326,7 +339,7 @@ def by_rules(
     if include and not any(map(selects, include)):
         return replace(base, reason="not in include")
     if rule is None:
-        return replace(base, reason="no rule matches")
+        return replace(base, reason=f"no rule matches{_RECURRENT if _is_recurrent(cls) else ''}")
     base = replace(base, rule=str(rule))
     if rule.skip:
         return replace(base, reason="excluded")
@@ -335,6 +348,14 @@ def by_rules(
     if not any(used.values()):
         return replace(base, reason="the rule has no descriptor for it")
     return replace(base, **used)
+
+
+#: Their integer forms are slower than the float kernels of runtimes, so that recipes leave them.
+_RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
+
+
+def _is_recurrent(cls: type[nn.Module]) -> bool:
+    return issubclass(cls, (nn.RNNBase, nn.RNNCellBase))
 
 
 def _selects(pattern: Pattern, decision: Decision) -> bool:

@@ -16,6 +16,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
+from torchq.swap.decision import FLOAT_INPUT
 from torchq.swap.decisions import Decision, by_rules
 from torchq.swap.find_operators import MODULES, Operator, find_operators
 from torchq.swap.targets import Target
@@ -146,7 +147,7 @@ def _adapted(decision: Decision, target: Target) -> Decision:
         if decision.weight is None:
             reason = f"{target.name} has no integer kernel for it"
             return dataclasses.replace(decision, reason=reason)
-        note = f"its input stays float, as {target.name} has no integer kernel for it"
+        note = f"{FLOAT_INPUT}, as {target.name} has no integer kernel for it"
         decision = dataclasses.replace(decision, input=None, note=note)
     weight = decision.weight
     if weight is not None and weight.axis is not None and selected(target.per_tensor_weights):

@@ -23,10 +23,11 @@ from torchq.swap.decisions import (
 )
 from torchq.swap.find_operators import Operator
 from torchq.swap.placement import adapt_to_target, plan_placement
+from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import TARGETS, Target
 from torchq.utils import Pattern, qualified_name
 
-__all__ = ["plan", "targets"]
+__all__ = ["decide_all", "plan", "targets"]
 
 
 def targets() -> tuple[str, ...]:
@@ -65,7 +66,9 @@ def plan(
             a forward passes the weight of a child to a function.
 
     Returns:
-        Every decision with the rule that made it; ``print`` it for a dry run.
+        Every decision with the rule that made it; ``print`` it for a dry run. Its last line says
+        how much is quantized: of the multiply-adds of the example, or of the weights of layers
+        without one. Below a third of what was not excluded, a warning names the reasons.
 
     Raises:
         InputError: ``config`` is no QuantConfig.
@@ -73,6 +76,24 @@ def plan(
             selects no module that could be quantized; or nothing at all would be quantized; or
             the model is a program of torch.export.
     """
+    report = decide_all(
+        model, config, include=include, exclude=exclude, target=target, example=example
+    )
+    report = replace(report, work=measure_work(model, example))
+    warn_if_small(model, report.share)
+    return report
+
+
+def decide_all(
+    model: nn.Module,
+    config: QuantConfig | None,
+    *,
+    include: Sequence[Pattern] | Pattern | None = None,
+    exclude: Sequence[Pattern] | Pattern | None = None,
+    target: str | None = None,
+    example: Any = None,
+) -> SwapReport:
+    """Return what :func:`plan` does, without the work of the model."""
     config = config_or_default(config)
     _refuse_programs(model)
     wanted = patterns(include)

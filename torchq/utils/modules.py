@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["deployed_part", "device_of", "evaluating", "set_submodule", "twin_of", "unwrapped"]
+__all__ = [
+    "deployed_part",
+    "device_of",
+    "evaluating",
+    "plain_attention",
+    "set_submodule",
+    "twin_of",
+    "unwrapped",
+]
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -29,6 +37,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Run attention operator by operator inside the ``with`` block.
+
+    The fused kernel has no ONNX form, and it reads weights without their quantizers.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def set_submodule(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -1,0 +1,139 @@
+"""Plans and reports say how much of a model is quantized, and warn where it is little."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QuantDescriptor, Rule
+
+X = torch.randn(2, 3, 8, 8)
+
+
+def convs() -> nn.Sequential:
+    """8 * 27 * 36 and 8 * 72 * 16 multiply-adds for an image, and 8 * 16 * 5 in the head."""
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+    return nn.Sequential(*layers).eval()
+
+
+def last_line(report: object) -> str:
+    return str(report).splitlines()[-1]
+
+
+@pytest.mark.parametrize("function", [torchq.plan, torchq.quantize_])
+def test_the_last_line_says_how_many_multiply_adds_are_quantized(function: object) -> None:
+    assert callable(function)
+    work = {"0": 8 * 27 * 36, "2": 8 * 72 * 16, "4": 128 * 5}
+    share = 1 - work["2"] / sum(work.values())
+    counts, _, text = last_line(function(convs(), exclude="2", example=X)).partition("; ")
+    assert counts == "2 quantized, 1 skipped, recipe int8"
+    assert text == f"{share:.1%} of the multiply-adds quantized"
+
+
+def test_without_an_example_it_counts_weights() -> None:
+    weights = {"0": 8 * 27, "2": 8 * 72, "4": 128 * 5}
+    share = 1 - weights["4"] / sum(weights.values())
+    line = last_line(torchq.plan(convs(), exclude="4"))
+    assert line.endswith(f"; {share:.1%} of the weights of layers quantized")
+
+
+def test_what_the_user_excludes_is_no_reason_to_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torchq.plan(convs(), include="4", example=X).share.quantized < 0.1
+        assert torchq.plan(convs(), exclude=["0", "2"], example=X).share.quantized < 0.1
+
+
+def test_few_multiply_adds_are_warned_of_with_the_largest_reason_first() -> None:
+    layers = nn.ConvTranspose2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 1, 12)
+    model = nn.Sequential(*layers).eval()
+    text = (
+        r"^Sequential: only \d+\.\d% of the multiply-adds quantized\. Float stay 2 "
+        r"ConvTranspose2d: its input stays float, as onnxruntime has no integer kernel for it "
+        r"\(\d\d\.\d%\)$"
+    )
+    with pytest.warns(UserWarning, match=text) as caught:
+        torchq.quantize_(model, target="onnxruntime", example=X)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("measured", [False, True])
+def test_recurrent_layers_that_stay_float_are_named_with_the_way_to_quantize_them(
+    kind: type[nn.RNNBase], measured: bool
+) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = kind(6, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    model, x = Tagger().eval(), torch.randn(2, 5, 6)
+    gates = 4 if kind is nn.LSTM else 3
+    share = 8 * 3 / (8 * 3 + gates * 8 * (6 + 8))  # The same for weights and for multiply-adds.
+    text = rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
+    with pytest.warns(UserWarning, match=text):
+        report = torchq.quantize_(model, example=x if measured else None)
+    assert report.share.quantized == pytest.approx(share)
+    torchq.restore_(model)
+    assert torchq.quantize_(model, torchq.recipes.int8(recurrent=True)).share.quantized == 1
+
+
+def test_products_in_forwards_count_where_the_target_quantizes_them() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(self.q(x), self.k(x).transpose(1, 2))
+
+    x = torch.randn(2, 5, 8)
+    layers, products = 2 * 5 * 8 * 8, 5 * 5 * 8
+    plain = torchq.plan(Scores(), example=x).share
+    assert plain.quantized == pytest.approx(layers / (layers + products))
+    assert list(plain.float_work) == ["Scores: products in its forward"]
+    assert torchq.plan(Scores(), target="openvino", example=x).share.quantized == 1
+
+
+def test_attention_and_weights_that_are_computed_count() -> None:
+    class Gained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, 2 * self.weight)
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, x = nn.Sequential(layer, Gained()).eval(), torch.randn(2, 5, 8)
+    report = torchq.quantize_(model, example=x)
+    assert report.share.quantized == 1
+    assert {"0.self_attn", "0.linear1", "0.linear2", "1"} <= report.work.amounts.keys()
+
+
+def test_what_is_quantized_already_counts() -> None:
+    model = convs()
+    torchq.quantize_(model, include=["0", "2"])
+    assert torchq.quantize_(model, example=X).share.quantized == 1
+
+
+def test_weights_that_are_quantized_alone_on_purpose_count() -> None:
+    config = torchq.QuantConfig((Rule("*", weight=QuantDescriptor(4)),))
+    assert torchq.quantize_(convs(), config, example=X).share.quantized == 1
+
+
+def test_counting_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout()).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torchq.plan(model, example=X)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert model.training and not any(
+        m._forward_hooks or m._forward_pre_hooks for m in model.modules()
+    )

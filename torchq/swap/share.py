@@ -1,0 +1,204 @@
+"""The part of a model's work that is quantized: its products on an example, or its weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchq.graph import call_model, state_kept, tensors_in
+from torchq.swap.decision import Decision
+from torchq.utils import evaluating, plain_attention
+
+__all__ = ["Share", "Work", "measure_work", "share_of", "warn_if_small"]
+
+#: Below this share of what the user did not exclude, a warning says why.
+SMALL = 1 / 3
+_REASONS_SHOWN = 3
+#: The reasons that are the user's own choice.
+_CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
+_ALREADY = "quantized already"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each module of a model computes in its own forward, without its children.
+
+    Attributes:
+        measured: the amounts are multiply-adds of a run; otherwise numbers of weights.
+        amounts: path of each module that computes anything -> how much.
+        classes: path -> the name of its class.
+    """
+
+    measured: bool
+    amounts: Mapping[str, float]
+    classes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of the work is quantized.
+
+    Attributes:
+        quantized: of the whole, 0 to 1.
+        wanted: the part of the whole that the user did not exclude.
+        float_work: what stays float against the user's wish: (what and why) -> its part of the
+            whole.
+        unit: of the work, in words.
+    """
+
+    quantized: float
+    wanted: float
+    float_work: Mapping[str, float]
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.quantized:.1%} of the {self.unit} quantized"
+
+
+def measure_work(model: nn.Module, example: Any) -> Work:
+    """Return the multiply-adds of one run on ``example``; the sizes of weights without one."""
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    if example is None:
+        return Work(False, dict(_weights(model)), classes)
+    return Work(True, _multiply_adds(model, example), classes)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the number of weights that each module multiplies by; tables are looked up."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            own = (p for p in module.parameters(recurse=False) if not is_lazy(p))
+            count = sum(p.numel() for p in own if p.dim() > 1)
+            if count:
+                yield name, count
+
+
+def _multiply_adds(model: nn.Module, example: Any) -> dict[str, float]:
+    # The module imports Triton, which `import torchq` must not do.
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+    found: Counter[str] = Counter()
+    counter = FlopCounterMode(display=False)
+    calls = _Calls(counter.get_total_flops, found)
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), evaluating(model), state_kept(model), plain_attention()):
+            stack.enter_context(context)
+        for name, module in model.named_modules():
+            before, after = calls.hooks(name)
+            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        with counter:
+            call_model(model, example)
+    return {name: flops / 2 for name, flops in found.items() if flops}
+
+
+class _Calls:
+    """The operations of each call, less those of the calls inside.
+
+    Args:
+        total: returns the operations so far.
+        found: gets them by the path of the module.
+    """
+
+    def __init__(self, total: Callable[[], int], found: Counter[str]) -> None:
+        self._total, self._found = total, found
+        self._open: list[tuple[int, int]] = []
+
+    def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what runs before and after the forward of the module ``name``."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._open.append((self._total(), 0))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            start, inside = self._open.pop()
+            done = self._total() - start
+            own = done - inside
+            if isinstance(module, nn.RNNBase):  # torch counts nothing in some of its kernels.
+                own = 2 * _recurrent(module, args)
+            self._found[name] += own
+            if self._open:
+                outer, others = self._open[-1]
+                self._open[-1] = (outer, others + done)
+
+        return before, after
+
+
+def _recurrent(module: nn.RNNBase, args: Any) -> int:
+    """Return the multiply-adds of a recurrent layer: each weight once for each step."""
+    x = next(tensors_in(args), None)
+    steps = 0 if x is None else x.numel() // max(module.input_size, 1)
+    weights: Iterator[Tensor] = (p for p in module.parameters() if p.dim() > 1)
+    return steps * sum(weight.numel() for weight in weights)
+
+
+def share_of(
+    work: Work, decisions: Sequence[Decision], owners: frozenset[str] = frozenset()
+) -> Share | None:
+    """Return how much of ``work`` is quantized; None where there is none to quantize.
+
+    Args:
+        work: of the float model.
+        decisions: about its modules.
+        owners: paths of the modules with products of two tensors that are quantized.
+    """
+    known = {d.name: d for d in sorted(decisions, key=lambda d: not d.reason)}
+    amounts = work.amounts
+    if not work.measured:  # Weights of modules without a decision may be no factors at all.
+        amounts = {name: amount for name, amount in amounts.items() if name in known}
+    total = sum(amounts.values())
+    if not total:
+        return None
+    done = chosen = 0.0
+    left: dict[tuple[str, str], float] = {}
+    for name, amount in amounts.items():
+        decision = known.get(name)
+        reason = "" if name in owners else _reason(decision)
+        if not reason:
+            done += amount
+        elif reason in _CHOSEN:
+            chosen += amount
+        else:
+            key = work.classes[name], reason
+            left[key] = left.get(key, 0.0) + amount / total
+    counts = Counter((work.classes[n], _reason(known.get(n))) for n in amounts)
+    texts = {}
+    for (kind, reason), part in sorted(left.items(), key=lambda item: -item[1]):
+        number = counts[kind, reason]
+        texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
+    unit = "multiply-adds" if work.measured else "weights of layers"
+    return Share(done / total, 1 - chosen / total, texts, unit)
+
+
+def _reason(decision: Decision | None) -> str:
+    """Return why the work of a module stays float; "" where it is quantized."""
+    if decision is None:
+        return "products in its forward"
+    if decision.reason:
+        return "" if decision.reason == _ALREADY else decision.reason
+    if decision.has_float_input:
+        return decision.note
+    is_quantized = decision.input or decision.weight or decision.calls
+    return "" if is_quantized else "products in its forward"
+
+
+def warn_if_small(model: nn.Module, share: Share | None) -> None:
+    """Warn where little of what the user wanted quantized is, with the largest reasons first."""
+    if share is None or not share.wanted or share.quantized >= SMALL * share.wanted:
+        return
+    reasons = [f"{text} ({part:.1%})" for text, part in share.float_work.items()]
+    rest = len(reasons) - _REASONS_SHOWN
+    more = f"; {rest} more" if rest > 0 else ""
+    warnings.warn(
+        f"{type(model).__name__}: only {share}. Float stay {'; '.join(reasons[:_REASONS_SHOWN])}"
+        f"{more}",
+        stacklevel=3,
+    )
