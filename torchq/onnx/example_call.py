@@ -41,6 +41,7 @@ class ExampleCall:
         kwargs: Keyword arguments.
         open: Open dimensions and their names, by the name of the argument.
         lengths: The shape of each tensor in the example, by its name in the file.
+        contained: The names of tensors inside containers.
 
     Raises:
         ExportError: ``dynamic_shapes`` names an argument that is no tensor of the example, or a
@@ -62,10 +63,11 @@ class ExampleCall:
         self.args = tuple(_copied(value) for value in args)
         self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
         tensors = named_tensors(model, self.args, self.kwargs)
-        own = input_names_of(model, tensors)
-        count = len(nested_tensors(model, self.args, self.kwargs))
-        given = checked_names("input_names", () if input_names is None else input_names, count)
-        self.input_names = checked_names("input_names", [*given, *own[len(given) :]], count)
+        nested = nested_tensors(model, self.args, self.kwargs)
+        self.contained = [name for name in nested if name not in tensors]
+        own = input_names_of(model, nested)
+        given = checked_names("input_names", () if input_names is None else input_names, len(own))
+        self.input_names = checked_names("input_names", [*given, *own[len(given) :]])
         found = output_names_of(model) if output_names is None else output_names
         self.output_names = None if found is None else checked_names("output_names", found)
         if not {*self.input_names}.isdisjoint(self.output_names or ()):
@@ -74,9 +76,9 @@ class ExampleCall:
                 f"export_onnx: got {', '.join(both)} as the name of an input and of an output; "
                 "expected different names. Pass input_names=[...] and output_names=[...]"
             )
-        pairs = zip(self.input_names, tensors.values(), strict=False)
-        self.lengths = {name: tuple(tensor.shape) for name, tensor in pairs}
-        arguments = dict(zip(self.input_names, tensors, strict=False))
+        self._in_file = dict(zip(nested, self.input_names, strict=True))
+        self.lengths = {self._in_file[name]: tuple(t.shape) for name, t in nested.items()}
+        arguments = {self._in_file[name]: name for name in tensors}
         self.open = checked_shapes(dynamic_shapes, tensors, arguments)
         if dynamic_batch:
             self._open_batch(tensors)
@@ -94,8 +96,7 @@ class ExampleCall:
     @property
     def shapes(self) -> dict[str, dict[int, str]]:
         """Open dimensions by name in the file, of the tensors that have any."""
-        pairs = zip(self.input_names, self.open.values(), strict=False)
-        return {name: dims for name, dims in pairs if dims}
+        return {self._in_file[name]: dims for name, dims in self.open.items() if dims}
 
 
 def _copied(value: Any) -> Any:

@@ -198,6 +198,10 @@ def _traced(
         started = time.perf_counter()
         graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
     _LOG.debug("torch traced the model in %.1f s", time.perf_counter() - started)
+    if not graph.graph.outputs:
+        raise ExportError(
+            f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
+        )
     note_lengths(graph, call.lengths)
     return graph
 

@@ -38,13 +38,16 @@ class TorchExportError(ExportError):
 
 def run_dynamo(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the exporter that is based on ``torch.export``."""
+    args, kwargs = call.args, call.kwargs
+    if args and not kwargs and isinstance(args[-1], dict):  # torch would take it for kwargs.
+        args, kwargs = args[:-1], {argument_names(call.model, len(args))[-1]: args[-1]}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The exporter warns about itself.
             program = torch.onnx.export(
                 call.model,
-                call.args,
-                kwargs=call.kwargs,
+                args,
+                kwargs=kwargs,
                 input_names=call.input_names,
                 output_names=call.output_names,
                 opset_version=opset,
@@ -61,7 +64,20 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
         raise _explained(error, fix) from error
     if program is None:
         raise ExportError("export_onnx: torch.onnx.export returned nothing. Pass dynamo=False")
+    _keep_input_names(program.model, call.input_names)
     return program.model
+
+
+def _keep_input_names(model: Model, names: list[str]) -> None:
+    """Give inputs their names back, which torch gives to outputs that are inputs as they are."""
+    inputs, outputs = list(model.graph.inputs), list(model.graph.outputs)
+    if len(inputs) != len(names):
+        return
+    for value in outputs:
+        if value.name in names and value not in inputs:
+            value.name = f"{value.name}_output"
+    for value, name in zip(inputs, names, strict=True):
+        value.name = name
 
 
 def _check_lengths(program: torch.export.ExportedProgram) -> None:
@@ -123,6 +139,12 @@ class _TensorsOnly(nn.Module):
 
 def run_torchscript(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the TorchScript exporter."""
+    if call.contained:
+        raise ExportError(
+            f"export_onnx: got the tensors {', '.join(call.contained)} inside a container, which "
+            "the TorchScript exporter would store as constants; expected tensors. Pass "
+            "dynamo=True, with opset 18 or later"
+        )
     axes = {name: dict(dims) for name, dims in call.shapes.items()}
     try:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:

@@ -16,10 +16,11 @@ from torchq.onnx.ir import (
     onnx_ir,
     opset_of,
     readers,
+    remove_unused,
     value_of,
 )
 from torchq.onnx.passes.fold_constants import constant_value
-from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of
+from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of, write_record
 
 __all__ = ["fold_weights"]
 
@@ -39,14 +40,22 @@ def fold_weights(model: Model) -> None:
         Stored codes -> DequantizeLinear. The codes are ``snap(weight / scale)``, the arithmetic
         of :mod:`torchq.functional.fake_quant`, or ``round(weight / scale) + zero_point``, bounded,
         that of :mod:`torchq.functional.affine`. Where the quantizer has 4 bits and the exporter
-        wrote 8, they are stored in 4 bits from opset 21 on.
+        wrote 8, they are stored in 4 bits from opset 21 on. The record names quantizers that only
+        other stored codes followed from, as behind a table of positions; no node is left of them.
     """
+    stored = []
     for node in nodes_of(model, "QuantizeLinear"):
         if not all(is_constant(v) for v in node.inputs[1:] if v is not None):
             continue
         weight = constant_value(model, node.inputs[0])
         if weight is not None:
             _store_codes(model, node, weight)
+            stored.append(pair_name(node))
+    remove_unused(model)
+    left = {pair_name(node) for node in nodes_of(model, "DequantizeLinear")}
+    folded = [name for name in stored if name not in left]
+    if folded:
+        write_record(model, folded=folded)
 
 
 def _store_codes(model: Model, node: Node, weight: Tensor) -> None:

@@ -232,6 +232,7 @@ class _File:
         nodes = {name: node for name, node in stored.items() if _path_of(name) in known}
         self._float_weights = _float_weights(self._graph)
         self._merged = dict(read_record(self._graph).get("merged", {}))
+        self._folded = tuple(read_record(self._graph).get("folded", ()))
         self._pads = folded_pads(self._graph)
         self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
         self.simulation = Simulation(known, self._qparams, self._merged)
@@ -282,7 +283,7 @@ class _File:
                 f"{absent[0]}: is in the file but was not called in the model; "
                 "expected the model that was exported"
             )
-        in_file = {*self._codes, *self._weights, *self._float_weights}
+        in_file = {*self._codes, *self._weights, *self._float_weights, *self._folded}
         for name in self.simulation.called:
             if self._merged.get(name, name) not in in_file:
                 self._missing[name] = None
