@@ -130,6 +130,9 @@ def test_errors_of_tensor_quant() -> None:
         tensor_quant.tensor_quant(x, torch.tensor(1.0), 8, True)
     with pytest.raises(ValueError, match="Negative values in amax"):
         tensor_quant.tensor_quant(x, torch.tensor(-1.0))
+    for amax in (-1.0, torch.tensor([1.0, -1.0])):
+        with pytest.raises(ValueError, match="fake_tensor_quant: Negative values in amax"):
+            tensor_quant.fake_tensor_quant(x, amax)
     with pytest.raises(ValueError, match="scale is too large for FP16"):
         tensor_quant.tensor_quant(x.half(), torch.tensor(1e-4).half())
     with pytest.raises(NotImplementedError, match="got E=5, M=2; expected E=4, M=3"):

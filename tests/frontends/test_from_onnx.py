@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.frontends.onnx_writer import Writer
+from tests.frontends.onnx_writer import Writer, assert_agrees, run_reference
 from tests.models import StagedNet
-from torchq.errors import FrontendError
+from torchq.errors import FrontendError, InputError
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
 helper, numpy_helper = onnx.helper, onnx.numpy_helper
@@ -64,7 +66,7 @@ def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
 
 def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
     model, x = StagedNet().eval(), torch.randn(4, 3, 8, 8)
-    read = torchq.from_onnx(exported(model, x, opset_version=13))
+    read = torchq.from_onnx(exported(model, x, opset_version=13), free_batch=True)
     torchq.fuse_(read, x)
     torchq.quantize_(read)
     torchq.calibrate(read, [x], progress=False)
@@ -242,6 +244,12 @@ def external(model: Any, location: str, offset: int, length: int) -> None:
         ("w.bin", -4, 16, "needs 16 bytes from -4"),
         ("w.bin", 4, 12, "needs 16 bytes from 4"),
         ("none.bin", 4, 16, "cannot be read"),
+        ("", 4, 16, "cannot be read"),
+        (".", 4, 16, "cannot be read"),
+        ("w.bin\0", 4, 16, "cannot be read"),
+        ("loop", 4, 16, "cannot be read"),
+        ("pipe", 4, 16, "cannot be read"),
+        ("w" * 300, 4, 16, "cannot be read"),
     ],
 )
 def test_data_beside_the_file(
@@ -252,6 +260,8 @@ def test_data_beside_the_file(
     values = torch.arange(5.0)
     for place in (folder, tmp_path):
         (place / "w.bin").write_bytes(values.numpy().tobytes())
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "pipe")
     node = helper.make_node("Conv", ["x", "w"], ["y"])
     model = file_of([node], [1, 1, 1, 1], [initializer("w", torch.ones(4, 1, 1, 1))])
     external(model, location, offset, length)
@@ -285,3 +295,138 @@ def test_inputs_whose_names_make_one_argument_are_kept_apart() -> None:
     given = [torch.tensor([float(10**i), 1.0]) for i in range(4)]
     assert read.input_names == names
     assert torch.equal(read(*given), given[0] - given[1] - given[2] - given[3])
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes", "bias"),
+    [
+        ((2, 4), {"alpha": 0.5}, (3,)),
+        ((2, 4), {"beta": 2.0, "transB": 1}, (3,)),
+        ((4, 2), {"transA": 1, "alpha": 3.0, "beta": 0.5}, (1, 3)),
+        ((2, 4), {"alpha": 2.0}, (1,)),
+        ((2, 4), {}, ()),
+    ],
+)
+def test_a_product_with_factors_is_a_linear_layer_that_takes_its_norm(
+    shape: tuple[int, int], attributes: dict[str, Any], bias: tuple[int, ...]
+) -> None:
+    w = Writer(13)
+    x = w.input("x", shape)
+    weight = w.random(*((3, 4) if attributes.get("transB") else (4, 3)), name="fc.weight")
+    y = w.node("Gemm", x, weight, w.random(*bias), **attributes)
+    norm = [w.weight(torch.rand(3, generator=w.generator) + 0.5) for _ in range(4)]
+    y = w.node("BatchNormalization", y, *norm)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    read = assert_agrees(w.model(y), {"x": x})
+    assert type(read.fc) is nn.Linear
+    before = read(x)
+    torchq.fuse_(read, x)
+    assert not any(isinstance(module, nn.BatchNorm1d) for module in read.modules())
+    torch.testing.assert_close(read(x), before)
+
+
+def flattened(opset: int, target: list[int], batch: int = 1) -> Any:
+    """Return a file that fixes its batch, also in a Reshape."""
+    w = Writer(opset)
+    y = w.conv(w.input("images", [batch, 3, 4, 6]), 3, 5)
+    y = w.node("Reshape", y, w.constant(target))
+    return w.model(y)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 4, 6), (1, 3, 4, 8), (1, 3, 24)])
+def test_a_size_that_the_file_fixes_is_checked(shape: tuple[int, ...]) -> None:
+    read = torchq.from_onnx(flattened(13, [1, -1]))
+    assert read.input_shapes == [[1, 3, 4, 6]]
+    text = (
+        rf"images: got the shape {re.escape(str(shape))}; expected \(1, 3, 4, 6\), which the ONNX"
+    )
+    with pytest.raises(InputError, match=text):
+        read(torch.randn(shape))
+    assert read(torch.randn(1, 3, 4, 6)).shape == (1, 120)
+
+
+def test_fused_quantized_copied_and_deployed_models_check_sizes_too() -> None:
+    read, x = torchq.from_onnx(flattened(13, [1, -1])), torch.randn(1, 3, 4, 6)
+    torchq.fuse_(read, x)
+    torchq.quantize_(read, target="onnxruntime", example=x)
+    torchq.calibrate(read, [x], progress=False)
+    for model in (read, copy.deepcopy(read), torchq.deploy(read, x)):
+        assert model(x).shape == (1, 120)
+        with pytest.raises(InputError, match="images: got the shape"):
+            model(torch.randn(4, 3, 4, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.*the file has the fixed batch size of the example")
+@pytest.mark.filterwarnings("ignore:.*no active quantizer")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_file_of_a_fixed_batch_is_written_with_that_batch(dynamo: bool, tmp_path: Path) -> None:
+    read = torchq.from_onnx(flattened(13, [1, -1]))
+    torchq.export_onnx(read, torch.randn(1, 3, 4, 6), tmp_path / "f.onnx", dynamo=dynamo)
+    (value,) = onnx.load(tmp_path / "f.onnx").graph.input
+    assert value.type.tensor_type.shape.dim[0].dim_value == 1
+
+
+@pytest.mark.parametrize(("batch", "target"), [(1, [1, -1]), (2, [2, 5, 24]), (1, [-1, 24])])
+def test_a_fixed_batch_is_freed_on_request(batch: int, target: list[int]) -> None:
+    model = flattened(13, target, batch)
+    read = torchq.from_onnx(model, free_batch=True)
+    assert read.input_shapes == [[None, 3, 4, 6]]
+    x = torch.randn(4, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+    wanted = torch.cat([run_reference(model, {"images": p})[0] for p in x.split(batch)])
+    torch.testing.assert_close(read(x), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=r"expected \(any, 3, 4, 6\)"):
+        read(torch.randn(4, 3, 4, 8))
+
+
+def attention(batch: int, heads: int = 2) -> Any:
+    """Return the reshapes of an attention layer: (batch, length, heads * size), all fixed."""
+    w = Writer(13)
+    x = w.input("x", [batch, 5, 4 * heads])
+    parts = [w.node("MatMul", x, w.random(4 * heads, 4 * heads)) for _ in range(3)]
+    shape = w.constant([batch, 5, heads, 4])
+    q, k, v = (w.node("Transpose", w.node("Reshape", p, shape), perm=[0, 2, 1, 3]) for p in parts)
+    weights = w.node("MatMul", q, w.node("Transpose", k, perm=[0, 1, 3, 2]))
+    mixed = w.node("MatMul", w.node("Softmax", weights, axis=-1), v)
+    mixed = w.node("Transpose", mixed, perm=[0, 2, 1, 3])
+    return w.model(w.node("Reshape", mixed, w.constant([batch, 5, 4 * heads])))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_of_attention_is_freed(batch: int) -> None:
+    model = attention(batch)
+    read = torchq.from_onnx(model, free_batch=True)
+    x = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
+    wanted = torch.cat([run_reference(model, {"x": p})[0] for p in x.split(batch)])
+    torch.testing.assert_close(read(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def taken(op_type: str) -> Any:
+    """Return a file that computes with the one image of its batch."""
+    w = Writer(13)
+    y = w.conv(w.input("x", [1, 3, 4, 6]), 3, 5)
+    one, zero = w.constant([1]), w.constant([0])
+    calls = {
+        "Reshape": lambda: w.node("Reshape", y, w.constant([5, -1])),
+        "Squeeze": lambda: w.node("Squeeze", y, zero),
+        "Squeeze all": lambda: w.node("Squeeze", y),
+        "Gather": lambda: w.node("Gather", y, w.constant(0), axis=0),
+        "Slice": lambda: w.node("Slice", y, zero, one, zero),
+        "ReduceMean": lambda: w.node("ReduceMean", y, axes=[0]),
+        "Resize": lambda: w.node("Resize", y, "", "", w.constant([1, 5, 8, 12]), mode="nearest"),
+        "Transposed": lambda: w.node(
+            "Reshape", w.node("Transpose", y, perm=[1, 0, 2, 3]), w.constant([-1, 24])
+        ),
+    }
+    return w.model(calls[op_type]())
+
+
+@pytest.mark.parametrize(
+    "op_type",
+    ["Reshape", "Squeeze", "Squeeze all", "Gather", "Slice", "ReduceMean", "Resize", "Transposed"],
+)
+def test_an_operator_that_needs_the_fixed_batch_is_named(op_type: str) -> None:
+    torchq.from_onnx(taken(op_type))
+    name = {"Transposed": "Reshape"}.get(op_type, op_type.split()[0])
+    text = rf"from_onnx: {name} '{name}_\d+' computes with the batch of 1 that the file fixes"
+    with pytest.raises(FrontendError, match=text):
+        torchq.from_onnx(taken(op_type), free_batch=True)

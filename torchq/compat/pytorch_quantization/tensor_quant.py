@@ -79,6 +79,14 @@ def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
     return amax.to(functional.compute_dtype(inputs.dtype))
 
 
+def _check_range(where: str, amax: Tensor) -> None:
+    """Raise an error for a negative range."""
+    if bool((amax < 0).any()):
+        raise ConfigError(
+            f"{where}: Negative values in amax; expected values >= 0. Take the absolute maximum"
+        )
+
+
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     """Return the gradient through the saved mask."""
     return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
@@ -173,10 +181,7 @@ def _tensor_quant(
             "tensor_quant: Negative values encountered in unsigned quantization; "
             "expected values >= 0. Clamp them, or quantize signed"
         )
-    if bool((amax < 0).any()):
-        raise ConfigError(
-            "tensor_quant: Negative values in amax; expected values >= 0. Take the absolute maximum"
-        )
+    _check_range("tensor_quant", amax)
     if num_bits == 0:
         return torch.zeros_like(inputs), torch.ones_like(amax)
     format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
@@ -293,6 +298,9 @@ def fake_tensor_quant(
 
     The gradient is 1 where ``|x| <= amax``. Negative values become 0 if unsigned.
 
+    Raises:
+        ConfigError: a negative amax; compiled code does not look.
+
     Example:
         >>> fake_tensor_quant(torch.tensor([-1.01, -0.5, 0.3]), torch.tensor(1.0), 4)
         tensor([-1.0000, -0.5714,  0.2857])
@@ -300,6 +308,8 @@ def fake_tensor_quant(
     amax = _range(inputs, amax)
     if torch.onnx.is_in_onnx_export():
         return export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
+    if not torch.compiler.is_compiling():
+        _check_range("fake_tensor_quant", amax)
     return FakeTensorQuantFunction.apply(inputs, amax, num_bits, unsigned, narrow_range)
 
 

@@ -9,8 +9,10 @@ from torch import fx
 
 from torchq.errors import FrontendError
 from torchq.frontends.building import Constant, Value
+from torchq.frontends.onnx.batch import free_batch_
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.functions.inputs import with_sizes
 from torchq.frontends.onnx.inference import infer_types, note_types
 from torchq.frontends.onnx.preparation import (
     count_readers,
@@ -29,17 +31,21 @@ from torchq.frontends.onnx.registry import CONVERTERS, Entry
 __all__ = ["Importer", "from_onnx"]
 
 
-def from_onnx(source: Any) -> fx.GraphModule:
+def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
     """Read an ONNX file as a model of ordinary torch modules.
 
     Convolutions, linear layers, norms, pooling, recurrent layers and activations become modules of
     :mod:`torch.nn`, named after the weights or nodes of the file; the rest becomes calls of torch
     functions. What the file computes from constants is computed once. Sizes that the file leaves
-    open stay open.
+    open stay open; an input with another size than one that the file fixes is an error, as it is in
+    ONNX Runtime.
 
     Args:
         source: a path, the bytes of a file, or an ``onnx.ModelProto``. External data is read from
             the folder of the path.
+        free_batch: take any batch where the file fixes it: the first size of the first input, and
+            of all inputs with the same one, becomes open. A Reshape that repeats the batch copies
+            it from its input.
 
     Returns:
         a module in eval mode whose ``forward`` takes the inputs of the file in order, or by name,
@@ -50,7 +56,7 @@ def from_onnx(source: Any) -> fx.GraphModule:
 
     Raises:
         FrontendError: the file is broken, or operators cannot be converted: the text names all of
-            them at once, with counts.
+            them at once, with counts. Or an operator cannot do without the fixed batch.
         MissingExtraError: the package onnx is not installed.
 
     Example:
@@ -59,7 +65,7 @@ def from_onnx(source: Any) -> fx.GraphModule:
     """
     model, folder = read_model(source)
     where = "from_onnx" if not isinstance(source, (str, Path)) else f"from_onnx: {source}"
-    return Importer(model, folder, where).run()
+    return Importer(model, folder, where, free_batch).run()
 
 
 class Importer:
@@ -69,14 +75,18 @@ class Importer:
         model: an ``onnx.ModelProto``.
         folder: of external data.
         where: how errors begin.
+        free_batch: open the first size of the inputs.
 
     Attributes:
         graph: what has been converted so far.
         shapes, dtypes: of the tensors of the file, as far as shape inference knows.
     """
 
-    def __init__(self, model: Any, folder: Path | None, where: str) -> None:
+    def __init__(
+        self, model: Any, folder: Path | None, where: str, free_batch: bool = False
+    ) -> None:
         self.model, self.folder, self.where = model, folder, where
+        self.free_batch = free_batch
         self.versions: dict[str, int] = {}
         self.builder = GraphBuilder(where, self.convert_nodes)
 
@@ -84,6 +94,8 @@ class Importer:
         """Convert the whole model."""
         self.model = prepare(self.model, self.where)
         self.versions = opset_versions(self.model)
+        if self.free_batch:
+            free_batch_(self.model, self.where)
         self.builder.shapes, self.builder.dtypes = infer_types(self.model, self.where)
         self.builder.readers = count_readers(self.model.graph)
         self._begin()
@@ -114,7 +126,16 @@ class Importer:
                 )
             node = self.builder.input(value.name)
             node.meta["onnx_name"] = value.name
-            self.builder.values[value.name] = node
+            self.builder.values[value.name] = self._checked(node, value.name)
+
+    def _checked(self, node: fx.Node, name: str) -> fx.Node:
+        """Return a node that gives an input, if it has the sizes that the file fixes."""
+        sizes = self.builder.shapes.get(name)
+        if sizes is None or not any(sizes):
+            return node
+        checked = self.builder.graph.call_function(with_sizes, (node, name, sizes))
+        checked.meta |= {**node.meta, "is_wrapped": True}
+        return checked
 
     def _store(self, builder: GraphBuilder, graph: Any) -> None:
         """Make constants of the initializers of a graph."""

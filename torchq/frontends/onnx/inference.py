@@ -15,7 +15,7 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.utils.optional import import_optional
 
-__all__ = ["infer_types", "note_types"]
+__all__ = ["infer_shapes", "infer_types", "note_types"]
 
 log = logging.getLogger(__name__)
 
@@ -168,23 +168,37 @@ def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype |
         the shapes with None for open sizes, and the dtypes with None where torch has none; both
         only for tensors that are known.
     """
+    known = _infer(model, where)
+    shapes = {
+        name: [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+        for name, kind in known.items()
+        if kind.HasField("shape")
+    }
+    return shapes, {name: dtype_of(kind.elem_type) for name, kind in known.items()}
+
+
+def infer_shapes(model: Any, where: str) -> dict[str, list[int | str | None]]:
+    """Infer shapes with the names of open sizes; None for a size without a name."""
+    known = _infer(model, where)
+    return {
+        name: [
+            d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim
+        ]
+        for name, kind in known.items()
+        if kind.HasField("shape")
+    }
+
+
+def _infer(model: Any, where: str) -> dict[str, Any]:
+    """Return the types of tensors, by name, as far as they are known."""
     light = _light_copy(model)
     try:
         onnx = import_optional("onnx", "from_onnx")
         light = onnx.shape_inference.infer_shapes(light)
     except Exception as error:  # the binding raises several kinds; the rest may still be converted
         log.debug("%s: shapes are not known: %s", where, error)
-    shapes: Shapes = {}
-    dtypes: dict[str, torch.dtype | None] = {}
-    for info in [*light.graph.input, *_inferred(light.graph), *light.graph.output]:
-        if not info.type.HasField("tensor_type"):
-            continue
-        kind = info.type.tensor_type
-        dtypes[info.name] = dtype_of(kind.elem_type)
-        if kind.HasField("shape"):
-            sizes = kind.shape.dim
-            shapes[info.name] = [d.dim_value if d.HasField("dim_value") else None for d in sizes]
-    return shapes, dtypes
+    infos = [*light.graph.input, *_inferred(light.graph), *light.graph.output]
+    return {i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")}
 
 
 def _light_copy(model: Any) -> Any:

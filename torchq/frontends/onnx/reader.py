@@ -182,28 +182,32 @@ def _external(
         raise FrontendError(
             f"{where}: tensor {proto.name!r} lies in another file; pass the path of the model"
         )
-    path = (folder / entries["location"]).resolve()
-    if not path.is_relative_to(folder):
-        raise FrontendError(
-            f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, "
-            "which is outside the folder of the model"
-        )
     size = math.prod(shape) * dtype.itemsize
     try:
+        path = (folder / entries["location"]).resolve()
+        if not path.is_relative_to(folder):
+            raise FrontendError(
+                f"{where}: tensor {proto.name!r} names the file {entries['location']!r}, "
+                "which is outside the folder of the model"
+            )
+        if not path.is_file():
+            raise FileNotFoundError(f"{entries['location']!r} is no file")
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
         available = path.stat().st_size
-    except (OSError, ValueError) as error:
+        if offset < 0 or length != size or offset + length > available:
+            raise FrontendError(
+                f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; "
+                f"{path.name} has {available}"
+            )
+        with path.open("rb") as file:
+            file.seek(offset)
+            return _from_bytes(file.read(size), dtype, shape)
+    except FrontendError:
+        raise
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # of any name and number
         raise FrontendError(
             f"{where}: the data of tensor {proto.name!r} cannot be read ({error})"
         ) from None
-    if offset < 0 or length != size or offset + length > available:
-        raise FrontendError(
-            f"{where}: tensor {proto.name!r} needs {size} bytes from {offset}; "
-            f"{path.name} has {available}"
-        )
-    with path.open("rb") as file:
-        file.seek(offset)
-        return _from_bytes(file.read(size), dtype, shape)
 
 
 def attribute_values(node: Any, folder: Path | None, where: str) -> dict[str, Any]:

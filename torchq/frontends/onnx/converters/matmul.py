@@ -14,14 +14,37 @@ from torchq.frontends.onnx.registry import converter
 __all__ = ["gemm", "integer_matmul"]
 
 
-def _linear(node: NodeContext, weight: Constant, transposed: bool, bias: Constant | None) -> Value:
-    """Return a call of a linear layer; ``transposed`` says that the constant is (in, out)."""
+def _linear(
+    node: NodeContext,
+    x: Value,
+    weight: Constant,
+    transposed: bool,
+    bias: Constant | None,
+    factors: tuple[float, float] = (1.0, 1.0),
+) -> Value:
+    """Return a call of a linear layer.
+
+    Args:
+        node: the product.
+        x: its first operand.
+        weight: its second operand.
+        transposed: the constant is (in, out).
+        bias: (out,), or one number for all.
+        factors: of the weight and of the bias.
+    """
     tensor = weight.tensor.t() if transposed else weight.tensor
+    key = "transposed" if transposed else ""
     module = nn.Linear(tensor.shape[1], tensor.shape[0], bias is not None, device="meta")
-    module.weight = node.builder.parameter(weight, "transposed" if transposed else "", tensor)
+    module.weight = node.builder.parameter(weight, *_scaled(key, tensor, factors[0]))
     if bias is not None:
-        module.bias = node.builder.parameter(bias)
-    return weighted(node, module, weight, node.inputs[0], transposed)
+        vector = bias.tensor.reshape(-1).expand(tensor.shape[0])
+        module.bias = node.builder.parameter(bias, *_scaled("", vector, factors[1]))
+    return weighted(node, module, weight, x, transposed)
+
+
+def _scaled(key: str, tensor: Tensor, factor: float) -> tuple[str, Tensor]:
+    """Return a form of a parameter and its key, with a factor in both."""
+    return (key, tensor) if factor == 1.0 else (f"{key} * {factor}", tensor * factor)
 
 
 @converter("MatMul")
@@ -33,7 +56,7 @@ def _matmul(node: NodeContext) -> Value:
         and node.floating(0)
         and node.shape(0)
     ):
-        return _linear(node, weight, True, None)
+        return _linear(node, node.inputs[0], weight, True, None)
     if not node.floating(0):
         return node.call(integer_matmul, *node.inputs)
     return node.call(torch.matmul, *node.inputs)
@@ -41,28 +64,32 @@ def _matmul(node: NodeContext) -> Value:
 
 @converter("Gemm")
 def _gemm(node: NodeContext) -> Value:
-    weight, bias = node.inputs[1], node.input(2)
+    x, weight, bias = node.inputs[0], node.inputs[1], node.input(2)
     transposed = bool(node.attr("transA", 0)), bool(node.attr("transB", 0))
-    if _is_linear(node) and isinstance(weight, Constant):
-        return _linear(
-            node, weight, not transposed[1], bias if isinstance(bias, Constant) else None
-        )
     alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
-    return node.call(gemm, node.inputs[0], weight, bias, alpha, beta, *transposed)
+    if _is_linear(node) and isinstance(weight, Constant):
+        x = node.call(torch.t, x) if transposed[0] else x
+        own = bias if isinstance(bias, Constant) else None
+        return _linear(node, x, weight, not transposed[1], own, (alpha, beta))
+    return node.call(gemm, x, weight, bias, alpha, beta, *transposed)
 
 
 def _is_linear(node: NodeContext) -> bool:
-    """Return True for a product that a linear layer computes: known weight and bias, no factors."""
+    """Return True for a product that a linear layer computes: known weight and bias."""
     weight, bias = node.inputs[1], node.input(2)
     if not isinstance(weight, Constant) or not weight.tensor.is_floating_point():
         return False
-    if node.attr("transA", 0) or node.attr("alpha", 1.0) != 1.0:
-        return False
+    if node.attr("alpha", 1.0) != 1.0 and weight in node.builder.weights:
+        return False  # the codes of the file would have another scale
     if bias is None:
         return True
     out = weight.tensor.shape[0 if node.attr("transB", 0) else 1]
-    is_vector = isinstance(bias, Constant) and tuple(bias.tensor.shape) == (out,)
-    return is_vector and node.attr("beta", 1.0) == 1.0
+    return (
+        isinstance(bias, Constant)
+        and bias.tensor.numel() in (1, out)
+        and tuple(bias.tensor.shape[-1:]) in ((), (1,), (out,))
+        and bias.tensor.numel() == (bias.tensor.shape[-1] if bias.tensor.dim() else 1)
+    )
 
 
 def gemm(

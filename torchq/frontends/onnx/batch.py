@@ -1,0 +1,144 @@
+"""Freeing the batch that a file fixes: in its inputs, and in the reshapes that repeat it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchq.errors import FrontendError
+from torchq.frontends.onnx.inference import infer_shapes
+from torchq.utils.optional import import_optional
+
+__all__ = ["free_batch_"]
+
+#: The name of the freed size while shapes are inferred.
+_BATCH = "torchq_batch"
+#: Operators that may take a part of the batch without a trace in the inferred shapes.
+_CUTTING = frozenset(["Slice", "Split", "Gather", "Resize", "Upsample"])
+#: Operators whose results are sizes or places.
+_PLACES = frozenset(["Shape", "Size", "NonZero", "NonMaxSuppression"])
+
+Sizes = list["int | str | None"]
+
+
+def free_batch_(model: Any, where: str) -> None:
+    """Leave the first size of the inputs open, in place.
+
+    The inputs whose first size is that of the first input are freed. A Reshape to a constant shape
+    that repeats the batch copies it from its input instead.
+
+    Args:
+        model: an ``onnx.ModelProto`` without functions.
+        where: how errors begin.
+
+    Raises:
+        FrontendError: an operator computes with the fixed batch; the text names it.
+    """
+    graph = model.graph
+    stored = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in stored]
+    firsts = [value.type.tensor_type.shape.dim[:1] for value in inputs]
+    batch = firsts[0][0].dim_value if firsts and firsts[0] else 0
+    if batch < 1:
+        return  # it is open
+    for first in firsts:
+        if first and first[0].dim_value == batch:
+            first[0].dim_param = _BATCH
+    freed = {node.output[0]: False for node in graph.node if node.op_type == "Reshape"}
+    constants = _constants(graph)
+    while True:
+        shapes = infer_shapes(model, where)
+        changed = [n for n in graph.node if freed.get(n.output[0]) is False]
+        changed = [n for n in changed if _free_reshape(graph, n, shapes, constants, batch)]
+        if not changed:
+            break
+        freed.update({node.output[0]: True for node in changed})
+    fixed = _fixed(graph, shapes)
+    for number, node in enumerate(graph.node):
+        if _keeps_batch(node, shapes, constants, fixed):
+            continue
+        raise FrontendError(
+            f"{where}: {node.op_type} {node.name or f'{node.op_type}_{number}'!r} computes with "
+            f"the batch of {batch} that the file fixes; expected one that takes any batch. Leave "
+            "free_batch out, or export the file again with an open batch"
+        )
+
+
+def _constants(graph: Any) -> dict[str, list[int]]:
+    """Return the whole numbers that are stored in the file, by name."""
+    onnx = import_optional("onnx", "from_onnx")
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            found[node.output[0]] = node.attribute[0].t
+    small = {
+        name: tensor
+        for name, tensor in found.items()
+        if tensor.data_type == onnx.TensorProto.INT64
+        and tensor.data_location != onnx.TensorProto.EXTERNAL
+        and len(tensor.dims) == 1
+        and tensor.dims[0] < 32
+    }
+    return {name: onnx.numpy_helper.to_array(tensor).tolist() for name, tensor in small.items()}
+
+
+def _free_reshape(
+    graph: Any, node: Any, shapes: dict[str, Sizes], constants: dict[str, list[int]], batch: int
+) -> bool:
+    """Let a Reshape copy the batch from its input, if it repeats it; return True if it did."""
+    source, target = shapes.get(node.input[0]), constants.get(node.input[1])
+    if source is None or target is None or _BATCH not in source:
+        return False
+    axis = source.index(_BATCH)
+    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
+    if len(target) <= axis or not all(before) or target[axis] != batch:
+        return False
+    changed = [*target[:axis], 0, *target[axis + 1 :]]
+    onnx = import_optional("onnx", "from_onnx")
+    name = f"{node.output[0]}_with_any_batch"
+    graph.initializer.append(onnx.helper.make_tensor(name, 7, [len(changed)], changed))
+    node.input[1], constants[name] = name, changed
+    return True
+
+
+def _fixed(graph: Any, shapes: dict[str, Sizes]) -> set[str]:
+    """Return the tensors that do not depend on the inputs whose batch was freed."""
+    found = {""} | {tensor.name for tensor in graph.initializer}
+    found |= {v.name for v in graph.input if _BATCH not in shapes.get(v.name, [_BATCH])}
+    for node in graph.node:
+        if all(name in found for name in node.input):
+            found.update(node.output)
+    return found
+
+
+def _keeps_batch(
+    node: Any, shapes: dict[str, Sizes], constants: dict[str, list[int]], fixed: set[str]
+) -> bool:
+    """Return False if a node may compute another thing with another batch."""
+    if node.op_type in _PLACES or all(name in fixed for name in node.input):
+        return True
+    if any(attribute.type == attribute.GRAPH for attribute in node.attribute):
+        return False
+    source = shapes.get(node.input[0])
+    if node.op_type == "Reshape":
+        return _reshape_keeps_batch(source, constants.get(node.input[1]))
+    results = [shapes.get(name) for name in node.output if name]
+    if node.op_type == "Squeeze" and None in results:
+        return False
+    if not any(_BATCH in shapes.get(name, []) for name in node.input):
+        return True
+    return any(
+        result is None or _BATCH in result or (None in result and node.op_type not in _CUTTING)
+        for result in results
+    )
+
+
+def _reshape_keeps_batch(source: Sizes | None, target: list[int] | None) -> bool:
+    """Return True if a Reshape to a constant shape leaves the place of the batch open."""
+    if target is None:
+        return True  # computed from sizes, which are open
+    if source is None or _BATCH not in source:
+        is_known = source is not None and None not in source
+        return is_known or target[:1] == [-1]
+    axis = source.index(_BATCH)
+    before = [own == 0 or own == size for own, size in zip(target, source[:axis], strict=False)]
+    return len(target) > axis and all(before) and target[axis] in (0, -1)
