@@ -239,7 +239,8 @@ def test_copies_files_and_state(images: Tensor) -> None:
 
 
 def test_compilers(images: Tensor) -> None:
-    int8 = torchq.deploy(calibrated(UNet(), images), images)
+    layers = nn.ConvTranspose2d(3, 8, 4, 2, 1), nn.ReLU(), nn.Conv2d(8, 2, 1)
+    int8 = torchq.deploy(calibrated(nn.Sequential(*layers), images), images)
     loaded = exported(int8, images, dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
     compiled = torch.compile(int8, fullgraph=True, dynamic=True, backend="aot_eager")
     for other in (loaded, compiled):
