@@ -6,16 +6,17 @@ model with it. Three come with torchq: :func:`shift_leaky_relu`, :func:`integer_
 place.
 """
 
-from torchq.backends.backend import Backend, register_delegate, register_handler
-from torchq.backends.call import Call
-from torchq.backends.fixed_point import (
+from torchq.backends.backend import Backend, Call, register_delegate, register_handler
+from torchq.backends.handlers import (
     GEMMLOWP,
     SINGLE_ROUNDING,
     FixedPoint,
+    fixed_point,
+    integer_average_pooling,
     quantize_multiplier,
+    shift_leaky_relu,
     shift_right,
 )
-from torchq.backends.handlers import fixed_point, integer_average_pooling, shift_leaky_relu
 
 __all__ = [
     "GEMMLOWP",

@@ -3,12 +3,13 @@
 Nothing here holds state or waits for the device.
 """
 
-from torchq.functional.affine import AffineFakeQuantizeFunction, fake_quantize_affine
 from torchq.functional.fake_quant import (
+    AffineFakeQuantizeFunction,
     FakeQuantizeFunction,
     LearnedFakeQuantizeFunction,
     dequantize,
     fake_quantize,
+    fake_quantize_affine,
     learned_fake_quantize,
     quantize,
 )

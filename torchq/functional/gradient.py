@@ -9,14 +9,6 @@ from torch import Tensor
 
 from torchq.formats import Format
 
-__all__ = [
-    "ScaleGradientFunction",
-    "StraightThroughFunction",
-    "range_gradient_scale",
-    "scale_gradient",
-    "straight_through",
-]
-
 
 class ScaleGradientFunction(torch.autograd.Function):
     """Identity; the gradient is multiplied by ``factor``."""

@@ -21,18 +21,6 @@ from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
 from torchq.utils.optional import import_optional
 
-__all__ = [
-    "MARK",
-    "OnnxType",
-    "constant_grid",
-    "mark",
-    "onnx_type",
-    "opset_needed",
-    "quantize_dequantize",
-    "quantize_dequantize_affine",
-    "quantize_dequantize_constant",
-]
-
 #: Domain and name of the operator that :func:`mark` writes; :func:`torchq.export_onnx` removes it.
 MARK = ("torchq", "Quantizer")
 
@@ -67,10 +55,8 @@ _TYPES = {
 def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     """Return the smallest ONNX type that holds ``format``, and the format of that type.
 
+    An ExportError says that ONNX has none (FP6, E8M0, ...), or rounds otherwise.
     The format of the type is wider than ``format`` for int6, narrow int8, ...
-
-    Raises:
-        ExportError: ONNX has none (FP6, E8M0, ...), or rounds otherwise.
     """
     if format.rounding != "half_even":
         raise ExportError(
@@ -104,11 +90,7 @@ def _stored(format: Format, axis: int | None, legacy: bool) -> tuple[Format, Onn
 
 
 def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
-    """Return the first opset whose QuantizeLinear can do this, and what needs it.
-
-    Raises:
-        ExportError: no opset can.
-    """
+    """Return the first opset whose QuantizeLinear can do this, and what needs it."""
     axis, block = _axis(granularity, 1 << 16)
     _, kind = _stored(format, axis, legacy=False)
     needs = [
@@ -120,16 +102,7 @@ def opset_needed(format: Format, granularity: Granularity) -> tuple[int, str]:
 
 
 def mark(x: Tensor, name: str, format: str) -> Tensor:
-    """Write an operator behind a quantizer that tells its name; call it only during an export.
-
-    Args:
-        x: The output of the quantizer.
-        name: The dotted path of the quantizer.
-        format: The name of its format.
-
-    Returns:
-        ``x``, through the operator :data:`MARK`, which both exporters keep.
-    """
+    """Write an operator behind a quantizer that tells its name; call it only during an export."""
     if torch.jit.is_tracing():
         return _LegacyMark.apply(x, name, format)
     attributes: dict[str, Any] = {"name": name, "format": format}
@@ -157,39 +130,41 @@ def quantize_dequantize(
 ) -> Tensor:
     """Write QuantizeLinear and DequantizeLinear of ``x``; call it only during an export.
 
-    A format that is narrower than its ONNX type is clipped to its bounds first.
-
-    Args:
-        x: A float tensor; computed in float32, returned in its dtype.
-        amax: The range, aligned with ``granularity.split(x)``.
-        format: The format of the codes.
-        granularity: Which elements share a scale.
-        scale_format: The format of the scales, or None for float32.
-
-    Raises:
-        ExportError: ONNX has no type for the format, the granularity has several axes, or the
-            exporter is too old for the type.
+    ``amax`` is aligned with ``granularity.split(x)``. The pair computes in float32; the result has
+    the dtype of ``x``. A format that is narrower than its ONNX type is clipped to its bounds first.
     """
     with constant_while_tracing():
         scale = scale_from_amax(amax, format, scale_format)
-    return _write(x, scale, None, format, granularity)
+    return quantize_dequantize_affine(x, scale, None, format, granularity)
 
 
 def quantize_dequantize_affine(
-    x: Tensor, scale: Tensor, zero_point: Tensor, format: Format, granularity: Granularity
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, format: Format, granularity: Granularity
 ) -> Tensor:
     """Write QuantizeLinear and DequantizeLinear with a zero point; see :func:`quantize_dequantize`.
 
-    Formats of 4 bits and fewer are written as 8 bits, clipped.
-
-    Args:
-        x: A float tensor.
-        scale: The scale, aligned with ``granularity.split(x)``.
-        zero_point: Whole numbers of the shape and dtype of ``scale``.
-        format: The format of the codes.
-        granularity: Which elements share a scale.
+    Scale and zero point are aligned with ``granularity.split(x)``; a ``zero_point`` of None is 0
+    everywhere. With one, formats of 4 bits and fewer are written as 8 bits, clipped.
     """
-    return _write(x, scale, zero_point, format, granularity)
+    axis, block = _axis(granularity, x.dim())
+    legacy = torch.jit.is_tracing()
+    stored, kind = _stored(format, axis if zero_point is None else None, legacy)
+    point = torch.zeros_like(scale) if zero_point is None else zero_point
+    if legacy:
+        with constant_while_tracing():
+            # New tensors: the trace then holds their values, not the arithmetic behind them.
+            scale, point = (
+                torch.tensor(t.tolist(), dtype=t.dtype, device=t.device) for t in (scale, point)
+            )
+    values = x if x.dtype is torch.float32 else x.to(torch.float32)
+    if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
+        bounds = (scale * (format.quant_min - point), scale * (format.quant_max - point))
+        values = _clip(values, *bounds, granularity, legacy)
+    if axis is not None:
+        scale, point = (t.squeeze(axis + 1) if block else t.reshape(-1) for t in (scale, point))
+    emit = _legacy if legacy else _modern
+    result = emit(values, scale, point, kind, axis, block)
+    return result if x.dtype is torch.float32 else result.to(x.dtype)
 
 
 def constant_grid(
@@ -198,18 +173,9 @@ def constant_grid(
     """Return a scale and a zero point as an ONNX file holds them; None where more is needed.
 
     An exporter that follows the arithmetic from amax to them traces ten operators for each
-    quantizer, three times. As constants they cost nothing.
-
-    Args:
-        scale: The scale, of any shape with one element for each index of the axis.
-        zero_point: Whole numbers of the shape of ``scale``.
-        symmetric: True if all zero points are 0.
-        format: The format of the codes.
-        granularity: Which elements share a scale.
-
-    Returns:
-        Two tensors of no dimension, or one; None for blocks, for formats narrower than their type
-        and for those that ONNX has no type for.
+    quantizer, three times. As constants they cost nothing. Scale and zero point have one element
+    for each index of the axis; the result has no dimension, or one. None for blocks, for formats
+    narrower than their type and for those that ONNX has no type for.
     """
     if isinstance(granularity, PerBlock):
         return None
@@ -232,35 +198,6 @@ def quantize_dequantize_constant(
     _, kind = _stored(format, axis, legacy=False)
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
     result = _modern(values, scale, zero_point, kind, axis, block)
-    return result if x.dtype is torch.float32 else result.to(x.dtype)
-
-
-def _write(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    format: Format,
-    granularity: Granularity,
-) -> Tensor:
-    """Write the pair of operators; a ``zero_point`` of None is 0 everywhere."""
-    axis, block = _axis(granularity, x.dim())
-    legacy = torch.jit.is_tracing()
-    stored, kind = _stored(format, axis if zero_point is None else None, legacy)
-    point = torch.zeros_like(scale) if zero_point is None else zero_point
-    if legacy:
-        with constant_while_tracing():
-            # New tensors: the trace then holds their values, not the arithmetic behind them.
-            scale, point = (
-                torch.tensor(t.tolist(), dtype=t.dtype, device=t.device) for t in (scale, point)
-            )
-    values = x if x.dtype is torch.float32 else x.to(torch.float32)
-    if (stored.quant_min, stored.quant_max) != (format.quant_min, format.quant_max):
-        bounds = (scale * (format.quant_min - point), scale * (format.quant_max - point))
-        values = _clip(values, *bounds, granularity, legacy)
-    if axis is not None:
-        scale, point = (t.squeeze(axis + 1) if block else t.reshape(-1) for t in (scale, point))
-    emit = _legacy if legacy else _modern
-    result = emit(values, scale, point, kind, axis, block)
     return result if x.dtype is torch.float32 else result.to(x.dtype)
 
 

@@ -9,8 +9,6 @@ from torchq.formats.granularity import Granularity
 from torchq.functional.kernels import is_plain, largest_magnitude
 from torchq.functional.scale import compute_dtype
 
-__all__ = ["reduce_amax", "reduce_range"]
-
 
 def reduce_amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     """Return the largest magnitude of each group of ``x``, without gradient.

@@ -23,19 +23,6 @@ from torch import Tensor
 from torchq.formats import POWER_OF_TWO, FloatFormat, Format, PowersOfTwo, power_of_two_below
 from torchq.functional.gradient import straight_through
 
-__all__ = [
-    "amax_from_scale",
-    "compute_dtype",
-    "divisor",
-    "slope_divisor",
-    "is_dead",
-    "is_dead_range",
-    "range_from_qparams",
-    "scale_and_zero_point",
-    "scale_from_amax",
-    "widened_to_power_of_two",
-]
-
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that quantization computes in: float64 for float64, else float32."""
@@ -118,10 +105,6 @@ def widened_to_power_of_two(amax: Tensor, format: Format) -> Tensor:
 
     The gradient is that of TQT: rounding the exponent up passes it straight through, so a relative
     change of ``amax`` is the same relative change of the result.
-
-    Args:
-        amax: float32 or float64, any shape. Dead ranges stay as they are.
-        format: the number format.
 
     Reference: Jain et al., Trained Quantization Thresholds (MLSys 2020), section 3.2.
 
@@ -218,13 +201,9 @@ def amax_from_scale(scale: Tensor, format: Format) -> Tensor:
 
 
 def divisor(amax: Tensor, scale: Tensor) -> Tensor:
-    """Return what data is divided by: the scale, or infinity where codes must be 0.
+    """Return what data is divided by: the scale of ``amax``, or infinity where codes must be 0.
 
     Codes are 0 in dead ranges and in blocks whose scale was rounded to 0.
-
-    Args:
-        amax: float32 or float64, any shape.
-        scale: What :func:`scale_from_amax` returned for it.
     """
     # Only a dead range has the scale 1 with an amax below 1: in a live one amax is at least
     # qmax / 2 there, and qmax is at least 1.
@@ -236,10 +215,6 @@ def slope_divisor(amax: Tensor, scale: Tensor) -> Tensor:
 
     It is :func:`divisor`, but for a dead range a tiny number: the gradient is then that of a range
     that clips every value, and one that training drove to zero can grow again.
-
-    Args:
-        amax: float32 or float64, any shape.
-        scale: What :func:`scale_from_amax` returned for it.
     """
     by = divisor(amax, scale)
     is_dead_now = torch.isinf(by) & (scale == 1)

@@ -18,7 +18,7 @@ from torchq.functional import (
     scale_from_amax,
     straight_through,
 )
-from torchq.functional.affine import living_ends
+from torchq.functional.fake_quant import living_ends
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import Pattern
 from torchq.workflow import select_quantizers

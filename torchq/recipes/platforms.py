@@ -31,7 +31,7 @@ class Platform:
         weight: the weights, apart from the axis.
         per_channel: a weight has one range for each output channel.
         bias_bits: the width of biases, which have the scale of input times weight. They are not
-            simulated: :func:`torchq.backends.fixed_point` computes them.
+            simulated: :func:`torchq.backends.handlers` computes them.
         target: the name of ``quantize_(target=)`` and ``export_onnx(target=)``, if there is one.
     """
 

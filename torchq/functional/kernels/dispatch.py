@@ -17,17 +17,6 @@ from torchq.errors import ConfigError
 from torchq.formats import INT8, Format
 from torchq.functional.kernels import reference, tiled
 
-__all__ = [
-    "BACKENDS",
-    "Kernels",
-    "backend_for",
-    "is_plain",
-    "kernels",
-    "learned_gradients",
-    "mask_gradient",
-    "use_backend",
-]
-
 #: The definition, CPU tiles, and Triton on CUDA.
 BACKENDS = ("reference", "tiled", "triton")
 
@@ -65,12 +54,6 @@ def use_backend(name: str) -> Iterator[None]:
     Compiled, exported and transformed (``torch.func``) code uses the definition whatever is forced.
     The choice belongs to the thread or task that makes it.
 
-    Args:
-        name: one of :data:`BACKENDS`.
-
-    Raises:
-        ConfigError: an unknown name; and inside, a call that the backend cannot do.
-
     Example:
         >>> with use_backend("reference"):
         ...     backend_for(torch.ones(3))
@@ -95,15 +78,8 @@ def backend_for(
 ) -> str:
     """Return the name of the backend that quantizes ``x`` now, one of :data:`BACKENDS`.
 
-    Args:
-        x: its block axis, if any, is split already.
-        amax: aligned with ``x`` (see :meth:`torchq.formats.Granularity.align`); None stands for one
-            value.
-        format: the number format.
-        affine: the codes have a zero point.
-
-    Raises:
-        ConfigError: the forced backend cannot do it.
+    The block axis of ``x`` is split, and ``amax`` aligned with it; None stands for one value. With
+    ``affine`` the codes have a zero point.
     """
     if not is_plain(x) or not (amax is None or is_plain(amax)):
         return "reference"

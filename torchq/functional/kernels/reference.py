@@ -12,18 +12,6 @@ from torch import Tensor
 from torchq.formats import Format, round_
 from torchq.functional.scale import divisor, scale_from_amax, slope_divisor
 
-__all__ = [
-    "affine_gradients",
-    "clamped_codes",
-    "fake_quantize",
-    "fake_quantize_between",
-    "gradient_mask",
-    "learned_gradients",
-    "mask_gradient",
-    "snap",
-    "supports",
-]
-
 
 def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
     """Return True: the definition can do every case."""
@@ -81,13 +69,6 @@ def learned_gradients(
     """Return the gradients to x and amax; differentiable.
 
     :class:`torchq.functional.LearnedFakeQuantizeFunction` has the formula.
-
-    Args:
-        grad: the gradient of the result, of the shape and dtype of ``x``.
-        x: see :func:`fake_quantize`.
-        amax: see :func:`fake_quantize`.
-        format: see :func:`fake_quantize`.
-        scale_format: see :func:`fake_quantize`.
     """
     scale = scale_from_amax(amax, format, scale_format)
     v = torch.div(x.to(scale.dtype), slope_divisor(amax, scale))
@@ -104,15 +85,9 @@ def clamped_codes(x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: F
     """Return the codes of ``x`` less the zero point, as a new tensor in the compute dtype.
 
     Adding a whole zero point and clamping to the bounds of the format is the same as clamping to
-    bounds less the zero point, and rounds nothing.
-
-    Args:
-        x: floating point, any shape and strides.
-        scale: in the compute dtype, > 0; no dimension, or as many as ``x`` with sizes of 1 where it
-            is shared.
-        low: ``quant_min - zero_point``, of the shape and dtype of ``scale``.
-        high: ``quant_max - zero_point``, of the shape and dtype of ``scale``.
-        format: its rounding is used, and no bound.
+    bounds less the zero point, and rounds nothing. ``scale`` is > 0 in the compute dtype; it,
+    ``low`` and ``high`` have no dimension, or as many as ``x`` with sizes of 1 where they are
+    shared. Of ``format`` the rounding is used, and no bound.
     """
     codes = round_(torch.div(x.to(scale.dtype), scale), format.rounding)
     return torch.minimum(torch.maximum(codes, low), high)

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from torchq.formats import Format, round_
-from torchq.functional.kernels.layout import memory_order, merged_dims
+from torchq.functional.kernels.views import memory_order, merged_dims
 from torchq.functional.scale import divisor, scale_from_amax, slope_divisor
-
-__all__ = [
-    "fake_quantize",
-    "fake_quantize_between",
-    "largest_magnitude",
-    "learned_gradients",
-    "mask_gradient",
-    "supports",
-]
 
 # Elements in a tile for each thread: 1 MiB of float32. Smaller tiles spend their time in dispatch.
 _TILE = 2**18
@@ -170,15 +161,10 @@ def learned_gradients(
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return ``x.abs().amax(dims, keepdim=True)``, tile by tile and dimension by dimension.
 
+    ``x`` has at least one element and ``dims`` one entry. NaN where one is among the values; never
+    a negative zero.
     The host does not wait. Without the sign, floats are ordered as the integers of the same bits,
     NaN last, and torch reduces integers faster.
-
-    Args:
-        x: at least one element.
-        dims: at least one.
-
-    Returns:
-        The dtype of ``x``; NaN where one is among the values, never a negative zero.
     """
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     order = memory_order(x)

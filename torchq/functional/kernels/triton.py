@@ -23,10 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchq.formats import FloatFormat, Format, IntFormat
-from torchq.functional.kernels.layout import memory_order, merged_dims
+from torchq.functional.kernels.views import memory_order, merged_dims
 from torchq.functional.scale import scale_from_amax
-
-__all__ = ["INTERPRETED", "fake_quantize", "mask_gradient", "supports"]
 
 #: True if Triton interprets kernels on the CPU instead of compiling them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -50,12 +48,7 @@ class _Matrix:
 
 
 def _matrix(sizes: list[int], kept: list[bool]) -> _Matrix | None:
-    """Return the view for merged dimensions; None where one division is not enough.
-
-    Args:
-        sizes: of the merged dimensions.
-        kept: True where amax keeps the dimension; the flags alternate.
-    """
+    """Return the view for merged dimensions; None where one division is not enough."""
     rows = 1
     for size in sizes[:-1]:
         rows *= size

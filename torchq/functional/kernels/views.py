@@ -1,4 +1,4 @@
-"""Views of a tensor with the elements of one amax side by side, and pieces of them."""
+"""Views of a tensor by its layout in memory and by the groups that share an amax."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from torch import Tensor
 
 from torchq.formats.granularity import Granularity
 
-__all__ = ["group_view", "pieces"]
-
 
 def group_view(x: Tensor, granularity: Granularity) -> Tensor:
     """Return ``x`` as ``(before, groups, after)``, a view wherever the memory layout allows one.
 
     Groups are numbered in the order of the flattened amax. Elements inside a group come in memory
-    order, so a channels-last tensor is not copied.
-
-    Args:
-        x: any shape.
-        granularity: the groups of elements; blocks are padded with zeros.
+    order, so a channels-last tensor is not copied. Blocks are padded with zeros.
     """
     x = granularity.split(x)
     reduced = granularity.reduce_dims(x.dim())
@@ -40,10 +34,7 @@ def group_view(x: Tensor, granularity: Granularity) -> Tensor:
 def pieces(x: Tensor, *, size: int, groups: int) -> Iterator[tuple[Tensor, slice]]:
     """Yield the parts of a :func:`group_view`, each with the slice of its groups.
 
-    Args:
-        x: (before, groups, after).
-        size: about the number of elements of a part.
-        groups: at most the number of groups of a part.
+    A part has about ``size`` elements of at most ``groups`` groups.
     """
     after = min(x.shape[2], size)
     width = max(1, min(x.shape[1], groups, size // after))
@@ -53,3 +44,33 @@ def pieces(x: Tensor, *, size: int, groups: int) -> Iterator[tuple[Tensor, slice
         for rows in x[:, where].split(before, 0):
             for part in rows.split(after, 2):
                 yield part, where
+
+
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a dense tensor, outermost in memory first.
+
+    For channels_last these are ``(0, 2, 3, 1)``.
+    """
+    strides = x.stride()
+    return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+
+
+def merged_dims(x: Tensor, amax: Tensor) -> tuple[list[int], list[bool]]:
+    """Return the sizes of ``x`` in memory order, neighbours merged, and whether amax keeps each.
+
+    Dimensions of size 1 are left out. Neighbours of one kind are merged, so the flags alternate.
+    ``x`` is dense; ``amax`` has no dimension, or as many with sizes of 1 where it is shared.
+    """
+    sizes: list[int] = []
+    kept: list[bool] = []
+    for d in memory_order(x):
+        size = x.shape[d]
+        if size == 1:
+            continue
+        keep = amax.dim() > 0 and amax.shape[d] != 1
+        if kept and kept[-1] == keep:
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+            kept.append(keep)
+    return sizes, kept

@@ -39,7 +39,7 @@ def fold_weights(model: Model) -> None:
 
         Stored codes -> DequantizeLinear. The codes are ``snap(weight / scale)``, the arithmetic
         of :mod:`torchq.functional.fake_quant`, or ``round(weight / scale) + zero_point``, bounded,
-        that of :mod:`torchq.functional.affine`. Where the quantizer has 4 bits and the exporter
+        that of :mod:`torchq.functional.fake_quant`. Where the quantizer has 4 bits and the exporter
         wrote 8, they are stored in 4 bits from opset 21 on. The record names quantizers that only
         other stored codes followed from, as behind a table of positions; no node is left of them.
     """
