@@ -313,3 +313,14 @@ SPARSE += struct.pack("<iiiii", 1, 0, 0, 6, 1) + struct.pack("<q", 0)
 def test_broken_parameters_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(FrontendError, match=re.escape(message)):
         read_params(data, "test")
+
+
+def test_outputs_of_one_node_have_different_names() -> None:
+    nodes = [
+        {"op": "null", "name": "x", "inputs": []},
+        {"op": "SliceChannel", "name": "parts", "inputs": [[0, 0]], "attrs": {"num_outputs": "2"}},
+        {"op": "Activation", "name": "act", "inputs": [[0, 0]], "attrs": {"act_type": "relu"}},
+    ]
+    heads = [[1, 1], [2, 0], [1, 0]]
+    model = torchq.from_mxnet(json.dumps({"nodes": nodes, "arg_nodes": [0], "heads": heads}), {})
+    assert model.output_names == ["parts_output1", "act", "parts_output0"]

@@ -83,8 +83,14 @@ class _Importer:
                 self._convert(number)
         end = SymbolContext(self._builder, "output", "output", {}, [], [], 1)
         outputs = [end.tensor(self._value(entry)) for entry in self._symbol.heads]
-        names = [self._symbol.nodes[number].name for number, _ in self._symbol.heads]
+        names = self._output_names()
         return self._builder.finish(outputs, "MxnetModel", inputs, names, self._shapes(inputs))
+
+    def _output_names(self) -> list[str]:
+        """Return the names of the nodes of the outputs, in MXNet's form where one gives several."""
+        heads = [(self._symbol.nodes[number].name, place) for number, place in self._symbol.heads]
+        counts = collections.Counter(name for name, _ in heads)
+        return [name if counts[name] == 1 else f"{name}_output{place}" for name, place in heads]
 
     def _shapes(self, inputs: list[str]) -> list[list[int] | None]:
         """Return the shapes that variables state; 0 stands for a size that is not known."""
