@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from torchq.errors import ConfigError
+from torchq.utils import check_batches
 
 __all__ = ["Batches", "checked_batches", "gathered", "place_in_group"]
 
@@ -40,16 +39,9 @@ def checked_batches(where: str, batches: Any, num_batches: int | None = None) ->
 
     Raises:
         ConfigError: One batch was given in the place of an iterable of them, or something else; or
-            ``num_batches`` is less than 1.
+            ``num_batches`` is no integer of at least 1.
     """
-    if num_batches is not None and num_batches < 1:
-        raise ConfigError(f"{where}: got num_batches={num_batches}; expected at least 1, or None")
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        kind = type(batches).__name__
-        raise ConfigError(
-            f"{where}: got a {kind} as batches; expected an iterable of batches. "
-            "Pass [batch] for one batch"
-        )
+    check_batches(where, batches, num_batches)
     length = len(batches) if isinstance(batches, Sized) else None
     known = [number for number in (length, num_batches) if number is not None]
     return Batches(batches, min(known) if length is not None else num_batches)

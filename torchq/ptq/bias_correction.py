@@ -177,7 +177,7 @@ class _Stream:
     calls_once: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
-        checked_batches("correct_bias_", self.batches)
+        checked_batches("correct_bias_", self.batches, self.num_batches)
         if isinstance(self.batches, Iterator):
             self.batches = list(islice(self.batches, self.num_batches))
 

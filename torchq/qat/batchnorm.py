@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import freeze_norm_, unfreeze_norm_
-from torchq.utils import device_of, evaluating, progress_bar
+from torchq.utils import check_batches, device_of, evaluating, progress_bar
 
 __all__ = ["Reestimate", "freeze_bn_", "reestimate_bn_", "unfreeze_bn_"]
 
@@ -101,6 +101,7 @@ def reestimate_bn_(
 
     Reference: Nagel et al., A White Paper on Neural Network Quantization (2021), section 4.2.1.
     """
+    check_batches("reestimate_bn_", batches, num_batches)
     norms = [m for m in model.modules() if isinstance(m, _NORMS) and m.running_mean is not None]
     if not norms:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
+from torchq.utils.batches import check_batches
 from torchq.utils.copying import copy_module, undone_on_error
 from torchq.utils.data import check_fields, parse_json, short_repr
 from torchq.utils.files import replacing
@@ -31,6 +32,7 @@ __all__ = [
     "calls_are_recorded",
     "Pattern",
     "Registry",
+    "check_batches",
     "check_fields",
     "check_pattern",
     "constant_while_tracing",

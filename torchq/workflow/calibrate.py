@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, modes_kept
-from torchq.utils import evaluating, unwrapped
+from torchq.utils import check_batches, evaluating, unwrapped
 from torchq.workflow.batch_stream import BatchStream
 from torchq.workflow.calibration_report import CalibrationReport
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -196,24 +195,11 @@ def _check_arguments(
             raise ConfigError(
                 f"calibrate: got {argument}={given!r}; expected one of: {', '.join(names)}"
             )
-    is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
-    if num_batches is not None and not (is_count and num_batches > 0):
-        raise ConfigError(
-            f"calibrate: got num_batches={num_batches!r}; expected an integer of at least 1, or "
-            "None for all batches"
-        )
     if on_unseen not in ("error", "disable", "dynamic"):
         raise ConfigError(
             f"calibrate: got on_unseen={on_unseen!r}; expected 'error', 'disable' or 'dynamic'"
         )
-    is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
-    is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
-    if batches is not None and (is_one or not is_many):
-        kind = type(batches).__name__
-        raise ConfigError(
-            f"calibrate: got a {kind} as batches; expected an iterable of batches. "
-            "Pass [batch] for one batch"
-        )
+    check_batches("calibrate", () if batches is None else batches, num_batches)
 
 
 def _warn_of_other_ranks() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ConfigError, ExportError, TorchqError
+from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.onnx.example_call import nested_tensors
@@ -42,7 +42,7 @@ from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, 
 from torchq.onnx.verify.session import Session
 from torchq.onnx.verify.simulation import Simulation, parameter_difference
 from torchq.onnx.verify.weights import compare_weights
-from torchq.utils import evaluating, progress_bar
+from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
 
 __all__ = ["verify_onnx"]
@@ -94,7 +94,7 @@ def verify_onnx(
         True
     """
     model, path = unwrap(model), Path(path)
-    _check_batches(batches, num_batches)
+    check_batches("verify_onnx", batches, num_batches)
     with as_computed(path) as (source, limits):
         runs = _Runs(source, measure)
         with named_errors(path):
@@ -123,19 +123,6 @@ def verify_onnx(
         file.last_layers(),
         tuple(runs.misread),
     )
-
-
-def _check_batches(batches: Any, num_batches: Any) -> None:
-    """Raise an error for one batch in place of a list of them, and for a number below 1."""
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ConfigError(
-            f"verify_onnx: got a {type(batches).__name__} as batches; expected an iterable of "
-            "batches. Pass [batch] for one batch"
-        )
-    if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
-        raise ConfigError(
-            f"verify_onnx: got num_batches={num_batches!r}; expected at least 1, or None"
-        )
 
 
 def _results(model: nn.Module, batch: Any) -> list[Tensor]:

@@ -94,7 +94,8 @@ class Replay:
         where: str,
     ) -> None:
         self.model, self.store = model, store
-        self.batches = list(islice(checked_batches(where, batches), options.num_batches))
+        count = options.num_batches
+        self.batches = list(islice(checked_batches(where, batches, count), count))
         if not self.batches:
             raise CalibrationError(f"{where}: got no batch; expected at least one")
         self._forward = options.forward

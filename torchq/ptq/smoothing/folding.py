@@ -63,7 +63,7 @@ def fold_all(
         What ``fold`` returned, in running order; the reasons for layers that were left alone; and
         the change of the output.
     """
-    kept = list(islice(checked_batches(where, batches), run.num_batches))
+    kept = list(islice(checked_batches(where, batches, run.num_batches), run.num_batches))
     if not kept:
         raise CalibrationError(f"{where}: got no batch; expected at least one")
     with torch.no_grad(), evaluating(model), quantizers_off(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import warnings
@@ -108,6 +109,7 @@ def tune(
     kept_batches = list(checked_batches("tune", batches))
     if not kept_batches:
         raise CalibrationError("tune: got no batch; expected at least one")
+    _check_metric(metric)
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
         raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
@@ -123,6 +125,19 @@ def tune(
     for _ in progress_bar(trials, description="tune", enabled=progress, unit="trial"):
         pass
     return _result(search, float_metric)
+
+
+def _check_metric(metric: Any) -> None:
+    """Raise ConfigError unless ``metric`` can be called with a model."""
+    try:
+        inspect.signature(metric).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"tune: got a metric that cannot be called with a model alone ({error}); expected "
+            "metric(model), which returns a number"
+        ) from error
+    except ValueError:  # Functions in C may have no signature.
+        return
 
 
 def _result(search: Search, float_metric: float) -> TuneResult:

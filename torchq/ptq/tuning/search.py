@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torchq.errors import TorchqError
+from torchq.errors import ConfigError, TorchqError
 from torchq.nn import QuantModule
 from torchq.ptq.tuning.candidates import (
     STAGES,
@@ -39,7 +39,13 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def metric_of(metric: Metric, model: nn.Module) -> float:
     """Return the metric of a model in eval mode."""
     with evaluating(model):
-        return float(metric(model))
+        value: Any = metric(model)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"tune: the metric returned a {type(value).__name__}; expected a number"
+        ) from error
 
 
 def _mean_weight_bits(model: nn.Module) -> float:

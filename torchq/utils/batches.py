@@ -1,0 +1,40 @@
+"""The one check of what functions take as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from torchq.errors import ConfigError
+
+__all__ = ["check_batches"]
+
+
+def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
+    """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them.
+
+    Args:
+        where: the function that was called, for error texts.
+        batches: an iterable of batches.
+        num_batches: the number of batches to stop after; None stands for all.
+
+    Raises:
+        ConfigError: One batch was given in the place of an iterable of them, or something else; or
+            ``num_batches`` is no integer of at least 1.
+    """
+    is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
+    if num_batches is not None and not (is_count and num_batches > 0):
+        raise ConfigError(
+            f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
+            "None for all batches"
+        )
+    is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
+    is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
+    if is_one or not is_many:
+        raise ConfigError(
+            f"{where}: got a {type(batches).__name__} as batches; expected an iterable of batches. "
+            "Pass [batch] for one batch"
+        )
