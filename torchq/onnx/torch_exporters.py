@@ -80,12 +80,12 @@ def _keep_input_names(model: Model, names: list[str]) -> None:
         value.name = name
 
 
-def _check_lengths(program: torch.export.ExportedProgram) -> None:
+def _check_lengths(program: torch.export.ExportedProgram | None) -> None:
     """Raise an error where a recurrent layer has the length of the example for an open one.
 
     Some versions of torch write such files without a word.
     """
-    for node in program.graph.nodes:
+    for node in () if program is None else program.graph.nodes:
         if not str(node.target).startswith(("aten.lstm.", "aten.gru.", "aten.rnn_")):
             continue
         given = node.args[0].meta["val"].shape
