@@ -4,7 +4,7 @@
 is a line in ``catalog.py``.
 """
 
-from torchq.formats.catalog import (
+from torchq.formats.format import (
     CATALOG,
     E2M1,
     E2M3,
@@ -15,18 +15,16 @@ from torchq.formats.catalog import (
     INT4,
     INT8,
     INT16,
+    POWER_OF_TWO,
     UINT4,
     UINT8,
-    by_bits,
-    by_name,
-    integer,
-)
-from torchq.formats.format import (
-    POWER_OF_TWO,
     FloatFormat,
     Format,
     IntFormat,
     PowersOfTwo,
+    by_bits,
+    by_name,
+    integer,
     power_of_two_below,
 )
 from torchq.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor

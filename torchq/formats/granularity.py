@@ -21,8 +21,6 @@ from torch import Tensor
 
 from torchq.errors import ConfigError
 
-__all__ = ["Granularity", "PerTensor", "PerAxis", "PerBlock"]
-
 
 @dataclass(frozen=True)
 class Granularity:

@@ -26,8 +26,6 @@ from torch import Tensor, trunc
 from torchq.errors import ConfigError
 from torchq.utils import short_repr
 
-__all__ = ["ROUNDINGS", "check_rounding", "round_", "round_number"]
-
 #: The names of all policies; the first one is the default everywhere.
 ROUNDINGS = ("half_even", "half_up", "half_down", "half_toward_zero", "half_away", "up", "down")
 
