@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from torchq.frontends.building.written import write_operator
+
 __all__ = ["roi_align"]
 
 
@@ -32,6 +34,18 @@ def roi_align(
         half_pixel: pixels lie at half coordinates.
         largest: take the largest of the weighted samples instead of the mean.
     """
+    if torch.onnx.is_in_onnx_export():
+        options = {
+            "output_height": size[0],
+            "output_width": size[1],
+            "sampling_ratio": ratio,
+            "spatial_scale": float(scale),
+            "mode": "max" if largest else "avg",
+            "coordinate_transformation_mode": "half_pixel" if half_pixel else "output_half_pixel",
+        }
+        shape = (rois.shape[0], x.shape[1], *size)
+        example = x.new_zeros(shape) if torch.jit.is_tracing() else None
+        return write_operator("RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example)
     results = [
         _align_one(
             x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest
