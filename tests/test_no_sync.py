@@ -63,7 +63,7 @@ def test_collecting(method: str, granularity: Granularity) -> None:
         assert bool((calibrator.compute_amax() > 0).all())
 
 
-RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "int4_weight", "mxfp8", "nvfp4"]
+RECIPES = ["int8", "int8_per_tensor", "w4a4", "fp8", "mxfp8", "nvfp4"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -71,11 +71,6 @@ def test_what_each_recipe_does() -> None:
     assert axes(recipes.int8, "input") == [QuantDescriptor()] * 3
     assert axes(recipes.int8, "weight") == per_channel
     assert axes(recipes.int8_per_tensor, "weight") == [QuantDescriptor()] * 3
-    assert axes(recipes.int4_weight, "input") == [None] * 3
-    assert axes(recipes.int4_weight, "weight") == [
-        *(d.replace(num_bits=4, calib_method="activation") for d in per_channel[:2]),
-        QuantDescriptor(4, block_size=128, calib_method="activation"),
-    ]
     assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
     learned = QuantDescriptor(4, learn_amax=True, scale_range_grad=True)
     middle = learned.replace(unsigned="auto", calib_method="mse")

@@ -46,7 +46,7 @@ PROMISED: dict[str, str] = {
         scale_and_zero_point scale_from_amax
     """,
     "torchq.recipes": """
-        PLATFORMS Platform RECIPES by_name int8 int8_per_tensor integer int4_weight platform
+        PLATFORMS Platform RECIPES by_name int8 int8_per_tensor integer platform
         w4a4 fp8 mxfp8 nvfp4
     """,
     "torchq.backends": """

@@ -30,7 +30,6 @@ __all__ = [
     "Platform",
     "by_name",
     "fp8",
-    "int4_weight",
     "int8",
     "int8_dynamic",
     "int8_per_tensor",
@@ -236,23 +235,6 @@ def fp8() -> QuantConfig:
     """Return FP8 E4M3 weights per output channel and activations per tensor."""
     descriptor = QuantDescriptor((4, 3))
     return QuantConfig(tuple(compute_layers(descriptor, descriptor, per_channel=True)), name="fp8")
-
-
-@RECIPES.register("int4_weight")
-def int4_weight() -> QuantConfig:
-    """Return INT4 weights alone.
-
-    Linear, Bilinear and MultiheadAttention layers have blocks of 128 inputs; convolutions have a
-    range per output channel. With batches, :func:`torchq.calibrate` searches the ranges of Linear
-    and Conv layers for the least error of their outputs.
-    """
-    weight = QuantDescriptor(4, calib_method="activation")
-    rules = []
-    for pattern, axis in _OUTPUT_AXES.items():
-        is_convolution = pattern in (_CONV, _TRANSPOSED)
-        changes = {"axis": axis} if is_convolution else {"block_size": 128}
-        rules.append(Rule(pattern, weight=weight.replace(**changes), optional=True))
-    return QuantConfig(tuple(rules), name="int4_weight")
 
 
 def _block_scaled(

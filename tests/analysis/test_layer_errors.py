@@ -170,7 +170,7 @@ def test_values_at_the_end_of_the_range_are_not_clipped() -> None:
     assert row.quantizers[0].used_codes == 15
 
 
-@pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "int4_weight", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
 def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
     model, batches = ConvNet(), image_batches()
     torchq.quantize_(model, torchq.recipes.by_name(recipe))

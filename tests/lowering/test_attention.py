@@ -17,7 +17,6 @@ from torchq.lowering import (
     DeployedMultiheadAttention,
     DynamicInt8Linear,
     Int8Linear,
-    WeightOnlyLinear,
 )
 
 D = torchq.QuantDescriptor
@@ -117,8 +116,6 @@ def test_the_operands_of_the_products_are_simulated() -> None:
     ("descriptors", "kind"),
     [
         ({"input": D(axis=(0, 1), dynamic=True), "weight": D(axis=0)}, DynamicInt8Linear),
-        ({"weight": D(axis=0)}, WeightOnlyLinear),
-        ({"weight": D(4, block_size=6)}, WeightOnlyLinear),
         ({"input": D(), "weight": D()}, Int8Linear),
     ],
     ids=str,

@@ -253,7 +253,8 @@ def test_without_an_example_it_deploys_as_simulation_with_a_reason(name: str) ->
 
 def test_weight_formats_and_blocks() -> None:
     """Blocks of a rule for linear layers follow the axis that the call sums over."""
-    config = torchq.recipes.int4_weight()
+    weight = torchq.QuantDescriptor(4, block_size=128)
+    config = torchq.QuantConfig((torchq.Rule("*", weight=weight),))
     module = Conv1D(4, 256)
     torchq.quantize_(module, config)
     x = torch.randn(3, 256)

@@ -327,7 +327,7 @@ def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothin
     ):
         torchq.quantize_(Residual(), dynamic, target="tensorrt")
     model = Residual()
-    torchq.quantize_(model, torchq.recipes.int4_weight(), target="onnxruntime")
+    torchq.quantize_(model, torchq.recipes.integer(4, None), target="onnxruntime")
     assert not any("quant_" in name for name, _ in model.blocks[0].named_children())
 
 

@@ -156,7 +156,7 @@ def test_weights_need_no_data(data: list[Tensor]) -> None:
         reduce_amax(model[0].weight, model[0].weight_quantizer.descriptor.granularity),
     )
     assert not model[0].input_quantizer.calibrated
-    weights_only = net(torchq.recipes.int4_weight())
+    weights_only = net(torchq.recipes.integer(4, None))
     torchq.calibrate(weights_only, data, progress=False)
     assert weights_only[0].weight_quantizer.calibrated
 

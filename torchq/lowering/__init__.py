@@ -14,7 +14,6 @@ from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
-from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
 from torchq.lowering.qparams import QParams
 from torchq.lowering.reference_check import ReferenceCheck
@@ -35,7 +34,6 @@ __all__ = [
     "Int8Linear",
     "LOWERINGS",
     "ReferenceCheck",
-    "WeightOnlyLinear",
     "float_copy",
     "lower_model",
     "release_weights_",

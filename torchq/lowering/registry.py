@@ -17,7 +17,6 @@ from torchq.formats import (
     Granularity,
     IntFormat,
     PerAxis,
-    PerBlock,
     PerTensor,
     integer,
 )
@@ -26,7 +25,6 @@ from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
-from torchq.lowering.modules.weight_only_linear import WeightOnlyLinear
 from torchq.lowering.ops.fp8 import Fp8Weights, fp8_codes, product_obstacle
 from torchq.lowering.qparams import QParams
 from torchq.nn import (
@@ -228,8 +226,6 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
 @LOWERINGS.register(QuantLinear)
 def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
-    if x is None and w is not None and w.descriptor.fake_quant:
-        return _weight_only(module, w)
     if x is not None and w is not None:
         formats = (x.descriptor.format, w.descriptor.format)
         if all(isinstance(format, FloatFormat) for format in formats):
@@ -238,31 +234,6 @@ def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
             return _dynamic(module, x, w, reduce_range)
     arguments = static_arguments(module, reduce_range)
     return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
-
-
-def _weight_only(module: QuantModule, quantizer: TensorQuantizer) -> nn.Module | str:
-    d, weight = quantizer.descriptor, _weight(module)
-    if not isinstance(d.format, IntFormat) or not d.format.signed or d.format.bits > 8:
-        return f"weight format {d.format} does not fit int8"
-    block = d.granularity
-    if isinstance(block, PerBlock):
-        divides = block.axis % 2 == 1 and not weight.shape[1] % block.size
-        if not divides or d.scale_format is not None:
-            return "weight blocks do not divide the inputs, or have scales of their own format"
-    elif not _per_output(block, weight):
-        return "weight ranges are neither per tensor, per output channel nor per block"
-    if quantizer.pre_quant_scale is not None:
-        return "its weight is scaled before it is quantized"
-    if problem := _unusual_weight(quantizer):
-        return problem
-    amax = quantizer.range_for(weight).detach().to(torch.float32)
-    codes = quantize(weight, amax, d.format, block, d.block_scale_format)
-    codes = codes.to(torch.int8).contiguous()
-    scale = scale_from_amax(amax, d.format, d.block_scale_format)
-    if not isinstance(block, PerBlock) or scale.dim() != 2:
-        scale = scale.flatten().view(-1, 1)
-    scale = scale.expand(weight.shape[0], -1).contiguous()
-    return WeightOnlyLinear(codes, scale, _bias(module), d.format.bits, weight.dtype)
 
 
 def _dynamic(
