@@ -15,10 +15,12 @@ from torchq.lowering.modules.qdq import Quantize
 
 D = torchq.QuantDescriptor
 WEIGHT = D(8, axis=0)
-X, TOKENS = torch.randn(2, 3, 9, 9), torch.randn(4, 16)
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, 3, 9, 9, generator=GENERATOR)
+TOKENS = torch.randn(4, 16, generator=GENERATOR)
 
 
-def linear(input: torchq.QuantDescriptor | None, weight: torchq.QuantDescriptor) -> nn.Module:
+def linear(input: torchq.QuantDescriptor, weight: torchq.QuantDescriptor) -> nn.Module:
     rule = torchq.Rule(nn.Linear, input=input, weight=weight)
     config = torchq.recipes.int8().with_rules(rule)
     return calibrated(nn.Sequential(nn.Linear(16, 16)), TOKENS, config)
@@ -41,7 +43,6 @@ MODELS = {
     "pixel": lambda: calibrated(Excitation(), X),
     "static": lambda: linear(D(8), WEIGHT),
     "dynamic": lambda: linear(D(8, dynamic=True, axis=0), WEIGHT),
-    "fp8": lambda: linear(D((4, 3)), D((4, 3), axis=0)),
 }
 CASES = pytest.mark.parametrize("name", MODELS)
 FUSE = pytest.mark.parametrize("fuse", [True, False])
@@ -73,7 +74,7 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
     x.view(-1)[5] = torch.nan
     assert bool(model(x).isnan().any())
     int8 = torchq.deploy(model, fuse=fuse)
-    if name in ("dynamic", "fp8"):
+    if name == "dynamic":
         assert torch.equal(int8(x).isnan(), model(x).isnan())
     else:
         with pytest.raises(torchq.errors.QuantizationError, match="got NaN; expected numbers"):
@@ -81,7 +82,7 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("name", ["conv", "static", "fp8"])
+@pytest.mark.parametrize("name", ["conv", "static"])
 def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
     model, x = MODELS[name](), example(name)
     x.view(-1)[5] = sign * torch.inf

@@ -10,7 +10,6 @@ from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
@@ -26,7 +25,6 @@ __all__ = [
     "DeployedRecurrent",
     "DeployedRecurrentCell",
     "DynamicInt8Linear",
-    "Fp8Linear",
     "QParams",
     "Int8Conv",
     "Int8ConvTranspose",

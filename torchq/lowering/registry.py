@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from torchq.formats import (
-    FloatFormat,
     Format,
     Granularity,
     IntFormat,
@@ -23,9 +22,7 @@ from torchq.formats import (
 from torchq.functional import quantize, scale_from_amax
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.modules.fp8_linear import Fp8Linear
 from torchq.lowering.modules.linear import Int8Linear
-from torchq.lowering.ops.fp8 import Fp8Weights, fp8_codes, product_obstacle
 from torchq.lowering.qparams import QParams
 from torchq.nn import (
     QuantConv1d,
@@ -226,12 +223,8 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
 @LOWERINGS.register(QuantLinear)
 def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
-    if x is not None and w is not None:
-        formats = (x.descriptor.format, w.descriptor.format)
-        if all(isinstance(format, FloatFormat) for format in formats):
-            return _fp8(module, x, w)
-        if x.descriptor.dynamic:
-            return _dynamic(module, x, w, reduce_range)
+    if x is not None and w is not None and x.descriptor.dynamic:
+        return _dynamic(module, x, w, reduce_range)
     arguments = static_arguments(module, reduce_range)
     return arguments if isinstance(arguments, str) else Int8Linear(*arguments)
 
@@ -270,23 +263,3 @@ def _not_per_token(granularity: Granularity) -> str:
     if isinstance(granularity, PerAxis) and -1 in granularity.axes:
         return "its dynamic input has a range per feature"
     return ""
-
-
-def _fp8(module: QuantModule, x: TensorQuantizer, w: TensorQuantizer) -> nn.Module | str:
-    d, format, weight = x.descriptor, w.descriptor.format, _weight(module)
-    if problem := product_obstacle(d.format, format) or _unusual_input(x) or _unusual_weight(w):
-        return problem
-    if not (d.fake_quant and w.descriptor.fake_quant):
-        return "a quantizer returns codes"
-    if not _per_output(w.descriptor.granularity, weight):
-        return "weight ranges are neither per tensor nor per output channel"
-    if d.dynamic and (problem := _not_per_token(d.granularity)):
-        return problem
-    if not d.dynamic and (not isinstance(d.granularity, PerTensor) or x.amax.numel() != 1):
-        return "activations have more than one range"
-    amax = None
-    if not d.dynamic:
-        amax = x.amax.detach().to(torch.float32).reshape(()) * (d.scale_amax or 1.0)
-    values, scale = _rounded(w, weight, format)
-    weights = Fp8Weights(fp8_codes(values, format.name), scale, format.name, _bias(module))
-    return Fp8Linear(weights, d, amax, weight.dtype, x.pre_quant_scale)
