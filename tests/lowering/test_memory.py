@@ -6,11 +6,10 @@ import copy
 import gc
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated
@@ -108,26 +107,3 @@ def test_kernels_made_while_another_is_made_are_kept() -> None:
     for _ in range(2):
         assert cache.get(weight, ("outer", 0), (), outer) == outer() == "x"
     assert built == ["inner"]
-
-
-class OnGpu(Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize(("capturing", "built", "waits"), [(False, 1, 1), (True, 2, 0)])
-def test_streams_and_graphs_of_gpus(
-    capturing: bool, built: int, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda device: SimpleNamespace(synchronize=lambda: calls.append("wait")),
-    )
-    cache, weight = KernelCache(), torch.ones(4).as_subclass(OnGpu)
-    for _ in range(2):
-        cache.get(weight, ("kind", 0), (), lambda: calls.append("build"))
-    assert (calls.count("build"), calls.count("wait")) == (built, waits)

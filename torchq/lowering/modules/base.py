@@ -169,7 +169,6 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
     """
 
     #: Which operator runs, for the summary.
-    kind: ClassVar[str]
     qparams_names = ("input_qparams", "output_qparams", "residual_qparams")
     pre_quant_scale: Tensor | None
 
@@ -331,7 +330,7 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
         if self.residual_qparams is not None:
             fused.append("add")
         out = "uint8" if self.output_qparams is not None else str(self.dtype).removeprefix("torch.")
-        name, problem = kernel(self.weight_codes.device, self.kind)
+        name, problem = kernel(self.weight_codes.device)
         note = "; ".join(filter(None, (" + ".join(fused), problem)))
         return f"{name} uint8 x int8 -> {out}", self._size(), note
 

@@ -39,8 +39,6 @@ class Int8Conv(Int8Layer):
         in memory for 2 and 3 dimensions.
     """
 
-    kind = "conv"
-
     def __init__(self, conv: Any, *args: Any) -> None:
         super().__init__(*args)
         padding, self.border = _split_padding(conv)

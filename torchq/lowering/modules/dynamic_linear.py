@@ -100,6 +100,6 @@ class DynamicInt8Linear(DeployedLayer):
 
     def summary_row(self) -> tuple[str, int, str]:
         """Return kernel, bytes and a note for :func:`torchq.summary`."""
-        name, problem = kernel(self.weight_codes.device, "linear")
+        name, problem = kernel(self.weight_codes.device)
         note = "; ".join(filter(None, ("the input's range is that of each call", problem)))
         return f"{name} uint8 x int8 -> float", self._size(), note

@@ -21,8 +21,6 @@ class Int8Linear(Int8Layer):
         (..., in), float or uint8 codes -> (..., out).
     """
 
-    kind = "linear"
-
     def forward(self, x: Tensor) -> Tensor:
         """Return ``activation(x @ weight.T + bias)``.
 

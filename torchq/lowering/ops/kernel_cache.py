@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -61,14 +60,10 @@ class KernelCache:
         entry = found.get(key) if found is not None else None
         if entry is not None and _same(entry[0], companions):
             return entry[1]
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return build()  # only a replay of the graph computes it
         with self._lock:
             entry = self._entries.get(weight, {}).get(key)
             if entry is None or not _same(entry[0], companions):
                 entry = (companions, build())
-                if weight.is_cuda:  # another thread may use it on another stream
-                    torch.cuda.current_stream(weight.device).synchronize()
                 # A new dictionary: another thread may be reading the old one.
                 kept = self._without_oldest(self._entries.get(weight, {}), key)
                 self._entries[weight] = {**kept, key: entry}

@@ -2,7 +2,7 @@
 
 They take plain tensors and numbers, so that ``torch.compile``, ``torch.export`` with save and load,
 and copies of models all work. Which kernel runs is decided inside: oneDNN's on a CPU that has it,
-``torch._int_mm`` on a GPU that has it, plain torch otherwise.
+plain torch otherwise.
 
 This is the one place where the arguments of kernels (:mod:`torchq.lowering.ops.params`) are taken
 apart and put together.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.lowering.ops import cuda, onednn, reference
+from torchq.lowering.ops import onednn, reference
 from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
 
 __all__ = ["int8_conv", "int8_linear", "kernel"]
@@ -34,24 +34,20 @@ _LIBRARY.define(f"int8_conv(Tensor x, {_WEIGHTS}, {_PARAMS}, {_EPILOGUE}, {_RESI
 _LIBRARY.define(f"int8_linear(Tensor x, {_WEIGHTS}, {_EPILOGUE}) -> Tensor")
 
 
-def kernel(device: torch.device, kind: str = "conv") -> tuple[str, str]:
+def kernel(device: torch.device) -> tuple[str, str]:
     """Return which kernel an operator runs, and why nothing faster where that is the reference.
 
     Args:
         device: of the tensors.
-        kind: ``"conv"`` or ``"linear"``.
 
     Returns:
-        ``"onednn"``, ``"int_mm"`` (linear on GPUs) or ``"reference"``; and a reason or "".
+        ``"onednn"`` or ``"reference"``; and a reason or "".
     """
     if device.type == "cpu":
         if onednn.available():
             return "onednn", ""
         return "reference", "this torch has no oneDNN operators"
-    if kind == "linear":
-        problem = cuda.obstacle(device)
-        return ("reference", problem) if problem else ("int_mm", "")
-    return "reference", f"integer convolutions run on CPUs, not on {device.type}"
+    return "reference", f"integer kernels run on CPUs, not on {device.type}"
 
 
 def int8_conv(
@@ -126,11 +122,6 @@ def _linear_cpu(x: Tensor, *args: Any) -> Tensor:
     return (onednn if onednn.available() and x.numel() else reference).linear(x, *args)
 
 
-def _linear_cuda(x: Tensor, *args: Any) -> Tensor:
-    fast = not cuda.obstacle(x.device) and x.numel()
-    return (cuda if fast else reference).linear(x, *args)
-
-
 def _conv_fake(
     x: Tensor,
     weights: Int8Weights,
@@ -158,7 +149,6 @@ def _register() -> None:
     torch.library.register_fake("torchq::int8_conv", _conv_operator(_conv_fake), lib=_LIBRARY)
     _LIBRARY.impl("int8_linear", _linear_operator(reference.linear), "CompositeExplicitAutograd")
     _LIBRARY.impl("int8_linear", _linear_operator(_linear_cpu), "CPU")
-    _LIBRARY.impl("int8_linear", _linear_operator(_linear_cuda), "CUDA")
     torch.library.register_fake("torchq::int8_linear", _linear_operator(_linear_fake), lib=_LIBRARY)
 
 
