@@ -5,7 +5,7 @@ backend        where                                             how
 =============  ================================================  =================================
 ``reference``  anywhere; always if compiled or transformed       whole-tensor operations
 ``tiled``      CPU                                               the same on cache-sized tiles
-``triton``     CUDA where Triton is installed                    one pass, gradient mask included
+``triton``     CUDA, inside ``use_backend("triton")``             one pass, gradient mask included
 =============  ================================================  =================================
 """
 

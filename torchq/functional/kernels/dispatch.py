@@ -17,7 +17,7 @@ from torchq.errors import ConfigError
 from torchq.formats import INT8, Format
 from torchq.functional.kernels import reference, tiled
 
-#: The definition, CPU tiles, and Triton on CUDA.
+#: The definition, CPU tiles, and Triton on CUDA, which :func:`use_backend` alone chooses.
 BACKENDS = ("reference", "tiled", "triton")
 
 _forced: ContextVar[str | None] = ContextVar("torchq_forced_backend", default=None)
@@ -86,7 +86,7 @@ def backend_for(
     amax = x.new_ones(()) if amax is None else amax
     forced = _forced.get()
     if forced is None:
-        candidates = ("triton",) if x.is_cuda and has_triton() else ("tiled",)
+        candidates = ("tiled",)
     else:
         candidates = (forced,)
     for name in candidates:
