@@ -26,6 +26,9 @@ def calibrated() -> nn.Module:
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(model: nn.Module, batches: Any, *, num_batches: Any, progress: bool) -> Any:
         options = torchq.ptq.RunOptions(num_batches=num_batches)
+        if function is torchq.ptq.smooth_:  # It comes before calibration.
+            torchq.restore_(model)
+            torchq.quantize_(model)
         return function(model, batches, run=options, progress=progress)
 
     return run
