@@ -220,4 +220,4 @@ def test_command_line(
     assert torchq.is_quantized(torchq.load(net(), files["--save"]))
     assert TunedConfig.from_json(files["--save-config"].read_text()).config.name == "int8"
     assert main([*arguments, "--metric", "tuned_net:number", "--max-drop", "0.1"]) == 2
-    assert "got a int; expected a function" in capsys.readouterr().err
+    assert "3 is not a callable object; expected a function" in capsys.readouterr().err
