@@ -1,16 +1,19 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
 from torchq.utils.batches import check_batches
-from torchq.utils.copying import copy_module, undone_on_error
-from torchq.utils.data import check_fields, parse_json, short_repr
-from torchq.utils.files import replacing
+from torchq.utils.data import check_fields, parse_json, replacing, short_repr
 from torchq.utils.modules import (
+    calls_are_recorded,
+    constant_while_tracing,
+    copy_module,
     deployed_part,
     device_of,
     evaluating,
     plain_attention,
     set_submodule,
     twin_of,
+    uncompiled,
+    undone_on_error,
     unwrapped,
 )
 from torchq.utils.names import (
@@ -24,7 +27,6 @@ from torchq.utils.names import (
 from torchq.utils.progress import progress_bar, progress_stages
 from torchq.utils.registry import Registry
 from torchq.utils.text import NotebookText, bullets, markdown_table, table, terminal_width, wrap
-from torchq.utils.tracing import calls_are_recorded, constant_while_tracing, uncompiled
 
 __all__ = [
     "NotebookText",

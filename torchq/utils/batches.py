@@ -10,21 +10,9 @@ from torch import Tensor
 
 from torchq.errors import ConfigError
 
-__all__ = ["check_batches"]
-
 
 def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
-    """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them.
-
-    Args:
-        where: the function that was called, for error texts.
-        batches: an iterable of batches.
-        num_batches: the number of batches to stop after; None stands for all.
-
-    Raises:
-        ConfigError: One batch was given in the place of an iterable of them, or something else; or
-            ``num_batches`` is no integer of at least 1.
-    """
+    """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them."""
     is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_count and num_batches > 0):
         raise ConfigError(

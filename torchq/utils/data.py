@@ -1,17 +1,20 @@
-"""Reading of plain data (JSON, YAML, checkpoints) into configuration objects.
+"""Reading of plain data (JSON, YAML, checkpoints), and writing of files, whole or not at all.
 
-Whatever the data holds, the result is an object or one :class:`~torchq.errors.ConfigError`.
+Whatever data holds, the result is an object or one :class:`~torchq.errors.ConfigError`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torchq.errors import ConfigError
-
-__all__ = ["check_fields", "parse_json", "short_repr"]
 
 _MAX_CHARACTERS = 80
 
@@ -30,15 +33,7 @@ def short_repr(value: object) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Return the value of a JSON text.
-
-    Args:
-        text: the JSON text.
-        where: the start of error texts, such as ``"config"``.
-
-    Raises:
-        ConfigError: the text is not JSON, is nested too deeply, or gives a key twice.
-    """
+    """Return the value of a JSON text."""
     if not isinstance(text, str):
         raise ConfigError(f"{where}: got a {type(text).__name__}; expected JSON text")
 
@@ -65,17 +60,7 @@ def parse_json(text: str, where: str) -> Any:
 def check_fields(
     data: Any, where: str, *, known: Iterable[str], required: Iterable[str] = ()
 ) -> Mapping[str, Any]:
-    """Return ``data`` after checking that it is a mapping with the right keys.
-
-    Args:
-        data: the value to check.
-        where: the start of error texts, such as ``"rule"``.
-        known: all keys that are allowed.
-        required: the keys that must be present.
-
-    Raises:
-        ConfigError: not a mapping, an unknown key, or a required key that is missing.
-    """
+    """Return ``data`` after checking that it is a mapping with the right keys."""
     allowed = sorted(known)
     if not isinstance(data, Mapping):
         raise ConfigError(
@@ -90,3 +75,49 @@ def check_fields(
         if key not in data:
             raise ConfigError(f"{where}: got {short_repr(dict(data))}; expected a {key!r}")
     return data
+
+
+@contextmanager
+def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
+    """Yield temporary paths to write to; on success the files there take the places of ``paths``.
+
+    The temporary files have the names of the final ones and lie in a new folder beside them, so
+    that they can refer to each other by name, and so that moving them is a rename on one disk.
+    An exception inside the ``with`` block, or a full disk, leaves the old files as they were.
+    A path that was not written is left alone. Symbolic links are followed, and a file keeps the
+    permissions of the one that it replaces.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp(), "numbers.txt")
+        >>> with replacing(path) as (temporary,):
+        ...     _ = temporary.write_text("1 2 3")
+        >>> path.read_text()
+        '1 2 3'
+    """
+    final = [Path(os.path.realpath(path)) for path in paths]
+    if any(path.exists() and not path.is_file() and not path.is_dir() for path in final):
+        yield tuple(final)
+        return
+    folder = final[0].parent
+    if any(path.parent != folder for path in final):
+        raise ValueError(f"replacing: got {[str(p) for p in final]}; expected paths in one folder")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{final[0]}: the folder {folder} does not exist. Create it first")
+    temporary = Path(tempfile.mkdtemp(prefix=".torchq.", dir=folder))
+    try:
+        written = [temporary / path.name for path in final]
+        yield tuple(written)
+        for source, target in zip(written, final, strict=True):
+            if source.exists():
+                _move(source, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename a complete file over another one; its contents reach the disk first."""
+    if target.is_file():
+        shutil.copymode(target, source)
+    with source.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)

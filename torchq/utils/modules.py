@@ -1,25 +1,20 @@
-"""Helpers on :class:`torch.nn.Module`: its device, its paths, its wrappers, temporary modes."""
+"""Helpers on :class:`torch.nn.Module`: its device, paths, wrappers and copies, temporary modes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-
-__all__ = [
-    "deployed_part",
-    "device_of",
-    "evaluating",
-    "plain_attention",
-    "set_submodule",
-    "twin_of",
-    "unwrapped",
-]
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -100,3 +95,143 @@ def deployed_part(model: nn.Module) -> tuple[str, nn.Module] | None:
         if type(module).__module__.startswith(("torchq.lowering.", "torchq.engines.")):
             return name or "(root)", module
     return None
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
+    """Return a deep copy of ``module`` that shares with it what Python cannot copy.
+
+    Children, parameters, buffers and hooks are copied as :func:`copy.deepcopy` copies them. An
+    object below an attribute that cannot be copied (a Python module, a lock, a tensor with a
+    gradient history) is the same object in the copy.
+
+    Example:
+        >>> import math
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer.library = math
+        >>> copy_module(layer).library is math
+        True
+    """
+    memo = {id(item): item for item in sharing}
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:  # an attribute may fail to copy in any way it likes
+        return copy.deepcopy(module, {**_what_cannot_be_copied(module), **memo})
+
+
+def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
+    """Return the objects below attributes of ``module`` that ``copy.deepcopy`` refuses, by id."""
+    tree = {id(part): part for part in module.modules()}
+    shared: dict[int, Any] = {}
+    for part in tree.values():
+        for name, value in list(vars(part).items()):  # traced modules change while they are copied
+            if name != "_modules":
+                _collect(value, tree, shared, set())
+    return shared
+
+
+def _collect(value: Any, tree: dict[int, Any], shared: dict[int, Any], seen: set[int]) -> None:
+    """Add to ``shared`` the smallest parts of ``value`` that cannot be copied."""
+    if id(value) in tree or id(value) in seen:
+        return
+    seen.add(id(value))
+    try:
+        copy.deepcopy(value, {**tree, **shared})
+    except Exception:  # see copy_module
+        known = len(shared)
+        for part in _parts(value):
+            _collect(part, tree, shared, seen)
+        if len(shared) == known:
+            shared[id(value)] = value
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what ``value`` refers to, where ``copy.deepcopy`` would follow it."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif not isinstance(value, types.ModuleType):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+@contextmanager
+def undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Give ``model`` its modules, attributes and tensors back where the body raises.
+
+    Every exception counts, also KeyboardInterrupt. Replaced and added tensors are undone;
+    numbers that the body wrote into a tensor in place are not.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> try:
+        ...     with undone_on_error(model):
+        ...         model[0] = torch.nn.ReLU()
+        ...         raise KeyboardInterrupt
+        ... except KeyboardInterrupt:
+        ...     print(model[0])
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [
+        (value, value.copy())
+        for _, values in attributes
+        for value in values.values()
+        if isinstance(value, dict)
+    ]
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+        for value, content in contents:
+            value.clear()
+            value.update(content)
+        for parameter, tensor in data:
+            parameter.data = tensor
+        raise
+
+
+def calls_are_recorded() -> bool:
+    """Return True while ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` record calls.
+
+    Shortcuts past torch's dispatcher would be lost then, and so would decisions by values.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+@contextmanager
+def _ignore_tracer_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        yield
+
+
+def constant_while_tracing() -> AbstractContextManager[None]:
+    """Return a context in which shapes and ranges may be read as Python values.
+
+    They are constants of the traced model there, and reading them gives no TracerWarning.
+    """
+    return _ignore_tracer_warnings() if torch.jit.is_tracing() else nullcontext()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what ``torch.compile`` made as it is written, inside a ``with`` block or a function.
+
+    A compiler follows hooks and patched forwards for minutes, and keeps what it saw of them.
+    """
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled yet, and it takes long to load.
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -20,15 +20,6 @@ from torch import fx, nn
 
 from torchq.errors import ConfigError
 
-__all__ = [
-    "Pattern",
-    "matches",
-    "pattern_text",
-    "modules_with_names",
-    "qualified_name",
-    "check_pattern",
-]
-
 Pattern = Union[str, type, Callable[[str, nn.Module], bool]]
 
 
@@ -43,11 +34,7 @@ def qualified_name(cls: type) -> str:
 
 
 def check_pattern(pattern: Pattern) -> Pattern:
-    """Return ``pattern``.
-
-    Raises:
-        ConfigError: It is no pattern, whatever the model.
-    """
+    """Return ``pattern``; a ConfigError says that it is none, whatever the model."""
     if isinstance(pattern, str):
         if not pattern:
             raise ConfigError(
@@ -73,14 +60,9 @@ def check_pattern(pattern: Pattern) -> Pattern:
 def matches(
     pattern: Pattern, names: Iterable[str], module: nn.Module, cls: type | None = None
 ) -> bool:
-    """Return True if ``pattern`` selects ``module``.
+    """Return True if ``pattern`` selects ``module``, which has these dotted paths; "" is the root.
 
-    Args:
-        pattern: see the top of this file.
-        names: dotted paths of the module, several if it is shared; ``""`` is the root.
-        module: the module itself, given to callables.
-        cls: the class that patterns of types see; default the module's own. For a quantized
-            module it is the float class.
+    ``cls`` is the class that patterns of types see: for a quantized module the float class.
     """
     cls = cls or type(module)
     if isinstance(pattern, type):

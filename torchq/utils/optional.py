@@ -8,22 +8,9 @@ from typing import Any
 
 from torchq.errors import MissingExtraError
 
-__all__ = ["OptionalModule", "import_optional"]
-
 
 def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
     """Import and return ``module``.
-
-    Args:
-        module: Dotted name, as in ``"onnx.helper"``.
-        needed_by: The function or feature that needs the module, for the text of the error.
-        extra: The extra of torchq that installs the package.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingExtraError: The package is not installed.
 
     Example:
         >>> import_optional("json", "this example").dumps([1])
@@ -40,11 +27,6 @@ def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
 
 class OptionalModule(ModuleType):
     """A module that is imported when one of its names is read for the first time.
-
-    Args:
-        name: Dotted name of the module.
-        needed_by: The function or feature that needs the module, for the text of the error.
-        extra: The extra of torchq that installs the package.
 
     Example:
         >>> json = OptionalModule("json", "this example")

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-__all__ = ["progress_bar", "progress_stages"]
-
 T = TypeVar("T")
 
 #: Seconds after which a bar appears.
@@ -29,15 +27,7 @@ def progress_bar(
     enabled: bool = True,
     unit: str = "batch",
 ) -> Iterator[T]:
-    """Iterate over ``items`` behind a bar that shows the rate and the time left.
-
-    Args:
-        items: anything iterable.
-        description: in front of the bar.
-        total: how many items there are; default ``len(items)`` where there is one.
-        enabled: with False there is no bar.
-        unit: of the rate, per second.
-    """
+    """Iterate over ``items`` behind a bar that shows the rate and the time left."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     yield from _bar(enabled, items, desc=description, total=total, unit=unit)
@@ -47,15 +37,7 @@ def progress_bar(
 def progress_stages(
     description: str, names: Sequence[str], *, enabled: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Show a bar over the unlike stages of one call, each with its name.
-
-    Args:
-        description: in front of the bar.
-        names: of the stages, in order; the first one begins with the block.
-        enabled: with False there is no bar.
-
-    Yields:
-        A function that ends a stage and begins the next one.
+    """Show a bar over the unlike stages of one call; yield a function that begins the next one.
 
     Example:
         >>> with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:

@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 from torchq.errors import ConfigError
 
-__all__ = ["Registry"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -16,11 +14,7 @@ V = TypeVar("V")
 class Registry(Generic[K, V]):
     """A mapping from keys to implementations, which decorators fill at import.
 
-    Args:
-        kind: what the entries are, used in error texts (``"calibrator"``).
-
-    Raises:
-        ConfigError: A key is registered twice, or is unknown; the text lists the known keys.
+    ``kind`` says in error texts what the entries are: ``"calibrator"``.
     """
 
     def __init__(self, kind: str) -> None:

@@ -7,8 +7,6 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["NotebookText", "bullets", "markdown_table", "table", "terminal_width", "wrap"]
-
 _GAP = "  "
 _NARROWEST = 8
 #: How many places with the same finding are named.
@@ -24,10 +22,6 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return ``rows`` as aligned columns; cells of the widest columns are wrapped where needed.
 
     Words stay whole, so that a reader can copy the name of a layer.
-
-    Args:
-        rows: rows of equally many cells; the first one holds the headings.
-        width: columns of the result, exceeded only by words; default those of the terminal.
 
     Example:
         >>> print(table([("layer", "note"), ("conv1", "kept in float by a rule")], width=22))
@@ -90,11 +84,6 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
     """Return ``text`` in lines of at most ``width`` columns; later lines begin with ``indent``.
 
     Line breaks in ``text`` stay.
-
-    Args:
-        text: any text.
-        indent: put before every line but the first of each paragraph.
-        width: columns at most; default those of the terminal.
     """
     limit = terminal_width() if width is None else width
     return "\n".join(
@@ -105,10 +94,6 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
 
 def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
     """Return findings as a list, one line or paragraph each, the places of one finding together.
-
-    Args:
-        findings: texts of the form ``place: finding``.
-        width: columns at most; default those of the terminal.
 
     Example:
         >>> print(bullets(["conv1: has 3 channels", "fc: is float", "conv2: has 3 channels"]))
