@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from torchq.calib import HistogramCalibrator
-from torchq.calib.binning import (
+from torchq.calib.histogram import (
+    MAX_COUNTS,
     MIN_EXPONENT,
+    HistogramObserver,
     bin_exponent,
     count_on_cpu_,
     count_on_device_,
     merge_bins,
     power_of_two,
 )
-from torchq.calib.histogram import MAX_COUNTS, HistogramObserver
 from torchq.errors import ConfigError
 from torchq.formats import PerAxis, PerBlock, PerTensor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.functional.group_cases import GRANULARITIES, groups_of
-from torchq.calib.statistics import magnitude
+from torchq.calib.observer import magnitude
 from torchq.formats import Granularity, PerAxis, PerTensor
 from torchq.functional.kernels import group_view
 

@@ -7,10 +7,9 @@ Four words have one meaning each:
 * An *estimator* is a pure function from a histogram to an amax
   (:mod:`~torchq.calib.estimators`).
 * A *search* is a pure function from a tensor to an amax; it serves tensors that exist as a
-  whole, such as weights (:mod:`~torchq.calib.mse_search`).
+  whole, such as weights (:mod:`~torchq.calib.search`).
 * A *calibrator* owns an observer and computes the amax of one quantizer from it
-  (:mod:`~torchq.calib.calibrator`), or both ends of an asymmetric range
-  (:mod:`~torchq.calib.range_calibrator`).
+  (:mod:`~torchq.calib.calibrator`), or both ends of an asymmetric range.
 
 A new method is one function and its entry in ``ESTIMATORS`` (for a function of a histogram), in
 ``SEARCHES`` (for a function of the tensor itself), or in ``CALIBRATORS`` (for a
@@ -19,21 +18,23 @@ A new method is one function and its entry in ``ESTIMATORS`` (for a function of 
 This package may import errors, utils, formats and functional.
 """
 
-from torchq.calib.calibrator import ESTIMATORS, Calibrator, HistogramCalibrator, MaxCalibrator
-from torchq.calib.distributed import sync
-from torchq.calib.histogram import Histogram
-from torchq.calib.mse_search import search_amax
-from torchq.calib.range_calibrator import RangeCalibrator
-from torchq.calib.range_search import search_range
-from torchq.calib.registry import (
+from torchq.calib.calibrator import (
     CALIBRATORS,
+    ESTIMATORS,
     RANGE_SEARCHES,
     SEARCHES,
+    Calibrator,
+    HistogramCalibrator,
+    MaxCalibrator,
+    RangeCalibrator,
     find_range_search,
     find_search,
     make_calibrator,
     methods,
 )
+from torchq.calib.distributed import sync
+from torchq.calib.histogram import Histogram
+from torchq.calib.search import search_amax, search_range
 
 __all__ = [
     "CALIBRATORS",

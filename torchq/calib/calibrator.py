@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.calib import estimators
-from torchq.calib.histogram import Histogram, HistogramObserver
-from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer
-from torchq.calib.power_of_two_ranges import least_error_power_of_two
-from torchq.calib.statistics import gather_full_tensor
+from torchq.calib.estimators import least_error_power_of_two
+from torchq.calib.histogram import Histogram, HistogramObserver, merge_bins
+from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer, gather_full_tensor
+from torchq.calib.search import minimize_range, search_amax, search_range, total_error
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import POWER_OF_TWO, Format, Granularity, PerAxis, PerTensor, by_bits
+from torchq.formats import (
+    POWER_OF_TWO,
+    Format,
+    Granularity,
+    IntFormat,
+    PerAxis,
+    PerTensor,
+    by_bits,
+    integer,
+)
+from torchq.functional import reduce_amax, reduce_range
 from torchq.utils import Registry, short_repr
-
-__all__ = ["ESTIMATORS", "Calibrator", "HistogramCalibrator", "MaxCalibrator", "check_options"]
 
 
 class Calibrator(ABC):
@@ -304,11 +313,7 @@ class HistogramCalibrator(Calibrator):
 
 
 def check_options(method: str, options: dict[str, Any], format: Format) -> None:
-    """Check the options of an estimator by running it on one number, before there are others.
-
-    Raises:
-        ConfigError: The estimator does not have an option, or refuses its value.
-    """
+    """Check the options of an estimator by running it on one number, before there are others."""
     known = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - known.keys())
     if unknown:
@@ -327,3 +332,258 @@ def check_options(method: str, options: dict[str, Any], format: Format) -> None:
         counts[0, 1] = 1
         one = torch.ones(1, dtype=torch.float32, device="cpu")
         ESTIMATORS[method](Histogram(counts, one, one), format, **options)
+
+
+#: ``factory(*, format, granularity, **options) -> Calibrator`` of the methods that do not read a
+#: histogram.
+CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration method")
+
+#: ``search(x, format, granularity, *, scale_format) -> amax``: for a tensor that exists as a whole
+#: (a weight), what a method does in place of a calibrator.
+SEARCHES: Registry[str, Callable[..., Tensor]] = Registry("range search")
+
+#: ``search(x, format, granularity, *, scale_format) -> (amin, amax)``: the same for asymmetric
+#: ranges.
+RANGE_SEARCHES: Registry[str, Callable[..., tuple[Tensor, Tensor]]] = Registry("range search")
+
+
+def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
+    """Return a calibrator whose momentum has the documented default."""
+    return MaxCalibrator(momentum=momentum, **options)
+
+
+CALIBRATORS.add("max", MaxCalibrator)
+CALIBRATORS.add("moving_average", _make_moving_average)
+CALIBRATORS.add("histogram", HistogramCalibrator)
+SEARCHES.add("mse", search_amax)
+RANGE_SEARCHES.add("mse", search_range)
+
+
+def _largest(x: Tensor, format: Format, granularity: Granularity, **options: Any) -> Tensor:
+    """Return the largest magnitudes: without the inputs of a layer no error is known."""
+    return reduce_amax(x, granularity)
+
+
+def _whole_range(
+    x: Tensor, format: Format, granularity: Granularity, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the whole ranges, for the same reason."""
+    return reduce_range(x, granularity)
+
+
+SEARCHES.add("activation", _largest)
+RANGE_SEARCHES.add("activation", _whole_range)
+
+
+def methods() -> tuple[str, ...]:
+    """Return the names that :func:`make_calibrator` knows.
+
+    These are the names in ``CALIBRATORS``, then those in ``ESTIMATORS``, which read a histogram.
+
+    >>> {"max", "mse", "entropy"} <= set(methods())
+    True
+    """
+    return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
+
+
+def find_search(
+    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+) -> Callable[..., Tensor] | None:
+    """Return the search that ``method`` uses on a tensor that exists as a whole, or None.
+
+    Args:
+        method: one of :func:`methods`.
+        options: the options of the method. They configure a calibrator, so with any option there
+            is no search.
+
+    >>> find_search("mse") is search_amax
+    True
+    >>> find_search("mse", {"num_bins": 512}) is None and find_search("max") is None
+    True
+    """
+    return None if options else SEARCHES.get(method)
+
+
+def find_range_search(
+    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what :func:`find_search` returns, for asymmetric ranges.
+
+    Args:
+        method: one of :func:`methods`.
+        options: the options of the method.
+    """
+    return None if options else RANGE_SEARCHES.get(method)
+
+
+def make_calibrator(
+    method: str, *, format: Format, granularity: Granularity, **options: Any
+) -> Calibrator:
+    """Return a new calibrator whose ``compute_amax()`` uses ``method``.
+
+    Args:
+        method: one of :func:`methods`; ``"histogram"`` uses entropy by default.
+        format: the number format to calibrate for.
+        granularity: which elements share one amax.
+        options: ``momentum`` for moving_average; ``num_bins``, ``skip_zeros`` and the options of
+            the method itself, such as ``percentile``, for histograms.
+
+    Raises:
+        ConfigError: an unknown method or option, or a granularity without support for the method.
+
+    Example:
+        >>> from torchq.formats import INT8, PerTensor
+        >>> calibrator = make_calibrator(
+        ...     "percentile", format=INT8, granularity=PerTensor(), percentile=99.9
+        ... )
+        >>> calibrator.method
+        'percentile'
+    """
+    if method not in methods():
+        raise ConfigError(
+            f"unknown calibration method {method!r}; expected one of: {', '.join(methods())}"
+        )
+    factory = CALIBRATORS.get(method) or partial(HistogramCalibrator, method=method)
+    try:
+        return factory(format=format, granularity=granularity, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"calibration method {method!r}: got options {sorted(options)}; {error}"
+        ) from None
+
+
+class RangeCalibrator:
+    """Finds the range [amin, amax] of one quantizer from the tensors it is given.
+
+    * The methods ``max``, ``moving_average`` and ``percentile`` treat each side by itself. A
+      percentile of 99.9 lets 0.1 % of the values lie above the range, and 0.1 % below.
+    * ``mse`` and ``lp`` choose both ends together: first one fraction for both, then each in turn.
+    * ``entropy`` takes the threshold that it finds for the magnitudes, and no more of a side than
+      its largest value, as ONNX Runtime does.
+
+    Args:
+        method: one of :func:`torchq.calib.methods`.
+        format: an integer format.
+        granularity: which elements share one range.
+        options: of the method; see :func:`torchq.calib.make_calibrator`.
+
+    Attributes:
+        scale_format: see :class:`torchq.calib.Calibrator`.
+
+    Raises:
+        ConfigError: see :func:`torchq.calib.make_calibrator`.
+
+    Example:
+        >>> from torchq.formats import UINT8, PerTensor
+        >>> calibrator = RangeCalibrator("max", format=UINT8, granularity=PerTensor())
+        >>> calibrator.collect(torch.tensor([-0.25, 0.0, 3.0]))
+        >>> calibrator.compute_range()
+        (tensor(-0.2500), tensor(3.))
+    """
+
+    def __init__(
+        self, method: str, *, format: Format, granularity: Granularity, **options: Any
+    ) -> None:
+        self.format = format
+        self.scale_format: Format | None = None
+        side = integer(format.bits, unsigned=True)
+        self.upper = make_calibrator(method, format=side, granularity=granularity, **options)
+        self.lower = make_calibrator(method, format=side, granularity=granularity, **options)
+
+    @property
+    def sides(self) -> tuple[Calibrator, Calibrator]:
+        """The calibrators of the positive and of the negative values."""
+        return self.upper, self.lower
+
+    @property
+    def batches(self) -> int:
+        """The number of non-empty tensors collected, known on the host."""
+        return self.upper.batches
+
+    @property
+    def seen(self) -> bool:
+        """True if any data was collected; reads no device memory."""
+        return self.upper.seen
+
+    def collect(self, x: Tensor) -> None:
+        """Add one tensor to the statistics; see :meth:`torchq.calib.Calibrator.collect`."""
+        self.upper.collect(x)
+        self.lower.collect(x.detach().neg())
+
+    def compute_range(self, method: str | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return the range for everything collected so far; waits for the device.
+
+        Args:
+            method: default: the one it was made for; others need histograms.
+            options: of the method, such as ``percentile=99.9``.
+
+        Returns:
+            ``(amin, amax)`` with ``amin <= 0 <= amax``, float32 of the shape of an amax each.
+
+        Raises:
+            CalibrationError: nothing was collected, or a batch held a NaN or an infinity.
+        """
+        own = self.upper.method if isinstance(self.upper, HistogramCalibrator) else ""
+        if (method or own) not in ("mse", "lp", "entropy"):
+            amin = -self.lower.compute_amax(method, **options)
+            return amin, self.upper.compute_amax(method, **options)
+        assert isinstance(self.upper, HistogramCalibrator)
+        assert isinstance(self.lower, HistogramCalibrator)
+        check_options(method or own, options, self.format)
+        with torch.inference_mode(False), torch.no_grad():
+            sides = self.upper.histogram(), self.lower.histogram()
+            if (method or own) == "entropy":
+                return _entropy_range(*sides, self.format)
+            options = {**(self.upper.options if method in (None, own) else {}), **options}
+            power = float(options.get("power", 2.0 if (method or own) == "mse" else 2.4))
+            return _least_error(*sides, self.format, power, self.scale_format)
+
+
+def _least_error(
+    upper: Histogram,
+    lower: Histogram,
+    format: Format,
+    power: float,
+    scale_format: Format | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the range of least error of the bin centers; see :func:`torchq.calib.estimators.lp`.
+
+    The first bins are left out: their values round to 0, or nearly so, in every range.
+    """
+    device = upper.counts.device
+    upper, lower = upper.to("cpu"), lower.to("cpu")
+    centers = torch.cat([-_centers(lower), _centers(upper)], 1)
+    counts = torch.cat([lower.counts[:, 1:], upper.counts[:, 1:]], 1).double()
+
+    def error(amin: Tensor, amax: Tensor) -> Tensor:
+        return total_error(centers, counts, amin, amax, format, power, scale_format)
+
+    amin, amax = minimize_range(-lower.amax, upper.amax, error)
+    return amin.view(lower.shape).to(device), amax.view(upper.shape).to(device)
+
+
+def _centers(histogram: Histogram) -> Tensor:
+    """Return the centers of all bins but the first, (groups, bins - 1) float64."""
+    bins, device = histogram.counts.shape[1], histogram.width.device
+    index = torch.arange(1, bins, dtype=torch.float64, device=device)
+    return (index + 0.5) * histogram.width.double().unsqueeze(1)
+
+
+def _entropy_range(upper: Histogram, lower: Histogram, format: Format) -> tuple[Tensor, Tensor]:
+    """Return the threshold of the magnitudes, on each side at most its largest value."""
+    assert isinstance(format, IntFormat)
+    width = torch.maximum(upper.width, lower.width)
+    sides = [
+        merge_bins(side.counts, torch.log2(width / side.width).round().long())
+        for side in (upper, lower)
+    ]
+    counts = sides[0] + sides[1]
+    # Each side counts the values of the other one as zeros.
+    counts[:, 0] = torch.minimum(sides[0][:, 0], sides[1][:, 0])
+    largest = torch.maximum(upper.amax, lower.amax)
+    magnitudes = Histogram(counts, width, largest, upper.shape)
+    threshold = estimators.entropy(magnitudes.to("cpu"), integer(max(2, format.bits)))
+    threshold = threshold.to(counts.device)
+    ends = (torch.minimum(threshold, side.amax.view(side.shape)) for side in (lower, upper))
+    amin, amax = ends
+    return -amin, amax

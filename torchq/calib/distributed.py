@@ -20,8 +20,6 @@ from torchq.calib.calibrator import Calibrator
 from torchq.calib.observer import Exchange, Observer, Reduce
 from torchq.errors import CalibrationError
 
-__all__ = ["sync"]
-
 # The most elements of one collective, unless a single tensor has more.
 _BUCKET = 1 << 22
 _MAX_DIMS = 15
@@ -105,12 +103,9 @@ class _Link:
         self.group, self.device, self.timeout = group, device or torch.device("cpu"), timeout
 
     def reduce(self, op: str, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each tensor reduced over the ranks, on its own device.
+        """Return each tensor reduced over the ranks ("max" or "sum"), on its own device.
 
-        Args:
-            op: ``"max"`` or ``"sum"``.
-            tensors: tensors of one dtype, none of them None. They are sent in buckets of about
-                16 MB, or of one larger tensor.
+        They have one dtype, and are sent in buckets of about 16 MB, or of one larger tensor.
         """
         results: list[Tensor] = []
         bucket: list[Tensor] = []
@@ -167,14 +162,7 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
 def _prepare_shapes(
     link: _Link, observers: list[Observer], seen: list[int], names: Sequence[str]
 ) -> None:
-    """Check that shapes agree, and prepare the observers that only other ranks gave data to.
-
-    Args:
-        link: the process group.
-        observers: all observers of this rank.
-        seen: indices of the observers that saw data on any rank.
-        names: names of all observers, for error texts.
-    """
+    """Check that shapes agree, and prepare the observers that only other ranks gave data to."""
     table = torch.full((len(seen), 2, _MAX_DIMS + 1), _UNSEEN)
     for row, i in enumerate(seen):
         shape = observers[i].shape

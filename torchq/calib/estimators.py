@@ -18,8 +18,6 @@ from torchq.calib.histogram import Histogram
 from torchq.errors import ConfigError
 from torchq.formats import Format
 
-__all__ = ["entropy", "largest", "lp", "mse", "percentile"]
-
 # Scores (relative squared errors, nats) that differ by less are equal up to float64 rounding.
 _TIE = 1e-12
 # Candidates of mse that are tried together (1 MiB for 2048 bins, which fits the cache).
@@ -39,15 +37,7 @@ def largest(histogram: Histogram, format: Format) -> Tensor:
 def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.99) -> Tensor:
     """Return the value that ``percentile`` % of the magnitudes do not exceed.
 
-    The value is interpolated within its bin.
-
-    Args:
-        histogram: the statistics.
-        format: not used; every estimator takes it.
-        percentile: 0 < percentile <= 100; 100 gives the largest magnitude.
-
-    Raises:
-        ConfigError: ``percentile`` is out of range.
+    The value is interpolated within its bin; 0 < percentile <= 100.
     """
     if not 0.0 < percentile <= 100.0:
         raise ConfigError(
@@ -66,10 +56,6 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
     """Return the bin edge with the least squared error of quantizing the bin centers.
 
     Of edges with equal errors the largest is returned.
-
-    Args:
-        histogram: the statistics.
-        format: the number format.
     """
     return lp(histogram, format, power=2.0)
 
@@ -82,14 +68,6 @@ def lp(histogram: Histogram, format: Format, *, power: float = 2.4) -> Tensor:
     the largest is returned.
 
     Reference: the ranges of BRECQ (Li et al., ICLR 2021) have the power 2.4 in the authors' code.
-
-    Args:
-        histogram: the statistics.
-        format: the number format.
-        power: 0 < power <= 10.
-
-    Raises:
-        ConfigError: ``power`` is out of range.
     """
     if not 0.0 < power <= 10.0:
         raise ConfigError(f"power: got {power}; expected 0 < power <= 10, for example 2.4")
@@ -135,10 +113,6 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
 
     Reference: Migacz, 8-bit inference with TensorRT (GTC 2017). For integer formats the runs are
     its equal runs. The first bin is treated as in NVIDIA pytorch-quantization.
-
-    Args:
-        histogram: the statistics.
-        format: the number format.
     """
     values = _non_negative_values(format, histogram)
     if values is None:
@@ -156,10 +130,7 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
 def _divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
     """Return the divergence of each candidate edge, (groups, candidates).
 
-    Args:
-        counts: (groups, bins) float64.
-        candidates: bin edges.
-        starts: where the runs start, and the end of the last, in units of the format.
+    ``starts`` is where the runs start, and the end of the last, in units of the format.
     """
     bins = counts.shape[1]
     border = torch.outer(candidates.double(), starts).div_(starts[-1]).ceil_().long()
@@ -182,12 +153,8 @@ def _divergence(
 ) -> Tensor:
     """Return the divergence of each candidate, (groups, candidates); NaN without any data.
 
-    Args:
-        counts: (bins, groups).
-        begin: the first bin of each distinct run.
-        end: the bin after the last of each distinct run.
-        used: (candidates, runs of a candidate) indices of its runs in order.
-        candidates: the bin edge of each candidate.
+    ``counts`` is (bins, groups); ``begin`` and ``end`` are the bins of each distinct run, and
+    ``used`` is (candidates, runs of a candidate): indices of its runs in order.
     """
     counts = torch.cat([counts[1:2], counts[1:]])
     total, occupied = _exclusive_sum(counts), _exclusive_sum((counts > 0).double())
@@ -223,13 +190,7 @@ def _non_negative_values(format: Format, histogram: Histogram) -> Tensor | None:
 def _best_edge(scores: Tensor, candidates: Tensor, histogram: Histogram) -> Tensor:
     """Return the largest candidate edge of least score within the data of each group.
 
-    Args:
-        scores: (groups, candidates).
-        candidates: the bin edge of each candidate.
-        histogram: the statistics.
-
-    Returns:
-        (groups,) float32; infinity for a group without a candidate within its data.
+    ``scores`` is (groups, candidates); infinity for a group without a candidate within its data.
     """
     counts = histogram.counts
     edges = torch.arange(1, counts.shape[1] + 1, device=counts.device)
@@ -249,3 +210,30 @@ def _limit_to_data(amax: Tensor, histogram: Histogram) -> Tensor:
 def _exclusive_sum(values: Tensor) -> Tensor:
     """Return (bins + 1, groups): the sum of all values before each index."""
     return torch.nn.functional.pad(values.cumsum(0), (0, 0, 1, 0))
+
+
+# Powers below the one that holds the largest magnitude.
+_POWERS = 8
+
+
+def least_error_power_of_two(histogram: Histogram, format: Format, power: float) -> Tensor:
+    """Return the range whose power-of-two scale has the least ``sum(|error| ** power)``.
+
+    It is at most the largest magnitude; rounding its scale up gives the power that was chosen.
+    Of scales with equal errors the largest is chosen. The first bin is left out: its values round
+    to 0, or nearly so, with every scale.
+    """
+    counts = histogram.counts[:, 1:].double()
+    bins = torch.arange(1, histogram.counts.shape[1], dtype=torch.float64, device=counts.device)
+    centers = (bins + 0.5) * histogram.width.double().unsqueeze(1)
+    largest = histogram.amax.double()
+    top = torch.exp2(torch.ceil(torch.log2((largest / format.qmax).clamp(min=1e-300))))
+    best, least = largest, torch.full_like(largest, torch.inf)
+    for exponent in range(_POWERS):
+        scale = top.unsqueeze(1) / 2**exponent
+        error = format.snap_(centers / scale).mul_(scale).sub_(centers).abs_().pow_(power)
+        total = (error * counts).sum(1)
+        amax = torch.minimum(scale.squeeze(1) * format.qmax, largest)
+        best = torch.where(total < least, amax, best)
+        least = torch.minimum(total, least)
+    return best.float().reshape(histogram.shape)

@@ -2,25 +2,27 @@
 
 Bin ``i`` of a group counts the elements with ``i * width <= |x| < (i + 1) * width``, where
 ``width = 2**exponent`` and ``exponent`` is the smallest for which every magnitude seen fits. A
-wider range merges neighbouring bins exactly. The same data therefore give the same histogram in
-any number of batches, in any order, on any device and from any number of ranks.
+wider range merges neighbouring bins exactly, since ``floor(floor(y) / 2) == floor(y / 2)``.
+Multiplying by a power of two is exact in float32, so the bin ``floor(|x| * 2**-k)`` is exact as
+well. The same data therefore give the same histogram in any number of batches, in any order, on any
+device and from any number of ranks.
+
+Work is done in pieces that fit the cache. Off the CPU nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchq.calib.binning import MIN_EXPONENT, bin_exponent, count_bins_, merge_bins, power_of_two
-from torchq.calib.observer import Exchange, Observer, Reduce
-from torchq.calib.statistics import is_on_host
+from torchq.calib.observer import Exchange, Observer, Reduce, is_on_host
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
+from torchq.functional.kernels import pieces
 from torchq.utils import short_repr
-
-__all__ = ["MAX_COUNTS", "Histogram", "HistogramObserver"]
 
 #: The most counts that one observer keeps (8 bytes each, 32 MiB). More groups get fewer bins each.
 MAX_COUNTS = 1 << 22
@@ -64,16 +66,6 @@ class HistogramObserver(Observer):
 
     At least half of the bins lie within the range seen. The memory is ``8 * groups * bins``
     bytes; the number of bins is halved until that is at most 32 MiB.
-
-    Args:
-        granularity: per tensor or per axis.
-        signed: see :class:`~torchq.calib.observer.Observer`.
-        num_bins: bins of each group, 16 to 65536.
-        skip_zeros: True leaves exact zeros (of ReLU or padding) out of the counts.
-
-    Raises:
-        ConfigError: the granularity is per block, or ``num_bins`` is out of range. While
-            observing: there are too many groups for 128 bins each.
     """
 
     counts: Tensor
@@ -169,3 +161,128 @@ class HistogramObserver(Observer):
         self.amax = yield Reduce("max", self.amax)
         self._widen((yield Reduce("max", self.exponent)))
         self.counts = yield Reduce("sum", self.counts)
+
+
+# Both 2**k and 2**-k are normal float32 numbers for every exponent k from here to 126.
+MIN_EXPONENT = -126
+# Temporaries of a CPU piece fit the second-level cache; those of a device piece take at most a
+# few hundred MB.
+_CPU_PIECE = 1 << 18
+_DEVICE_PIECE = 1 << 24
+# Indices below this number fit int16, which is faster to write and to count than int32.
+_INT16_INDICES = 1 << 15
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2.0 ** exponent`` as exact float32, for int32 exponents from -126 to 127.
+
+    ``torch.pow`` may be off by one unit in the last place.
+    """
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def bin_exponent(amax: Tensor, num_bins: int) -> Tensor:
+    """Return the smallest ``k >= -126`` with ``amax < num_bins * 2**k``, elementwise and exact."""
+    mantissa, exponent = torch.frexp(amax)
+    limit, shift = math.frexp(num_bins)
+    exponent = exponent - shift + (mantissa >= limit).to(torch.int32)
+    return torch.where(amax > 0, exponent.clamp(min=MIN_EXPONENT), MIN_EXPONENT).to(torch.int32)
+
+
+def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
+    """Return new counts, (groups, bins), with the width of each row doubled ``doublings`` times."""
+    groups, bins = counts.shape
+    # Shifting by the width of the type or more is undefined on some devices.
+    shift = doublings.clamp(max=62).to(torch.int64).unsqueeze(1)
+    index = torch.arange(bins, device=counts.device) >> shift
+    index = index + torch.arange(groups, device=counts.device).unsqueeze(1) * bins
+    merged = torch.zeros_like(counts).view(-1)
+    merged.scatter_add_(0, index.view(-1), counts.reshape(-1))
+    return merged.view(groups, bins)
+
+
+def count_bins_(
+    counts: Tensor, x: Tensor, exponent: Tensor, finite: Tensor, *, signed: bool, skip_zeros: bool
+) -> None:
+    """Add the histogram of ``x`` to ``counts`` in place; add nothing if ``finite`` is False.
+
+    ``counts`` is (groups, bins) int64, ``x`` is (before, groups, after), and ``exponent`` is the
+    log2 of each group's bin width, of which every magnitude is below ``bins``.
+    """
+    inverse_width = power_of_two(-exponent)
+    if not is_on_host(x):
+        count_on_device_(counts, x, inverse_width, finite, signed, skip_zeros)
+    elif finite:
+        count_on_cpu_(counts, x, inverse_width, signed, skip_zeros)
+
+
+def count_on_cpu_(
+    counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool, skip_zeros: bool
+) -> None:
+    """Do the work of :func:`count_bins_` for finite data in host memory."""
+    bins = counts.shape[1]
+    max_groups = max(1, _INT16_INDICES // bins)
+    size = min(_CPU_PIECE, x.numel())
+    dtype = torch.int16 if max_groups * bins <= _INT16_INDICES else torch.int32
+    offset = torch.arange(0, max_groups * bins, bins, dtype=dtype, device=x.device).view(-1, 1)
+    # All pieces share two buffers, because allocating memory costs more than the arithmetic.
+    scaled_buffer = torch.empty(size, dtype=torch.float32, device=x.device)
+    index_buffer = torch.empty(size, dtype=dtype, device=x.device)
+    for part, where in pieces(x, size=size, groups=max_groups):
+        groups = part.shape[1]
+        scaled = scaled_buffer[: part.numel()].view(part.shape)
+        index = index_buffer[: part.numel()].view(part.shape)
+        _write_bin_indices(part, inverse_width[where], signed, scaled, index)
+        if groups > 1:
+            index.add_(offset[:groups])
+        counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(groups, bins)
+        if skip_zeros:
+            counts[where, 0] -= _count_zeros(part, signed)
+
+
+def count_on_device_(
+    counts: Tensor,
+    x: Tensor,
+    inverse_width: Tensor,
+    finite: Tensor,
+    signed: bool,
+    skip_zeros: bool,
+) -> None:
+    """Do the work of :func:`count_bins_` on any device, without waiting for it."""
+    groups, bins = counts.shape
+    offset = torch.arange(0, groups * bins, bins, device=x.device)
+    one = finite.to(torch.int64)
+    for part, where in pieces(x, size=_DEVICE_PIECE, groups=groups):
+        scaled = torch.empty(part.shape, dtype=torch.float32, device=x.device)
+        index = torch.empty(part.shape, dtype=torch.int64, device=x.device)
+        _write_bin_indices(part, inverse_width[where], signed, scaled, index)
+        # A NaN converts to an arbitrary integer. Its index must be valid although it adds 0.
+        index.clamp_(0, bins - 1).add_(offset[where].view(-1, 1))
+        # torch.use_deterministic_algorithms allows only the one-dimensional form on CUDA.
+        counts.view(-1).scatter_add_(0, index.view(-1), one.expand(index.numel()))
+        if skip_zeros:
+            counts[where, 0] -= _count_zeros(part, signed) * one
+
+
+def _write_bin_indices(
+    part: Tensor, inverse_width: Tensor, signed: bool, scaled: Tensor, index: Tensor
+) -> None:
+    """Write the bin of each element of ``part`` to ``index``; ``scaled`` is float32 scratch."""
+    shape = () if inverse_width.numel() == 1 else (-1, 1)
+    inverse_width = inverse_width.view(shape)
+    if part.dtype is torch.float32:
+        torch.mul(part, inverse_width, out=scaled)
+    else:
+        scaled.copy_(part).mul_(inverse_width)
+    if signed:
+        # The conversion truncates towards zero, so the sign can be dropped afterwards, where the
+        # elements are smaller.
+        index.copy_(scaled).abs_()
+    else:
+        index.copy_(scaled.clamp_(min=0))
+
+
+def _count_zeros(part: Tensor, signed: bool) -> Tensor:
+    """Return the number of elements of each group that count as zero, (groups,)."""
+    nonzero = torch.count_nonzero(part, dim=(0, 2)) if signed else (part > 0).sum((0, 2))
+    return part.shape[0] * part.shape[2] - nonzero

@@ -14,19 +14,77 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchq.calib.statistics import magnitude
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Granularity
-from torchq.functional.kernels import group_view
+from torchq.functional.kernels import group_view, largest_magnitude
 
-__all__ = ["Exchange", "MaxObserver", "MovingAverageObserver", "Observer", "Reduce"]
+
+def gather_full_tensor(x: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor as it is.
+
+    The range of a shard is not the range of the tensor. Gathering is a collective of the
+    DTensor's mesh, so every rank of the mesh must call this function.
+    """
+    # The method is looked up because importing torch.distributed.tensor takes longer than
+    # importing torchq.
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Return True if reading a value of ``x`` does not wait for a device."""
+    return x.device.type == "cpu"
+
+
+def magnitude(
+    parts: Tensor, *, signed: bool, find_negative: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the largest magnitude of every group, and what a format would lose.
+
+    An unsigned format turns negative values into 0, so only positive values count for it. ``parts``
+    is a :func:`~torchq.functional.kernels.group_view` with at least one element. Returned on its
+    device, without waiting for it:
+
+    * the largest magnitudes, (groups,) float32; all 0 if any value is NaN or infinite;
+    * 0-d bool, True if no value is;
+    * 0-d bool, True if any value is negative; None if nobody looked for one.
+    """
+    negative = None
+    find_negative = find_negative or not signed
+    if is_on_host(parts) and not find_negative:
+        largest = largest_magnitude(parts, (0, 2)).view(-1).float()
+        finite = torch.isfinite(largest).all()
+    else:
+        smallest, largest = _extremes(parts)
+        finite = torch.isfinite(smallest).all() & torch.isfinite(largest).all()
+        if find_negative:
+            negative = (smallest < 0).any()
+        largest = torch.maximum(largest, -smallest) if signed else largest.clamp(min=0)
+    return torch.where(finite, largest, 0.0), finite, negative
+
+
+def _extremes(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value of each group, (groups,) float32 each."""
+    if parts.shape[1] == 1:
+        smallest, largest = torch.aminmax(parts)
+        return smallest.view(1).float(), largest.view(1).float()
+    return _reduce(parts, torch.amin), _reduce(parts, torch.amax)
+
+
+def _reduce(parts: Tensor, reduction: Callable[..., Tensor]) -> Tensor:
+    """Reduce all dimensions but the groups; return (groups,) float32."""
+    # Reducing one dimension at a time is several times faster on the CPU than both at once.
+    for dim in (2, 0):
+        if parts.shape[dim] > 1:
+            parts = reduction(parts, dim, keepdim=True)
+    return parts.reshape(-1).float()
 
 
 @dataclass(frozen=True)
@@ -48,10 +106,8 @@ Exchange = Generator[Reduce, Tensor, None]
 class Observer(ABC):
     """Statistics of a stream of tensors whose granularity gives one fixed amax shape.
 
-    Args:
-        granularity: which elements share one amax.
-        signed: True counts negative values by magnitude. False counts them as zeros, because an
-            unsigned format turns them into zeros.
+    With ``signed`` negative values count by magnitude; else as zeros, which an unsigned format
+    makes of them.
 
     Attributes:
         batches: the number of non-empty tensors observed, known on the host.
@@ -78,11 +134,7 @@ class Observer(ABC):
         self.shape: tuple[int, ...] | None = None
 
     def observe(self, x: Tensor) -> None:
-        """Add one non-empty floating-point tensor to the statistics.
-
-        Raises:
-            CalibrationError: the amax shape differs from that of the tensors before.
-        """
+        """Add one non-empty floating-point tensor to the statistics."""
         # State created in the caller's inference mode could not be updated or used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.prepare(self.granularity.amax_shape(x.shape), x.device)
@@ -98,14 +150,7 @@ class Observer(ABC):
         self.batches += 1
 
     def merge(self, other: Observer) -> None:
-        """Add the statistics of ``other``, as if its tensors had been observed here afterwards.
-
-        Args:
-            other: an observer with equal settings; it is not changed.
-
-        Raises:
-            CalibrationError: the other observer has different settings or another amax shape.
-        """
+        """Add the statistics of ``other``, as if its tensors had been observed here afterwards."""
         if self.settings() != other.settings():
             raise CalibrationError(
                 f"merge: got {other.settings()}; expected {self.settings()}. "
@@ -123,11 +168,7 @@ class Observer(ABC):
         self.batches += other.batches
 
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Allocate empty state for ``shape`` if there is none, and move the state to ``device``.
-
-        Raises:
-            CalibrationError: the state has another shape.
-        """
+        """Allocate empty state for ``shape`` if there is none, and move the state to ``device``."""
         if self.shape is None:
             self.shape = tuple(shape)
             self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
@@ -160,12 +201,10 @@ class Observer(ABC):
 
     @abstractmethod
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
-        """Add one tensor to the state.
+        """Add one tensor to the state: ``parts`` is its group view.
 
-        Args:
-            parts: the tensor as a :func:`~torchq.functional.kernels.group_view`.
-            amax: (groups,) float32, its largest magnitudes; 0 where ``finite`` is False.
-            finite: 0-d bool, True if the tensor holds no NaN and no infinity.
+        ``amax`` has its largest magnitudes, (groups,) float32, all 0 where the tensor holds a NaN
+        or an infinity; ``finite`` says whether it does not, 0-d bool.
         """
 
     @abstractmethod
@@ -177,10 +216,6 @@ class Observer(ABC):
         """Combine the state of all ranks, so that every rank ends with the same state.
 
         This is a generator: it yields :class:`Reduce` requests and receives their results.
-
-        Args:
-            batches: the number of tensors that each rank observed.
-            rank: this rank.
         """
 
 
@@ -217,14 +252,6 @@ class MovingAverageObserver(Observer):
 
     Keeping the maxima instead of their average makes merging exact: the batches of the merged
     observer, or of the next rank, follow those of this one.
-
-    Args:
-        granularity: see :class:`Observer`.
-        signed: see :class:`Observer`.
-        momentum: the weight of the past, 0 <= momentum < 1.
-
-    Raises:
-        ConfigError: ``momentum`` is out of range.
     """
 
     recent: deque[Tensor]

@@ -1,19 +1,27 @@
-"""Search for the amax of a tensor that exists as a whole, such as a weight.
+"""Search for the range of least error: of whole tensors such as weights, or of binned values.
 
 An estimator knows only a histogram; a search quantizes the tensor itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from torchq.calib.statistics import gather_full_tensor
+from torchq.calib.observer import gather_full_tensor
 from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import Format, Granularity, PerTensor
-from torchq.functional import compute_dtype, dequantize, quantize, reduce_amax
-
-__all__ = ["search_amax"]
+from torchq.functional import (
+    compute_dtype,
+    dequantize,
+    fake_quantize,
+    quantize,
+    reduce_amax,
+    reduce_range,
+    scale_and_zero_point,
+)
 
 _PER_TENSOR = PerTensor()
 _SMALLEST_FRACTION = 0.2
@@ -100,3 +108,91 @@ def _squared_error(
     parts = granularity.split(quantized.sub_(x).square_())
     dims = granularity.reduce_dims(parts.dim())
     return (parts.sum(dims) if dims else parts).view(shape)
+
+
+# Ends are tried at every fiftieth between a fifth and all of the range seen.
+_FRACTIONS = [i / 50 for i in range(50, 9, -1)]
+
+#: ``error(amin, amax)`` of each group, of the shape of the ends.
+Error = Callable[[Tensor, Tensor], Tensor]
+
+
+def minimize_range(amin: Tensor, amax: Tensor, error: Error) -> tuple[Tensor, Tensor]:
+    """Return the ends of least error for each group.
+
+    First both ends shrink by one fraction, then the upper, the lower, and both again in turn. Of
+    equal errors the wider range wins.
+    """
+    best = (amin, amax)
+    least = error(*best)
+    for shrinks_low, shrinks_high in ((1, 1), (0, 1), (1, 0), (0, 1), (1, 0)):
+        start = best
+        for fraction in _FRACTIONS:
+            low = amin * fraction if shrinks_low else start[0]
+            high = amax * fraction if shrinks_high else start[1]
+            found = error(low, high)
+            better = found < least
+            best = torch.where(better, low, best[0]), torch.where(better, high, best[1])
+            least = torch.where(better, found, least)
+    return best
+
+
+def total_error(
+    values: Tensor,
+    counts: Tensor,
+    amin: Tensor,
+    amax: Tensor,
+    format: Format,
+    power: float,
+    scale_format: Format | None = None,
+) -> Tensor:
+    """Return ``sum(counts * |error| ** power)`` of each group; both are (groups, n)."""
+    ends = amin.double(), amax.double()
+    scale, point = (t.unsqueeze(1) for t in scale_and_zero_point(*ends, format, scale_format))
+    rows = max(1, _PIECE // values.shape[1])
+    errors = []
+    for some in torch.arange(len(values), device=values.device).split(rows):
+        codes = (values[some] / scale[some]).round_().add_(point[some])
+        codes = codes.clamp_(format.quant_min, format.quant_max).sub_(point[some])
+        error = codes.mul_(scale[some]).sub_(values[some])
+        error = error.square_() if power == 2.0 else error.abs_().pow_(power)
+        errors.append(error.mul_(counts[some]).sum(1))
+    return torch.cat(errors)
+
+
+def search_range(
+    x: Tensor,
+    format: Format,
+    granularity: Granularity = _PER_TENSOR,
+    *,
+    scale_format: Format | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the range of least squared quantization error for each group of a whole tensor.
+
+    It is :func:`torchq.calib.search_amax` for asymmetric ranges.
+
+    Args:
+        x: floating point, any shape; an empty tensor gives zeros.
+        format: an integer format.
+        granularity: which elements share one range.
+        scale_format: None, or :data:`torchq.formats.POWER_OF_TWO`.
+
+    Returns:
+        ``(amin, amax)``, float32 (float64 for float64) of ``granularity.amax_shape(x.shape)``.
+
+    Raises:
+        CalibrationError: x holds a NaN or an infinity.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        x = gather_full_tensor(x.detach()).to(compute_dtype(x.dtype))
+        amin, amax = reduce_range(x, granularity)
+        if not torch.isfinite(amax - amin).all():
+            raise CalibrationError(
+                "search_range: got NaN or infinite values; expected a finite tensor"
+            )
+
+        def error(low: Tensor, high: Tensor) -> Tensor:
+            values = fake_quantize(x, high, format, granularity, scale_format, amin=low)
+            return _squared_error(x, values, granularity, amax.shape)
+
+        return minimize_range(amin, amax, error) if x.numel() else (amin, amax)
