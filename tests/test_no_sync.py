@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.no_sync import NoSync
-from torchq.calib import binning, histogram, make_calibrator, methods
+from torchq.calib import histogram, make_calibrator, methods
 from torchq.formats import INT8, UINT8, Granularity, PerAxis, PerBlock, PerTensor
 
 OFFENDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -37,8 +37,7 @@ def test_the_detector_catches_it(name: str) -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute statistics as off the CPU, where nothing may look at values."""
-    for module in (binning, histogram):
-        monkeypatch.setattr(module, "is_on_host", lambda x: False)
+    monkeypatch.setattr(histogram, "is_on_host", lambda x: False)
 
 
 COLLECTORS: list[tuple[str, Granularity]] = [
