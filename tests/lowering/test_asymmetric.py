@@ -103,6 +103,7 @@ def test_what_no_kernel_computes_stays_simulated(
     assert float((deployed(x) - model(x)).detach().abs().max()) < limit
 
 
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
 def test_asymmetric_weights_stay_simulated(generator: torch.Generator) -> None:
     model, x = net(), images(generator)
     weight = QuantDescriptor(axis=0, symmetric=False)
@@ -116,6 +117,7 @@ def test_asymmetric_weights_stay_simulated(generator: torch.Generator) -> None:
     assert torch.allclose(deployed(x), model(x), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
 def test_rounded_weights_are_deployed(generator: torch.Generator) -> None:
     model, x = net(), images(generator)
     weight = QuantDescriptor(axis=0, rounding="half_away", power_of_two=True)

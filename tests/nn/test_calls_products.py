@@ -129,6 +129,7 @@ class Convolves(nn.Module):
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
 def test_weights_in_other_places_are_reported(model: nn.Module, example: Tensor, text: str) -> None:
     (skipped,) = torchq.plan(model, example=example).skipped
     assert (skipped.name, skipped.reason) == ("", text)

@@ -66,6 +66,7 @@ class Listener(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings("ignore:.* only .* quantized")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_an_open_length_is_open_or_refused(tmp_path: Path, kind: type[nn.RNNBase]) -> None:
     """Whether torch can trace it depends on its version; no version freezes it in silence."""
