@@ -204,18 +204,7 @@ class _File:
         known = quantizers(model)
         stored = quantizer_nodes(self._graph)
         self._weights = _weight_nodes(self._graph)
-        active = {name for name, quantizer in known.items() if quantizer.quantizing}
-        if not active and (stored or self._weights):
-            raise ExportError(
-                f"verify_onnx: {type(model).__name__} has no active quantizer, but the file is "
-                "quantized; expected the quantized model that was exported"
-            )
-        # Other programs name their nodes in other ways.
-        self._unknown = [
-            name
-            for name in (*stored, *self._weights)
-            if _path_of(name).endswith("quantizer") and _path_of(name) not in active
-        ]
+        self._unknown = _off_in_the_model(model, (*stored, *self._weights))
         nodes = {name: node for name, node in stored.items() if _path_of(name) in known}
         self._float_weights = _float_weights(self._graph)
         self._merged = dict(read_record(self._graph).get("merged", {}))
@@ -307,6 +296,25 @@ class _File:
     def last_layers(self) -> tuple[LayerAgreement, ...]:
         """Return the agreement of each output, computed from the model's own codes."""
         return () if self._forced is None else tuple(row.result() for row in self._outputs)
+
+
+def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
+    """Return the quantizers in a file that are not on in its model.
+
+    Raises:
+        ExportError: None is on, so the model is the float one.
+    """
+    active = {name for name, quantizer in quantizers(model).items() if quantizer.quantizing}
+    if not active and stored:
+        raise ExportError(
+            f"verify_onnx: {type(model).__name__} has no active quantizer, but the file is "
+            "quantized; expected the quantized model that was exported"
+        )
+    # Other programs name their nodes in other ways.
+    paths = {name: _path_of(name) for name in stored}
+    return [
+        name for name, path in paths.items() if path.endswith("quantizer") and path not in active
+    ]
 
 
 def _path_of(name: str) -> str:
