@@ -78,7 +78,7 @@ def _check_loadable(model: nn.Module) -> None:
             "torch.save(model, path)"
         )
     for name, module in model.named_modules():
-        if name.endswith("_quantizer") and not isinstance(module, TensorQuantizer):
+        if name.endswith("_quantizer") and not isinstance(module, (TensorQuantizer, nn.Identity)):
             raise QuantizationError(
                 f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
                 "model that was traced or exported"
