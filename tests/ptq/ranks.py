@@ -45,7 +45,7 @@ def results(data: list[Tensor], group: Any) -> dict[str, dict[str, Tensor]]:
     run, found = RunOptions(group=group), {}
     model = net(torchq.recipes.integer(4, 8))
     smooth_(model, data, run=run, progress=False)
-    torchq.calibrate(model, data, method="auto", group=group, progress=False)
+    torchq.calibrate(model, data, group=group, progress=False)
     found["smooth_"] = model.state_dict()
     for name in ("correct_bias_", "gptq_", "adaround_"):
         model = net(torchq.recipes.integer(3, 8))

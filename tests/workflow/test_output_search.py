@@ -1,4 +1,4 @@
-"""The search for weight ranges by the error of the output."""
+"""Weight ranges by the error of the output of the layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.errors import ConfigError
 from torchq.workflow.layer_matrices import input_matrix
 from torchq.workflow.output_search import WEIGHT_FRACTIONS, search_weight_amax
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4)
+    ).eval()
+
+
+def batches() -> list[Tensor]:
+    """Return few images, so that all of them are samples, with some large values."""
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    x[0, 1, 2, 3] = 30.0
+    return [x]
+
 
 LAYERS = [
     (nn.Linear(8, 3), {"axis": 0}, (5, 8)),
@@ -65,3 +81,43 @@ def _group(d: torchq.QuantDescriptor, weight: Tensor, index: int) -> Tensor:
     parts = d.granularity.split(weight)
     aligned = d.granularity.align(chosen, weight.shape).expand_as(parts)
     return d.granularity.join(aligned, weight.shape) > 0
+
+
+def test_weights_by_activation_have_less_error_than_other_methods() -> None:
+    errors = {}
+    for method in ("max", "mse", "activation"):
+        model = net()
+        torchq.quantize_(model, torchq.recipes.integer(3, None))
+        torchq.calibrate(model, batches(), weights=method, progress=False)
+        with torch.no_grad():
+            x = batches()[0]
+            errors[method] = (model[0](x) - net()[0](x)).square().sum().item()
+    assert errors["activation"] < 0.9 * min(errors["max"], errors["mse"])
+
+
+def test_recipes_of_few_bits_search_and_others_do_not() -> None:
+    for bits, searched in ((4, True), (8, False)):
+        models = []
+        for weights in (None, "activation" if searched else "max"):
+            model = net()
+            torchq.quantize_(model, torchq.recipes.integer(bits, 8))
+            torchq.calibrate(model, batches(), weights=weights, progress=False)
+            models.append(model.state_dict())
+        assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
+
+
+def test_without_batches_weights_take_their_largest_magnitude() -> None:
+    models = []
+    for weights in ("max", "activation"):
+        model = net()
+        torchq.quantize_(model, torchq.recipes.integer(4, None))
+        torchq.calibrate(model, weights=weights)
+        models.append(model.state_dict())
+    assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
+
+
+def test_an_unknown_method_is_named() -> None:
+    model = net()
+    torchq.quantize_(model, torchq.recipes.integer(8, 4))
+    with pytest.raises(ConfigError, match="calibrate: got weights='magic'; expected one of: max, "):
+        torchq.calibrate(model, batches(), weights="magic")

@@ -3,8 +3,7 @@
 The package may import swap, nn and below.
 """
 
-from torchq.workflow.calibrate import calibrate, calibrate_weights
-from torchq.workflow.calibration_report import CalibrationReport
+from torchq.workflow.calibrate import CalibrationReport, calibrate, calibrate_weights
 from torchq.workflow.foreign_files import embed_record_
 from torchq.workflow.modes import (
     disabled,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,26 +16,63 @@ from torch import Tensor, nn
 
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward
+from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, modes_kept
-from torchq.utils import check_batches, evaluating, unwrapped
-from torchq.workflow.batch_stream import BatchStream
-from torchq.workflow.calibration_report import CalibrationReport
-from torchq.workflow.modes import quantizers, weight_quantizers
-from torchq.workflow.output_choice import (
-    AUTO,
-    BY_OUTPUT,
-    OutputSamples,
-    choose_methods,
-    set_range_by_output,
-    starting_method,
+from torchq.utils import (
+    NotebookText,
+    check_batches,
+    device_of,
+    evaluating,
+    progress_bar,
+    table,
+    unwrapped,
 )
-
-__all__ = ["calibrate", "calibrate_weights"]
+from torchq.workflow.modes import quantizers, weight_quantizers
+from torchq.workflow.output_search import OutputSamples, set_range_by_output
 
 log = logging.getLogger(__name__)
 
 OnUnseen = Literal["error", "disable", "dynamic"]
+
+# The calibration method of weights that looks at the output of the layer.
+_BY_OUTPUT = "activation"
+# A loader with more batches than this is offered a bound in the progress bar.
+_MANY = 64
+_ALL = " (all batches; num_batches=N stops earlier)"
+
+
+@dataclass(frozen=True)
+class CalibrationReport(NotebookText):
+    """What one call of :func:`calibrate` did.
+
+    Attributes:
+        batches: batches that ran through the model.
+        ranges: path of each quantizer that got a range -> its smallest and its largest amax, or the
+            ends of an asymmetric range.
+        kept: paths of the quantizers that kept a range they had before.
+        unseen: paths of the quantizers that no batch reached.
+        signs: path of each quantizer that chose the sign of its codes (``unsigned="auto"``) ->
+            ``"unsigned"`` or ``"signed"``.
+    """
+
+    batches: int
+    ranges: Mapping[str, tuple[float, float]]
+    kept: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    signs: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [("quantizer", "amax")]
+        for name, (smallest, largest) in self.ranges.items():
+            one = smallest == largest
+            text = f"{largest:.4g}" if one else f"{smallest:.4g} .. {largest:.4g}"
+            rows.append((name, f"{text} ({self.signs[name]})" if name in self.signs else text))
+        rows += [(name, "no data reached it") for name in self.unseen]
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        end = f"{len(self.ranges)} ranges from {batches}"
+        if self.kept:
+            end += f", {len(self.kept)} kept from before"
+        return f"{table(rows)}\n{end}"
 
 
 def calibrate(
@@ -48,7 +86,6 @@ def calibrate(
     on_unseen: OnUnseen = "error",
     force: bool = False,
     group: dist.ProcessGroup | None = None,
-    timeout: float = 600.0,
     progress: bool = True,
     **options: Any,
 ) -> CalibrationReport:
@@ -64,10 +101,9 @@ def calibrate(
             :func:`torchq.graph.call_arguments`. Tensors are moved to the model's device. None
             calibrates weights alone.
         method: how activations are calibrated, a name in :func:`torchq.calib.methods`. None
-            takes the method of each descriptor. ``"auto"`` chooses for each quantizer the method
-            with the least error at the output of its layer.
+            takes the method of each descriptor.
         weights: the same for weights. ``"activation"`` searches the ranges of Linear and Conv
-            layers for the least error of their outputs on the batches, and takes "mse" elsewhere.
+            layers for the least error of their outputs on the batches, and takes "max" elsewhere.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         on_unseen: what happens to activation quantizers that no batch reached: ``"error"`` names
@@ -79,7 +115,6 @@ def calibrate(
             rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
             batches, even none, unless the model itself communicates (FSDP). Without a group each
             process calibrates on its own batches alone, with one warning if there are several.
-        timeout: the seconds that a rank waits for the others of its group after its last batch.
         progress: show a bar (in a group, on its first rank).
         **options: for the calibrator, such as ``percentile=99.9`` or ``num_bins=4096``.
 
@@ -89,7 +124,8 @@ def calibrate(
     Raises:
         CalibrationError: A quantizer saw no data (``on_unseen="error"``), or NaN or infinite
             values, or there was no batch; the text names each quantizer, and the ranges of the
-            others are set. Or a rank of the group did not arrive within the timeout.
+            others are set. Or a rank of the group did not arrive within ten minutes after the
+            last batch of another.
         ConfigError: The model has no quantizers, or an argument is invalid.
 
     Anything else that ends the call, such as Ctrl-C or an error of the model, leaves every range
@@ -113,24 +149,27 @@ def calibrate(
         _warn_of_other_ranks()
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
-    count, unseen, chosen = 0, list[str](), dict[str, str]()
-    asked = _Methods(method, weights, options)
-    wanted = batches is not None and asked.need_samples(todo.values())
-    search = OutputSamples(model, activations) if wanted else None
+    count, unseen = 0, list[str]()
+    wanted = batches is not None and _need_samples(todo.values(), weights)
+    samples = OutputSamples(model) if wanted else None
     with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
         try:
-            if batches is not None and (activations or group or search):
-                stream = BatchStream(batches, forward, num_batches, progress)
-                found = _observe_batches(model, activations, stream, group, timeout, asked, search)
-                count, unseen, chosen = found
+            if batches is not None and (activations or group or samples):
+                show = progress and (group is None or dist.get_rank(group) == 0)
+                with evaluating(model), _observing(model, activations, method, options):
+                    if activations or samples:
+                        with samples or nullcontext():
+                            count = _run(model, batches, forward, num_batches, show)
+                    _join(activations, group, count)
+                    unseen = _set_ranges(activations)
                 _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
         except CalibrationError:
             calibrate_weights(model, only=pending, method=weights)
             raise
         # Weights come last: weight_norm and its like compute the weight in a forward pass.
-        calibrate_weights(model, only=pending, method=weights, samples=search, group=group)
+        calibrate_weights(model, only=pending, method=weights, samples=samples, group=group)
     ranges = {name: _bounds(q) for name, q in todo.items() if q.calibrated}
-    return CalibrationReport(count, ranges, kept, tuple(unseen), chosen, _signs(todo))
+    return CalibrationReport(count, ranges, kept, tuple(unseen), _signs(todo))
 
 
 def _signs(chosen: Mapping[str, TensorQuantizer]) -> dict[str, str]:
@@ -171,7 +210,7 @@ def calibrate_weights(
                     if only is None
                     else id(quantizer) in only
                 )
-                by_output = (method or quantizer.descriptor.calib_method) == BY_OUTPUT
+                by_output = (method or quantizer.descriptor.calib_method) == _BY_OUTPUT
                 if chosen and not (
                     by_output and set_range_by_output(module, quantizer, samples, group)
                 ):
@@ -189,7 +228,7 @@ def _check_arguments(
     weights: str | None,
     num_batches: int | None,
 ) -> None:
-    known = {"method": (method, (*methods(), AUTO)), "weights": (weights, (*methods(), BY_OUTPUT))}
+    known = {"method": (method, methods()), "weights": (weights, (*methods(), _BY_OUTPUT))}
     for argument, (given, names) in known.items():
         if given is not None and given not in names:
             raise ConfigError(
@@ -283,59 +322,56 @@ def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[Non
         raise
 
 
-@dataclass(frozen=True)
-class _Methods:
-    """The calibration methods of inputs and weights that a caller asks for."""
-
-    inputs: str | None
-    weights: str | None
-    options: dict[str, Any]
-
-    def need_samples(self, quantizers: Iterable[TensorQuantizer]) -> bool:
-        """Return True if inputs of layers have to be kept."""
-        by_output = (q.descriptor.calib_method == BY_OUTPUT for q in quantizers)
-        asked = self.inputs == AUTO or self.weights == BY_OUTPUT
-        return asked or (self.weights is None and any(by_output))
+def _need_samples(quantizers: Iterable[TensorQuantizer], weights: str | None) -> bool:
+    """Return True if inputs of layers have to be kept."""
+    by_output = any(q.descriptor.calib_method == _BY_OUTPUT for q in quantizers)
+    return weights == _BY_OUTPUT or (weights is None and by_output)
 
 
-def _observe_batches(
+def _run(
     model: nn.Module,
-    activations: dict[str, TensorQuantizer],
-    stream: BatchStream,
-    group: dist.ProcessGroup | None,
-    timeout: float,
-    asked: _Methods,
-    samples: OutputSamples | None,
-) -> tuple[int, list[str], dict[str, str]]:
-    """Run the batches and set the ranges.
+    batches: Iterable[Any],
+    forward: Forward | None,
+    num_batches: int | None,
+    show: bool,
+) -> int:
+    """Run ``model`` on the batches, perhaps with a bar, and return how many there were."""
+    length = len(batches) if isinstance(batches, Sized) else None
+    known = [number for number in (length, num_batches) if number is not None]
+    unbounded = num_batches is None and (length is None or length > _MANY)
+    shown = progress_bar(
+        islice(batches, num_batches),
+        description=f"calibrate{_ALL if unbounded else ''}",
+        total=min(known, default=None),
+        enabled=show,
+    )
+    device, count = device_of(model), 0
+    for batch in shown:
+        call_model(model, batch, forward=forward, device=device)
+        count += 1
+    return count
 
-    Returns:
-        How many batches there were, who saw nothing, and the methods that were chosen.
-    """
-    with torch.no_grad(), evaluating(model), _observing(model, activations, asked):
-        first = group is None or dist.get_rank(group) == 0
-        with samples or nullcontext():
-            count = stream.run(model, first) if activations or samples else 0
-        if group is not None:
-            named = [(name, c) for name, q in activations.items() for c in q.calibrators]
-            observers, names = [c for _, c in named], [name for name, _ in named]
-            sync(observers, group, timeout=timeout, names=names)
-        elif not count:
-            raise CalibrationError(
-                "calibrate: got no batch; expected at least one. A generator runs only once: "
-                "make a new one"
-            )
-        chosen: dict[str, str] = {}
-        if asked.inputs == AUTO and samples is not None:
-            chosen = choose_methods(model, activations, samples, group)
-        return count, _set_ranges(activations, chosen), chosen
+
+def _join(
+    activations: Mapping[str, TensorQuantizer], group: dist.ProcessGroup | None, count: int
+) -> None:
+    """Join the statistics of all ranks; without a group there must be a batch."""
+    if group is not None:
+        named = [(name, c) for name, q in activations.items() for c in q.calibrators]
+        sync([c for _, c in named], group, names=[name for name, _ in named])
+    elif not count:
+        raise CalibrationError(
+            "calibrate: got no batch; expected at least one. A generator runs only once: "
+            "make a new one"
+        )
 
 
 @contextmanager
 def _observing(
     model: nn.Module,
-    chosen: dict[str, TensorQuantizer],
-    asked: _Methods,
+    chosen: Mapping[str, TensorQuantizer],
+    method: str | None,
+    options: Mapping[str, Any],
 ) -> Iterator[None]:
     """Let the chosen quantizers observe and none of the model quantize.
 
@@ -345,8 +381,7 @@ def _observing(
     with modes_kept(known):
         try:
             for quantizer in chosen.values():
-                method = starting_method(quantizer, asked.inputs)
-                quantizer.start_calibration(method, **asked.options)
+                quantizer.start_calibration(method, **options)
             for quantizer in known:
                 quantizer.quantizing = False
             yield
@@ -355,20 +390,15 @@ def _observing(
                 quantizer.calibrator = None
 
 
-def _set_ranges(chosen: dict[str, TensorQuantizer], by_name: Mapping[str, str]) -> list[str]:
-    """Set every range from what was observed; return the names of those that saw nothing.
-
-    Args:
-        chosen: path -> quantizer.
-        by_name: path -> the method, where it is another than the calibrator's own.
-    """
+def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> list[str]:
+    """Set every range from what was observed; return the names of those that saw nothing."""
     unseen, failed = [], dict[str, str]()
     for name, quantizer in chosen.items():
         if quantizer.calibrator is None or not quantizer.calibrator.seen:
             unseen.append(name)
             continue
         try:
-            quantizer.finish_calibration(**({"method": by_name[name]} if name in by_name else {}))
+            quantizer.finish_calibration()
         except CalibrationError as error:
             failed[name] = str(error)
     _raise_together(failed)

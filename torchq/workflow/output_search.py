@@ -7,45 +7,107 @@ clipping search of the authors' code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
-from torchq.nn import TensorQuantizer
-from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
-
-__all__ = ["WEIGHT_FRACTIONS", "search_weight_amax"]
+from torchq.nn import QuantModule, TensorQuantizer
+from torchq.workflow.layer_matrices import input_matrix, weight_from_matrix, weight_matrix
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
 WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Calls whose inputs are kept, and what is kept of each call.
+_CALLS, _COLUMNS, _IMAGES = 8, 64, 2
 
 
-def _same(error: Tensor) -> Tensor:
-    return error
+class OutputSamples:
+    """Some of the inputs of the Linear and Conv layers in a run of a model; a context manager.
+
+    Attributes:
+        layers: id of a layer -> samples of its input, (groups, inputs, samples).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: dict[int, Tensor] = {}
+        self._stack = ExitStack()
+        self._calls: dict[int, int] = {}
+        self._watched = [
+            m for m in model.modules() if isinstance(m, _LAYERS) and isinstance(m, QuantModule)
+        ]
+
+    def watches(self, layer: nn.Module) -> bool:
+        """Return True for a Linear or Conv layer."""
+        return any(layer is m for m in self._watched)
+
+    def __enter__(self) -> OutputSamples:
+        for layer in self._watched:
+            hook = layer.register_forward_pre_hook(self._keep_matrix, with_kwargs=True)
+            self._stack.callback(hook.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _keep_matrix(self, layer: Any, args: Any, kwargs: Any) -> None:
+        self._calls[id(layer)] = self._calls.get(id(layer), 0) + 1
+        if self._calls[id(layer)] > _CALLS:
+            return
+        x = (args[0] if args else kwargs["input"]).detach()
+        if isinstance(layer, nn.Linear):
+            x = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+            x = _spread_out(x, 0, _COLUMNS)
+        elif x.dim() == layer.weight.dim():
+            x = x[:_IMAGES]
+        scale = getattr(layer.input_quantizer, "pre_quant_scale", None)
+        found = input_matrix(layer, x if scale is None else x * scale.to(x.dtype)).float()
+        found = _spread_out(found, 2, _COLUMNS).clone()
+        old = self.layers.get(id(layer))
+        self.layers[id(layer)] = found if old is None else torch.cat([old, found], dim=2)
 
 
-def search_weight_amax(
+def _spread_out(x: Tensor, dim: int, count: int) -> Tensor:
+    """Return at most ``count`` slices of ``x``, evenly spread."""
+    size = x.shape[dim]
+    if size <= count:
+        return x
+    return x.index_select(dim, torch.arange(count, device=x.device) * size // count)
+
+
+def set_range_by_output(
     layer: Any,
-    x: Tensor,
-    *,
-    add: Callable[[Tensor], Tensor] = _same,
-) -> Tensor:
+    quantizer: TensorQuantizer,
+    samples: OutputSamples | None,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Set the range of a weight by the error of the layer's output; return False if it cannot be.
+
+    The errors of all processes of the group are summed.
+    """
+    if samples is None or not samples.watches(layer) or not quantizer.descriptor.symmetric:
+        return False
+    x = samples.layers.get(id(layer))
+    if x is None:
+        if group is None:
+            return False
+        matrix = weight_matrix(layer, layer.weight)
+        x = matrix.new_zeros(matrix.shape[0], matrix.shape[2], 0)
+    quantizer.set_amax(search_weight_amax(layer, x, group))
+    return True
+
+
+def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the weight range of least squared error of the layer's output.
 
     Every group of the weight takes its own fraction of its largest magnitude. Where a group is a
     part of an output channel, it is the error of this part's product that counts.
-
-    Args:
-        layer: a Linear or Conv layer whose weight has a symmetric quantizer.
-        x: samples of its input, (groups, inputs, samples); see
-            :func:`torchq.workflow.layer_matrices.input_matrix`.
-        add: from the errors of these samples to those of all, where several processes have some.
-
-    Returns:
-        The range, of the shape of the quantizer's amax.
+    ``x`` holds samples of the input, (groups, inputs, samples); the errors of all processes of the
+    group are summed.
     """
     quantizer: TensorQuantizer = layer.weight_quantizer
     d, weight = quantizer.descriptor, layer.weight.detach().float()
@@ -55,7 +117,9 @@ def search_weight_amax(
     for fraction in WEIGHT_FRACTIONS:
         amax = largest * fraction
         rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)
-        error = add(loss(rounded - weight).view(largest.shape))
+        error = loss(rounded - weight).view(largest.shape)
+        if group is not None:
+            dist.all_reduce(error, group=group)
         best = torch.where(error < least, fraction, best)
         least = torch.minimum(error, least)
     return largest * best

@@ -17,7 +17,7 @@ __all__ = ["STAGES", "mixed_settings", "wider"]
 
 Candidate = tuple[str, TunedConfig]
 
-_METHODS = ("auto", "mse", "percentile", "entropy")
+_METHODS = ("mse", "percentile", "entropy")
 _END_BITS = 8
 _FLOAT_BITS = 32
 # What norms of transformers are called; other libraries have their own classes.

@@ -25,9 +25,6 @@ from torchq.workflow import calibrate
 
 __all__ = ["ALGORITHMS", "PREPARATIONS", "TunedConfig"]
 
-# The method of :func:`torchq.calibrate` that chooses one for each quantizer.
-_AUTO = "auto"
-
 
 def _equalized(model: nn.Module, batches: Sequence[Any], **progress: bool) -> Any:
     return equalize_(model, batches[0])
@@ -75,11 +72,10 @@ class TunedConfig(NotebookText):
                 f"TunedConfig: got algorithm={short_repr(self.algorithm)}; expected None or one "
                 f"of {', '.join(ALGORITHMS)}"
             )
-        known = (*methods(), _AUTO)
-        if self.method is not None and self.method not in known:
+        if self.method is not None and self.method not in methods():
             raise ConfigError(
                 f"TunedConfig: got method={short_repr(self.method)}; expected None or one of "
-                f"{', '.join(known)}"
+                f"{', '.join(methods())}"
             )
         for name in self.before:
             if name not in PREPARATIONS:
