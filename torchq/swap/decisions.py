@@ -350,7 +350,7 @@ def by_rules(
     return replace(base, **used)
 
 
-#: Their integer forms are slower than the float kernels of runtimes, so that recipes leave them.
+#: Recipes leave recurrent layers in float unless asked: their steps run one by one on integers.
 _RECURRENT = "; torchq.recipes.int8(recurrent=True) has one"
 
 
