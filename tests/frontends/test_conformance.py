@@ -26,9 +26,6 @@ with warnings.catch_warnings():
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 #: Two units in the last place: softmax and products are rounded at other places in the reference.
 HALF_PRECISION = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-#: Cases whose expected values come from NumPy's transforms in float32: numbers up to 54, of which
-#: some should be 0 and are off by rounding.
-NOISY = {"test_dft_inverse": 1e-5, "test_dft_inverse_opset19": 1e-5}
 #: How many cases of onnx 1.23 are converted; a new version of onnx brings more.
 CONVERTED = 1500
 
@@ -72,7 +69,7 @@ def outcome(name: str) -> str:
     except FrontendError:
         return "refused"
     with torch.no_grad():
-        run(model, case.data_sets, case.rtol, NOISY.get(name, case.atol))
+        run(model, case.data_sets, case.rtol, case.atol)
     return "right"
 
 

@@ -133,6 +133,16 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
 
 
+def test_attention_of_onnx_is_one_call_where_torch_has_it() -> None:
+    w = Writer(23)
+    q, k, v = (w.input(name, [2, 4, 8]) for name in "qkv")
+    y = w.node("Attention", q, k, v, q_num_heads=2, kv_num_heads=2)
+    feeds = {name: torch.randn(2, 4, 8) for name in "qkv"}
+    read = assert_agrees(w.model(y), feeds)
+    names = {getattr(node.target, "__name__", "") for node in read.graph.nodes}
+    assert "scaled_dot_product_attention" in names
+
+
 def test_the_result_can_be_copied_pickled_and_traced() -> None:
     nodes = [
         helper.make_node("Resize", ["x", "", "scales"], ["a"], mode="cubic", exclude_outside=1),
@@ -174,6 +184,15 @@ def test_unknown_operators_are_named_all_at_once() -> None:
     ]
     with pytest.raises(FrontendError, match=r"no converter for Loop \(1\), acme.Fancy \(2\)"):
         torchq.from_onnx(file_of(nodes, [1], []))
+
+
+def test_operators_of_optimized_and_quantized_files_are_refused_with_advice() -> None:
+    fused = helper.make_node("FusedConv", ["x"], ["y"], domain="com.microsoft")
+    with pytest.raises(FrontendError, match=r"FusedConv \(1\). Read the file from before ONNX Ru"):
+        torchq.from_onnx(file_of([fused], [1], []))
+    codes = helper.make_node("QLinearConv", ["x"] * 8, ["y"])
+    with pytest.raises(FrontendError, match=r"QLinearConv \(1\). .*quant_format=QuantFormat.QDQ"):
+        torchq.from_onnx(file_of([codes], [1], []))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from torch import Tensor, fx, nn
 from torchq.frontends.building.paths import free_path, identifier, parent_of
 from torchq.frontends.building.values import Constant, Value
 
-__all__ = ["GraphBuilder"]
-
 #: The key of ``GraphModule.meta`` under which torch looks for attributes that a copy shall have.
 _KEPT_BY_COPIES = "_user_preserved_attributes"
 

@@ -14,8 +14,6 @@ from torchq.errors import FrontendError
 from torchq.frontends.building.builder import GraphBuilder
 from torchq.frontends.building.values import Constant, Ints, Value, stack_ints
 
-__all__ = ["MAX_FOLDED", "FileNode"]
-
 #: The largest constant, in elements, that is computed while a file is converted.
 MAX_FOLDED = 2**26
 

@@ -7,8 +7,6 @@ import re
 
 from torch import nn
 
-__all__ = ["free_path", "identifier", "parent_of"]
-
 _DEEPEST = 32
 
 

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from torchq.utils import Registry
 
-__all__ = ["entering"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torchq.frontends.building.written import write_operator
 
-__all__ = ["kept_boxes", "non_max_suppression", "ranked"]
-
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
 _LIBRARY.define(
     "non_max_suppression(Tensor boxes, Tensor scores, int most, float iou_limit, "

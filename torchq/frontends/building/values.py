@@ -9,8 +9,6 @@ from typing import Union
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Constant", "Ints", "Value", "stack_ints"]
-
 
 @dataclass(frozen=True, eq=False)
 class Constant:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["write_operator"]
-
 
 def write_operator(
     op_type: str,

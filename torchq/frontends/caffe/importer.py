@@ -16,8 +16,6 @@ from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import CONVERTERS
 from torchq.frontends.caffe.weights import read_weights
 
-__all__ = ["from_caffe"]
-
 #: Layers that measure or write, and give nothing that a network computes with.
 _DROPPED = re.compile(r"\w*Loss|Accuracy|Silence|HDF5Output|DetectionEvaluate")
 

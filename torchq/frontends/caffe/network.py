@@ -15,8 +15,6 @@ from typing import Any
 from torchq.errors import FrontendError
 from torchq.frontends.caffe.text import Message, parse_text
 
-__all__ = ["Layer", "Network", "Output", "read_network"]
-
 #: (number of a layer, number of its output). Inputs of the network have negative layer numbers.
 Output = tuple[int, int]
 

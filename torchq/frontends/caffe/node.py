@@ -12,8 +12,6 @@ from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value
 from torchq.frontends.caffe.network import Layer
 from torchq.frontends.caffe.text import Message
 
-__all__ = ["CaffeLayer", "Settings"]
-
 #: Fields that say how Caffe computes or trains, not what a network computes.
 _IGNORED = re.compile(r"\w*_filler|engine|force_nd_im2col|moving_average_fraction|label_map_file")
 

@@ -8,8 +8,6 @@ from torchq.frontends.building import Value, entering
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.utils import Registry
 
-__all__ = ["CONVERTERS", "Converter", "converter"]
-
 Converter = Callable[[CaffeLayer], "Value | Sequence[Value]"]
 
 #: From the type of a layer to its converter.

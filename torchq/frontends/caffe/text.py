@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from torchq.errors import FrontendError
 
-__all__ = ["Message", "Scalar", "parse_text"]
-
 #: A number, a flag, or text; names of enumerations are text too.
 Scalar = float | bool | str
 _DEEPEST = 32

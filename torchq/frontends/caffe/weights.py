@@ -16,8 +16,6 @@ from torch import Tensor
 from torchq.errors import FrontendError
 from torchq.frontends.caffe.wire import fields, numbers, varints
 
-__all__ = ["read_weights"]
-
 # NetParameter: layers of the old form, and of the new one.
 _LAYERS_V1, _LAYERS = 2, 100
 # (name, blobs) of V1LayerParameter and LayerParameter.

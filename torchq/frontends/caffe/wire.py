@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 from torchq.errors import FrontendError
 
-__all__ = ["fields", "numbers", "varints"]
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 

@@ -18,8 +18,6 @@ from torchq.frontends.mxnet.params import read_params
 from torchq.frontends.mxnet.registry import CONVERTERS
 from torchq.frontends.mxnet.symbol import Symbol, read_symbol
 
-__all__ = ["from_mxnet"]
-
 
 def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
     """Read a network of MXNet as a model of ordinary torch modules. MXNet is not needed.

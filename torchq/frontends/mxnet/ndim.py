@@ -12,8 +12,6 @@ from torch import Tensor
 
 from torchq.frontends.mxnet.symbol import Symbol, SymbolNode
 
-__all__ = ["Output", "infer_ndims"]
-
 #: (number of a node, number of its output).
 Output = tuple[int, int]
 

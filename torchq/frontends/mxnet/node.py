@@ -10,8 +10,6 @@ import torch
 
 from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value
 
-__all__ = ["SymbolContext"]
-
 #: Attributes that say how MXNet computes or trains, not what a network computes.
 _IGNORED = re.compile(
     r"__\w+__|\w*(lr_mult|wd_mult)|ctx|ctx_group|cudnn_\w+|force_mirroring|mirror_stage|workspace"

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from torchq.errors import FrontendError
 
-__all__ = ["read_params"]
-
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 _DTYPES = {

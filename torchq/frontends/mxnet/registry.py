@@ -8,8 +8,6 @@ from torchq.frontends.building import Value, entering
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.utils import Registry
 
-__all__ = ["CONVERTERS", "Converter", "converter", "identity"]
-
 Converter = Callable[[SymbolContext], "Value | Sequence[Value]"]
 
 #: From the name of an operator to its converter.

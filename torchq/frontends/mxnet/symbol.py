@@ -15,8 +15,6 @@ from typing import Any
 from torchq.errors import ConfigError, FrontendError
 from torchq.utils import parse_json, short_repr
 
-__all__ = ["Symbol", "SymbolNode", "read_symbol"]
-
 _VARIABLE = "null"
 #: Auxiliary states that files up to version 0.8 leave out: inputs without, and suffixes.
 _HIDDEN_STATES = {"BatchNorm": (3, ("_moving_mean", "_moving_var"))}

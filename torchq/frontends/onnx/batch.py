@@ -8,8 +8,6 @@ from torchq.errors import FrontendError
 from torchq.frontends.onnx.inference import infer_shapes
 from torchq.utils.optional import import_optional
 
-__all__ = ["free_batch_"]
-
 #: The name of the freed size while shapes are inferred.
 _BATCH = "torchq_batch"
 #: Operators that may take a part of the batch without a trace in the inferred shapes.

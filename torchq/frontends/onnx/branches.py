@@ -10,8 +10,6 @@ from torch import fx
 from torchq.frontends.onnx.builder import GraphBuilder
 from torchq.frontends.onnx.context import NodeContext
 
-__all__ = ["branch_module", "names_from_outside"]
-
 
 def names_from_outside(graph: Any) -> list[str]:
     """Return the names that a sub-graph reads and does not compute, in order.

@@ -14,8 +14,6 @@ from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.values import Quantization
 from torchq.nn import TensorQuantizer
 
-__all__ = ["GraphBuilder"]
-
 
 class GraphBuilder(building.GraphBuilder):
     """What has been converted so far.

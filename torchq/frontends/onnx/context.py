@@ -11,8 +11,6 @@ from torch import fx
 from torchq.frontends.building import Constant, FileNode, Ints, Value, stack_ints
 from torchq.frontends.onnx.builder import GraphBuilder
 
-__all__ = ["NodeContext"]
-
 
 class NodeContext(FileNode):
     """One node: its inputs, its attributes, and the calls that a converter writes in its place.

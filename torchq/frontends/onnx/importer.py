@@ -28,8 +28,6 @@ from torchq.frontends.onnx.reader import (
 )
 from torchq.frontends.onnx.registry import CONVERTERS, Entry
 
-__all__ = ["Importer", "from_onnx"]
-
 
 def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
     """Read an ONNX file as a model of ordinary torch modules.

@@ -15,8 +15,6 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.utils.optional import import_optional
 
-__all__ = ["infer_shapes", "infer_types", "note_types"]
-
 log = logging.getLogger(__name__)
 
 #: Initializers up to this size take part in shape inference: vectors of sizes, not weights.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torchq.errors import FrontendError
-from torchq.frontends.onnx.qoperators import expand_qoperators
 from torchq.frontends.onnx.registry import CONVERTERS
 from torchq.utils.optional import import_optional
-
-__all__ = ["count_readers", "domain_of", "opset_versions", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,6 @@ def prepare(model: Any, where: str) -> Any:
             f"{where}: got opset {version}; expected {OLDEST} to {NEWEST}. "
             "onnx.version_converter may bring the file there"
         )
-    expand_qoperators(model.graph)
     for _ in range(_DEEPEST):
         expanded = _expand_functions(model, where)
         if expanded is None:
@@ -109,10 +106,16 @@ def _check_operators(model: Any, where: str) -> None:
             f"{domain + '.' if domain else ''}{op_type} ({count})"
             for (domain, op_type), count in sorted(unknown.items())
         )
-        raise FrontendError(
-            f"{where}: no converter for {text}. "
-            "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
-        )
+        raise FrontendError(f"{where}: no converter for {text}. {_advice(unknown)}")
+
+
+def _advice(unknown: Iterable[tuple[str, str]]) -> str:
+    """Return how to do without operators that have no converter."""
+    if any(op_type.startswith("QLinear") or op_type == "QGemm" for _, op_type in unknown):
+        return "Quantize the float file again with quant_format=QuantFormat.QDQ"
+    if any(domain == "com.microsoft" for domain, _ in unknown):
+        return "Read the file from before ONNX Runtime optimized it"
+    return "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
 
 
 def _operators(graph: Any, where: str, depth: int = 0) -> collections.Counter[tuple[str, str]]:

@@ -17,8 +17,6 @@ from torch import Tensor
 from torchq.errors import FrontendError
 from torchq.utils.optional import import_optional
 
-__all__ = ["attribute_values", "dtype_of", "is_four_bits", "read_model", "tensor_of"]
-
 #: Types of four bits, two elements in a byte, and the torch types that their tensors get.
 _FOUR_BITS = {21: torch.uint8, 22: torch.int8}
 

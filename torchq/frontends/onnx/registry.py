@@ -14,8 +14,6 @@ from torchq.utils import Registry
 if TYPE_CHECKING:
     from torchq.frontends.onnx.context import NodeContext
 
-__all__ = ["CONVERTERS", "NUMBERS", "Converter", "Entry", "converter", "identity"]
-
 Converter = Callable[["NodeContext"], "Value | Sequence[Value]"]
 
 #: The element types that torch computes with on every device.

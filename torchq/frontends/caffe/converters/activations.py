@@ -10,8 +10,6 @@ from torchq.frontends.caffe.functions import arithmetic
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import converter
 
-__all__ = []
-
 _PLAIN = {"Sigmoid": nn.Sigmoid, "TanH": nn.Tanh, "ReLU6": nn.ReLU6, "BNLL": nn.Softplus}
 
 

@@ -13,9 +13,6 @@ from torchq.frontends.caffe.functions import arithmetic
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import converter
 
-__all__ = []
-
-
 _ELTWISE: dict[str, Callable[..., Tensor]] = {
     "PROD": torch.mul,
     "SUM": torch.add,

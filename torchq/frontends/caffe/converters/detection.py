@@ -12,8 +12,6 @@ from torchq.frontends.caffe.functions.detection import (
 from torchq.frontends.caffe.node import CaffeLayer, Settings
 from torchq.frontends.caffe.registry import converter
 
-__all__ = []
-
 
 def _ratios(settings: Settings) -> list[float]:
     """Return the ratios of boxes that are no squares, each once, with their inverses if asked."""

@@ -12,8 +12,6 @@ from torchq.frontends.caffe.functions import arithmetic, movement
 from torchq.frontends.caffe.node import CaffeLayer, Settings
 from torchq.frontends.caffe.registry import converter
 
-__all__ = ["sizes"]
-
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {
     1: nn.ConvTranspose1d,

@@ -10,8 +10,6 @@ from torchq.frontends.caffe.functions import movement
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import converter
 
-__all__ = []
-
 
 @converter("Split")
 def _split(layer: CaffeLayer) -> list[Value]:

@@ -12,8 +12,6 @@ from torchq.frontends.caffe.converters.layers import sizes
 from torchq.frontends.caffe.node import CaffeLayer
 from torchq.frontends.caffe.registry import converter
 
-__all__ = []
-
 
 @converter("Pooling")
 def _pooling(layer: CaffeLayer) -> Value:

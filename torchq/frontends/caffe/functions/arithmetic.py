@@ -8,22 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "above",
-    "affine",
-    "along",
-    "arg_max",
-    "batch_norm",
-    "exponential",
-    "logarithm",
-    "mean_variance",
-    "normalize",
-    "power",
-    "reduce",
-    "weighted_sum",
-    "within_channel",
-]
-
 
 def above(x: Tensor, limit: float) -> Tensor:
     """Return 1 where ``x`` is above a limit, else 0."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from torchq.frontends.building.suppression import kept_boxes, ranked
 
-__all__ = ["DetectionOptions", "Detections", "PriorBoxes", "PriorOptions"]
-
 
 @dataclass(frozen=True)
 class PriorOptions:

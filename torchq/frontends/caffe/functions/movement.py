@@ -8,18 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "crop",
-    "flatten",
-    "interpolate",
-    "permute",
-    "reshape",
-    "shuffle_channels",
-    "slice_parts",
-    "tile",
-    "whole_numbers",
-]
-
 
 def whole_numbers(x: Tensor) -> Tensor:
     """Return indices as whole numbers."""

@@ -10,8 +10,6 @@ from torchq.frontends.mxnet.functions import elementwise
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 _MODULES = {
     "relu": nn.ReLU,
     "sigmoid": nn.Sigmoid,

@@ -13,8 +13,6 @@ from torchq.frontends.mxnet.functions import elementwise
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter, identity
 
-__all__ = []
-
 _UNARY: dict[str, Callable[..., object]] = {
     "abs": torch.abs,
     "arccos": torch.acos,

@@ -7,8 +7,6 @@ from torchq.frontends.mxnet.functions import detection
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 
 @converter("_contrib_MultiBoxPrior", "MultiBoxPrior")
 def _prior(node: SymbolContext) -> Value:

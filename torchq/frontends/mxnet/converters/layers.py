@@ -12,8 +12,6 @@ from torchq.frontends.mxnet.functions import movement
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {
     1: nn.ConvTranspose1d,

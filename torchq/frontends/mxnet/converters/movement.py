@@ -10,8 +10,6 @@ from torchq.frontends.mxnet.functions import movement
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 _LARGEST = 2**26
 
 

@@ -12,8 +12,6 @@ from torchq.frontends.mxnet.functions import elementwise
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 _BATCH: dict[int, type[Any]] = {
     2: nn.BatchNorm1d,
     3: nn.BatchNorm1d,

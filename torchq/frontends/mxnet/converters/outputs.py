@@ -10,8 +10,6 @@ from torchq.frontends.mxnet.functions import elementwise
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = ["LOSSES"]
-
 #: Operators whose inputs after the first serve training alone.
 LOSSES = (
     "SoftmaxOutput",

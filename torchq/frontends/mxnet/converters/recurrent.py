@@ -12,8 +12,6 @@ from torchq.frontends.building import Value
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 _CLASSES: dict[str, tuple[type[Any], dict[str, str]]] = {
     "lstm": (nn.LSTM, {}),
     "gru": (nn.GRU, {}),

@@ -9,8 +9,6 @@ from torchq.frontends.mxnet.functions import elementwise
 from torchq.frontends.mxnet.node import SymbolContext
 from torchq.frontends.mxnet.registry import converter
 
-__all__ = []
-
 
 @converter("sum", "sum_axis", "mean", "prod", "max", "max_axis", "min", "min_axis")
 @converter("nansum", "nanprod")

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchq.frontends.building.suppression import kept_boxes, ranked
 
-__all__ = ["box_nms", "multibox_detection", "multibox_prior"]
-
 
 def multibox_prior(
     features: Sequence[int],

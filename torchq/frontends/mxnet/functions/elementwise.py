@@ -8,29 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "add_all",
-    "batch_dot",
-    "batch_norm",
-    "compare",
-    "dot",
-    "elu",
-    "group_norm",
-    "hard_sigmoid",
-    "instance_norm",
-    "l2_normalize",
-    "layer_norm",
-    "logical",
-    "modulo",
-    "norm",
-    "reduce",
-    "rint",
-    "round_half_away",
-    "smooth_l1",
-    "softmax_rows",
-    "top",
-]
-
 _COMPARISONS: dict[str, Callable[..., Tensor]] = {
     "equal": torch.eq,
     "not_equal": torch.ne,

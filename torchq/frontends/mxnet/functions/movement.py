@@ -7,27 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "broadcast_axis",
-    "broadcast_like",
-    "broadcast_to",
-    "depth_to_space",
-    "gather_nd",
-    "one_hot",
-    "pick",
-    "reshape",
-    "reshape_like",
-    "reverse",
-    "rows",
-    "slice_axis",
-    "slice_each",
-    "slice_like",
-    "space_to_depth",
-    "take",
-    "transpose",
-    "where",
-]
-
 
 def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     """Return ``x`` in the shape that codes describe.

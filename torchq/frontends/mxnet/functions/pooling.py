@@ -10,8 +10,6 @@ from torch import Tensor
 
 from torchq.frontends.building.pooling import root
 
-__all__ = ["crop", "global_pool", "resize_bilinear"]
-
 
 def global_pool(x: Tensor, kind: str, p: int) -> Tensor:
     """Return the maximum, mean, sum or p-norm of each channel; its dimensions are kept as 1."""

@@ -3,13 +3,12 @@
 Importing this package fills the registry.
 """
 
-from torchq.frontends.onnx.converters import (
+from torchq.frontends.onnx.converters import (  # noqa: F401
     activations,
     arithmetic,
     attention,
     control,
     convolutions,
-    fused,
     indexing,
     matmul,
     movement,
@@ -19,26 +18,5 @@ from torchq.frontends.onnx.converters import (
     recurrent,
     reductions,
     shapes,
-    spectral,
     vision,
 )
-
-__all__ = [
-    "activations",
-    "arithmetic",
-    "attention",
-    "control",
-    "convolutions",
-    "fused",
-    "indexing",
-    "matmul",
-    "movement",
-    "normalization",
-    "pooling",
-    "quantization",
-    "recurrent",
-    "reductions",
-    "shapes",
-    "spectral",
-    "vision",
-]

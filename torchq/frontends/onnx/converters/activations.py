@@ -14,8 +14,6 @@ from torchq.frontends.onnx.converters.arithmetic import scalar_or_value
 from torchq.frontends.onnx.functions import elementwise
 from torchq.frontends.onnx.registry import converter
 
-__all__ = []
-
 _PLAIN: dict[str, Callable[[], nn.Module]] = {
     "Relu": nn.ReLU,
     "Sigmoid": nn.Sigmoid,

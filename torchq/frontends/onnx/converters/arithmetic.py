@@ -15,8 +15,6 @@ from torchq.frontends.onnx.functions import elementwise
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter, identity
 
-__all__ = ["align_old_operands", "scalar_or_value"]
-
 _UNARY: dict[str, Callable[..., Any]] = {
     "Abs": torch.abs,
     "Acos": torch.acos,

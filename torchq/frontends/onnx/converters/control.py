@@ -10,8 +10,6 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions.control import Conditional
 from torchq.frontends.onnx.registry import converter
 
-__all__ = []
-
 
 @converter("If", dtypes=None)
 def _if(node: NodeContext) -> list[Value]:

@@ -14,8 +14,6 @@ from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["pad_amounts", "padded_input", "shifted", "window"]
-
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {
     1: nn.ConvTranspose1d,

@@ -11,8 +11,6 @@ from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["arg_extreme", "non_zero", "top_k", "unique"]
-
 
 @converter("Gather", dtypes=None)
 def _gather(node: NodeContext) -> Value:

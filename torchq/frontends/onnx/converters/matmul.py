@@ -11,8 +11,6 @@ from torchq.frontends.onnx.converters.convolutions import shifted
 from torchq.frontends.onnx.converters.quantization import weighted
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["gemm", "integer_matmul"]
-
 
 def _linear(
     node: NodeContext,

@@ -12,8 +12,6 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["flatten_at"]
-
 
 @converter("Reshape", dtypes=None)
 def _reshape(node: NodeContext) -> Value:

@@ -13,15 +13,6 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.converters.quantization import module_name
 from torchq.frontends.onnx.registry import converter
 
-__all__ = [
-    "group_norm",
-    "layer_norm",
-    "local_response_norm",
-    "lp_normalize",
-    "mean_variance_normalize",
-    "rms_norm",
-]
-
 _BATCH: dict[int, type[Any]] = {
     2: nn.BatchNorm1d,
     3: nn.BatchNorm1d,

@@ -13,8 +13,6 @@ from torchq.frontends.onnx.converters.convolutions import padded_input, window
 from torchq.frontends.onnx.functions import convolution
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["average_pool_same", "max_pool_integers", "max_unpool", "pad_for_ceil"]
-
 _MAX: dict[int, type[Any]] = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 _AVERAGE: dict[int, type[Any]] = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
 _GLOBAL_AVERAGE: dict[int, type[Any]] = {

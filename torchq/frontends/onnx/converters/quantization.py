@@ -22,8 +22,6 @@ from torchq.frontends.onnx.values import Quantization
 from torchq.functional import range_from_qparams, scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
-__all__ = ["amax_of", "exact_matmul", "module_name", "quantizer_of", "weighted"]
-
 _FLOAT8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 _CODES = NUMBERS | set(_FLOAT8) | {torch.uint16}
 
@@ -224,30 +222,3 @@ def _quantizer_name(node: NodeContext) -> str:
 @converter("DynamicQuantizeLinear")
 def _dynamic(node: NodeContext) -> list[Value]:
     return node.call_parts(3, quantization.dynamic_quantize_linear, node.inputs[0])
-
-
-def _real(node: NodeContext, index: int, axis: int = 1) -> Value:
-    """Return the real values of an input of codes that is followed by its scale and zero point."""
-    parts = node.inputs[index : index + 3]
-    return node.call(quantization.dequantize_linear, parts[0], parts[1], parts[2], axis, 0)
-
-
-@converter("QLinearMatMul", dtypes=frozenset(_CODES))
-def _qlinear_matmul(node: NodeContext) -> Value:
-    if any(node.shape(index) not in ([], [1]) for index in (1, 4)):
-        node.refuse("one scale for each row or column of a product is not supported")
-    y = node.call(exact_matmul, *node.inputs[:6])
-    return node.call(quantization.requantize, y, node.inputs[6], node.inputs[7])
-
-
-def exact_matmul(
-    a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor
-) -> Tensor:
-    """Return the real product of codes: integers are summed exactly, then scaled."""
-    left = a.double() - a_zero.double()
-    columns = b_zero.double() if b_zero.numel() == 1 else b_zero.double().unsqueeze(-2)
-    sums = torch.matmul(left, b.double() - columns)
-    scale = a_scale.double() * (
-        b_scale.double() if b_scale.numel() == 1 else b_scale.double().unsqueeze(-2)
-    )
-    return (sums * scale).float()

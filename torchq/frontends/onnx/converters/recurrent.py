@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.descriptor import QuantDescriptor
 from torchq.frontends.building import Constant, Value
 from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.converters.quantization import quantizer_of
 from torchq.frontends.onnx.functions import recurrent
 from torchq.frontends.onnx.registry import converter
-from torchq.frontends.onnx.values import Quantization
-from torchq.nn import convert_
-
-__all__ = ["run_layer"]
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 #: For each gate in torch's order its place in ONNX's order.
@@ -51,45 +44,6 @@ def _recurrent(node: NodeContext) -> list[Value]:
 def _activations(node: NodeContext, directions: int) -> list[str]:
     default = _DEFAULTS[node.op_type] * directions
     return [name.lower() for name in node.attr("activations", default)]
-
-
-@converter("DynamicQuantizeLSTM", domain="com.microsoft")
-def _dynamic_lstm(node: NodeContext) -> list[Value]:
-    """Convert an LSTM with weights of codes, whose input and hidden state get a range each time."""
-    weights = [
-        _weights_of_codes(node, index, node.known(index, "weight"), node.known(scale, "scale"))
-        for index, scale in ((1, 8), (2, 10))
-    ]
-    plain = copy.copy(node)
-    plain.op_type = "LSTM"
-    plain.inputs = [node.inputs[0], *(Constant(values) for values, _ in weights), *node.inputs[3:8]]
-    directions = 2 if node.attr("direction", "forward") == "bidirectional" else 1
-    module = _as_module(plain, directions, _activations(plain, directions))
-    if module is None or node.attr("clip") or node.attr("input_forget"):
-        node.refuse("its direction, its activations or its optional inputs are not supported")
-    given = QuantDescriptor(8, unsigned=True, symmetric=False, dynamic=True)
-    convert_(module, input=given, weight=QuantDescriptor())
-    for kind, (_, found) in zip(("weight_ih", "weight_hh"), weights, strict=True):
-        for own, end in zip(found, ("l0", "l0_reverse"), strict=False):
-            quantizer = quantizer_of(own, 2)
-            if quantizer is None:
-                node.refuse("no quantizer has the zero points of its weights")
-            setattr(module, f"{kind}_{end}_quantizer", quantizer)
-    return _call_module(plain, module, node.inputs[0], directions, False)
-
-
-def _weights_of_codes(
-    node: NodeContext, index: int, codes: Tensor, scale: Tensor
-) -> tuple[Tensor, list[Quantization]]:
-    """Return weights (directions, gates, in) of codes (directions, in, gates), and their ranges."""
-    zero_point = node.known({1: 9, 2: 11}[index], "zero point")
-    spread = [part.reshape(len(codes), 1, -1).double() for part in (scale, zero_point)]
-    values = ((codes.double() - spread[1]) * spread[0]).float().transpose(1, 2).contiguous()
-    found = []
-    for own, point in zip(scale, zero_point, strict=True):
-        pair = [_reordered(part, "LSTM") if part.numel() > 1 else part for part in (own, point)]
-        found.append(Quantization(pair[0], pair[1], 0))
-    return values, found
 
 
 def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:

@@ -11,21 +11,6 @@ from torchq.frontends.building import Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.registry import converter
 
-__all__ = [
-    "cumulative",
-    "reduce_along",
-    "reduce_l1",
-    "reduce_l2",
-    "reduce_log_sum",
-    "reduce_log_sum_exp",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_sum",
-    "reduce_sum_square",
-]
-
 
 def reduce_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     """Return sums in the element type of ``x``."""

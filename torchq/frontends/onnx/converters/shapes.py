@@ -11,8 +11,6 @@ from torchq.frontends.onnx.functions import movement
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
-__all__ = ["shape_of", "size_of"]
-
 
 @converter("Constant", dtypes=None)
 def _constant(node: NodeContext) -> Value:

@@ -14,8 +14,6 @@ from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import boxes, vision
 from torchq.frontends.onnx.registry import converter
 
-__all__ = []
-
 
 @converter("Upsample")
 def _upsample(node: NodeContext) -> Value:

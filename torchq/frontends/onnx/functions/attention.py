@@ -1,4 +1,4 @@
-"""Attention as the ONNX operator Attention (opset 23 to 25) and ONNX Runtime define it."""
+"""Attention as the ONNX operator Attention (opset 23 to 25) defines it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-__all__ = ["AttentionOptions", "attention", "attention_bias", "merge_heads", "split_heads"]
 
 
 @dataclass(frozen=True)

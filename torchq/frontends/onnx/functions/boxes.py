@@ -9,8 +9,6 @@ from torch import Tensor
 
 from torchq.frontends.building.written import write_operator
 
-__all__ = ["roi_align"]
-
 
 def roi_align(
     x: Tensor,

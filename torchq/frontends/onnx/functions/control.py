@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Conditional"]
-
 
 class Conditional(nn.Module):
     """Calls one of two modules, whichever a condition says: the ONNX operator If.

@@ -8,16 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "average_pool",
-    "conv",
-    "conv_transpose",
-    "lp_pool",
-    "max_pool_of_padded",
-    "max_pool_with_indices",
-    "pad_same",
-]
-
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

@@ -9,28 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "bit_shift",
-    "cast",
-    "cast_float8",
-    "choose",
-    "clip",
-    "divide",
-    "hard_sigmoid",
-    "hardmax",
-    "maximum",
-    "mean_of",
-    "minimum",
-    "power",
-    "prelu",
-    "remainder",
-    "round_half_even",
-    "shrink",
-    "sign",
-    "thresholded_relu",
-    "total",
-]
-
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a / b``; integers are rounded toward zero."""

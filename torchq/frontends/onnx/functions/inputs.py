@@ -10,8 +10,6 @@ from torch import Tensor
 
 from torchq.errors import InputError
 
-__all__ = ["with_sizes"]
-
 
 def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
     """Return ``x`` as it is.

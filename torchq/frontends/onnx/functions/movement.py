@@ -11,33 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "center_crop_pad",
-    "check_size",
-    "compress",
-    "constant_of_shape",
-    "depth_to_space",
-    "expand",
-    "eye_like",
-    "gather",
-    "gather_elements",
-    "gather_nd",
-    "one_hot",
-    "pad",
-    "range_of",
-    "reshape",
-    "reverse_sequence",
-    "scatter_elements",
-    "scatter_nd",
-    "slice_by_tensors",
-    "slice_axes",
-    "space_to_depth",
-    "split",
-    "tile",
-    "transpose",
-    "triangle",
-]
-
 _LARGEST = 2**33
 
 

@@ -7,15 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "aligned",
-    "dequantize_linear",
-    "dynamic_quantize_linear",
-    "fake_quantize_linear",
-    "quantize_linear",
-    "requantize",
-]
-
 
 def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
     """Return a scale or zero point in a shape that broadcasts against ``x``.
@@ -108,8 +99,3 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     zero_point = torch.round(-low / scale).clamp(0, 255)
     codes = (torch.round(x / scale) + zero_point).clamp(0, 255)
     return codes.to(torch.uint8), scale, zero_point.to(torch.uint8)
-
-
-def requantize(values: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return real values as codes of the type of ``zero_point``."""
-    return quantize_linear(values, scale, zero_point, 1, 0, zero_point.dtype)

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gru_sequence", "lstm_sequence", "rnn_sequence", "split_directions"]
-
 _ACTIVATIONS = {
     "tanh": torch.tanh,
     "relu": torch.relu,

@@ -10,14 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "ResizeOptions",
-    "affine_grid",
-    "col2im",
-    "grid_sample",
-    "resize",
-]
-
 
 @dataclass(frozen=True)
 class ResizeOptions:
