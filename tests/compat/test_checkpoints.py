@@ -190,7 +190,8 @@ def test_pickled_modules_of_the_original_load(old_names: None) -> None:
     assert loaded.input_quantizer._calibrator.compute_amax("percentile", percentile=70) == 1.0
     loaded.input_quantizer._calibrator.collect(torch.tensor([4.0]))
     assert loaded.input_quantizer._calibrator._calib_hist.sum() == 5
-    assert loaded.weight_quantizer._calibrator.compute_amax() is None
+    assert loaded.weight_quantizer._calibrator.compute_amax() == 3.0
+    loaded.weight_quantizer._calibrator.reset()
     loaded.weight_quantizer._calibrator.collect(layer.weight)
     loaded.weight_quantizer.load_calib_amax()
     assert loaded.weight_quantizer.amax.shape == (4, 1, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -238,3 +240,58 @@ def test_compiled_extension_in_place(dtype: torch.dtype) -> None:
     wanted = tensor_quant.fake_tensor_quant(x, torch.tensor(0.9))
     found = cuda_ext.fake_tensor_quant_(x, torch.tensor(0.9))
     assert found is x and x.equal(wanted)
+
+
+VECTORS = [
+    (
+        [-1, -0.5, 0, 0.26, 0.75, 1.2],
+        1.0,
+        (4, False, True),
+        [-7, -4, 0, 2, 5, 7],
+        [-1, -0.571429, 0, 0.285714, 0.714286, 1],
+    ),
+    ([0, 0.1, 0.5, 1.1], 1.0, (4, True, False), [0, 2, 8, 15], [0, 0.133333, 0.533333, 1]),
+    ([-1.01, -1, 1], 1.0, (8, False, False), [-128, -127, 127], [-1.007874, -1, 1]),
+    (
+        [0.5, 1.5, 2.5, -0.5, -1.5, -2.5],
+        127.0,
+        (8, False, True),
+        [0, 2, 2, 0, -2, -2],
+        [0, 2, 2, 0, -2, -2],
+    ),
+    ([0.1, 0.3, 0.5], 0.5, (8, True, False), [51, 153, 255], [0.1, 0.3, 0.5]),
+    ([5.0, -1.0, 0.0], 2.0**-24, (8, False, True), [0, 0, 0], [0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("x", "amax", "flags", "codes", "fake"), VECTORS)
+def test_hand_checked_vectors(
+    x: list[float], amax: float, flags: tuple[int, bool, bool], codes: list[int], fake: list[float]
+) -> None:
+    got, scale = tensor_quant.tensor_quant(torch.tensor(x, dtype=torch.float32), amax, *flags)
+    assert got.tolist() == codes
+    assert scale.item() == ref.tensor_quant(1.0, amax, *flags)[1]
+    # 5e-7: the published values have six decimals
+    torch.testing.assert_close(
+        tensor_quant.fake_tensor_quant(torch.tensor(x, dtype=torch.float32), amax, *flags),
+        torch.tensor(fake, dtype=torch.float32),
+        rtol=0,
+        atol=5e-7,
+    )
+
+
+def test_worked_example_of_the_ancestor() -> None:
+    torch.manual_seed(12345)
+    x = torch.rand(10)
+    codes, scale = tensor_quant.tensor_quant(x, x.abs().max(), narrow_range=False)
+    assert codes.tolist() == [126, 113, 127, 59, 11, 23, 47, 73, 43, 27]
+    assert f"{scale.item():.4f}" == "128.0057"
+    published = [0.9843313694, 0.8827733397, 0.9921435118, 0.4609170556, 0.0859336928]
+    published += [0.1796795279, 0.3671712279, 0.5702872276, 0.3359225988, 0.2109281421]
+    found = tensor_quant.fake_tensor_quant(x, x.abs().max(), narrow_range=False)
+    assert [round(v, 10) for v in found.tolist()] == published
+
+
+def test_poisoned_ranges_are_seen() -> None:
+    for amax in (math.inf, math.nan):
+        assert tensor_quant.fake_tensor_quant(torch.ones(3), amax).isnan().all()

@@ -139,6 +139,9 @@ def test_errors_of_tensor_quant() -> None:
         tensor_quant.scaled_e4m3(x, None, 5, 2)
     with pytest.raises(ValueError, match="1 bits"):
         tensor_quant.fake_tensor_quant(x, 1.0, 1)
+    for function in (tensor_quant.tensor_quant, tensor_quant.fake_tensor_quant):
+        with pytest.raises(TypeError, match=r"got a tensor of torch.int32; expected a floating"):
+            function(torch.ones(2, dtype=torch.int32), 1.0)
 
 
 def test_empty_tensors_pass() -> None:

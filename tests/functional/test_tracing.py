@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.contracts.quantize_contract import same
 from tests.no_sync import NoSync
 from torchq import formats
-from torchq.compat.pytorch_quantization.legacy_scale import fake_tensor_quant
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, quantize, reduce_amax
 
@@ -61,7 +60,6 @@ def test_no_host_sync(
         function(x, amax, CATALOG[name], granularity, scale_format).sum().backward()
         quantize(x, amax, CATALOG[name], granularity, scale_format)
         fake_quantize(x, 1.0, CATALOG[name])
-        fake_tensor_quant(x, reduce_amax(x), unsigned=True).sum().backward()
     assert x.grad is not None
 
 
@@ -138,10 +136,6 @@ def test_vmap(name: str) -> None:
     )
     grads = torch.vmap(torch.func.grad(lambda v, a: fake_quantize(v, a, format).sum()))(x, amax)
     assert same(grads, (x.abs() <= amax[:, None]).float())
-    assert same(
-        torch.vmap(lambda v, a: fake_tensor_quant(v, a))(x, amax)[1],
-        fake_tensor_quant(x[1], amax[1]),
-    )
 
 
 def test_gradient_of_a_learned_range_by_torch_func() -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from torchq.compat import install
 
-__all__ = ["main"]
-
 _SHIM = str(Path(__file__).resolve().parent / "shim")
 
 

@@ -7,8 +7,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["stand_in"]
-
 _LEVELS = {
     "FATAL": (-3, logging.CRITICAL),
     "ERROR": (-2, logging.ERROR),

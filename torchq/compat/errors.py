@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torchq.errors import TorchqError
 
-__all__ = ["LegacyTypeError", "UnsupportedError"]
-
 
 class LegacyTypeError(TorchqError, TypeError):
     """A descriptor, argument or tensor that pytorch-quantization refused with a ``TypeError``."""

@@ -7,8 +7,6 @@ from torch import Tensor
 from torchq.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
 from torchq.formats import PerAxis
 
-__all__ = ["fake_e4m3fy", "fake_tensor_quant", "fake_tensor_quant_", "fake_tensor_quant_with_axis"]
-
 
 def fake_tensor_quant_(
     inputs: Tensor,

@@ -16,8 +16,6 @@ from torchq.compat.errors import LegacyTypeError
 from torchq.errors import ConfigError
 from torchq.utils.optional import import_optional
 
-__all__ = ["ScaledQuantDescriptor", "check_num_bits"]
-
 NumBits = int | tuple[int, int]
 
 _DEFAULTS: builtins.dict[str, Any] = {

@@ -16,8 +16,6 @@ import torch
 
 from torchq.compat.pytorch_quantization import nn as quant_nn
 
-__all__ = ["deactivate", "enable_onnx_export", "initialize"]
-
 _quant_entry = namedtuple("_quant_entry", "orig_mod mod_name replace_mod")
 
 #: What :func:`initialize` replaces; scripts read it, and append to it.

@@ -1,8 +1,13 @@
 """Quantization functions of pytorch-quantization, and its ready-made descriptors.
 
-The arithmetic is that of :mod:`torchq.compat.pytorch_quantization.legacy_scale`, in fp32 for fp16,
-bf16 and fp32 tensors, rounded to their dtype once: what the original's CUDA kernels did. As in the
-original, ``narrow_range`` is True by default in these functions, and False in descriptors.
+The original divides by the reciprocal of torchq's scale: its scale is ``qmax / amax``, codes are
+``round(x * scale)`` and values ``code / scale``. torchq's own functions compute
+``round(x / scale)`` and ``code * scale`` with ``scale = amax / qmax``
+(:func:`torchq.functional.fake_quantize`). The two differ by at most one rounding.
+
+Everything is computed in fp32 for fp16, bf16 and fp32 tensors and rounded to their dtype once:
+what the original's CUDA kernels did. As in the original, ``narrow_range`` is True by default in
+these functions, and False in descriptors.
 
 Under ``torch.onnx.export`` the fake quantization functions become QuantizeLinear and
 DequantizeLinear.
@@ -15,43 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq import functional
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
-from torchq.compat.pytorch_quantization import legacy_scale
 from torchq.compat.pytorch_quantization.descriptor import NumBits, ScaledQuantDescriptor
-from torchq.compat.pytorch_quantization.onnx_form import (
-    export_quantize_dequantize,
-    write_float8,
-    write_int8,
-)
 from torchq.errors import ConfigError, ExportError
-from torchq.formats import E4M3, by_bits
-from torchq.functional.scale import scale_from_amax
-
-__all__ = [
-    "QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL",
-    "QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW",
-    "QUANT_DESC_8BIT_PER_TENSOR",
-    "QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR",
-    "FakeAffineTensorQuantFunction",
-    "FakeTensorQuantFunction",
-    "LegacyFakeTensorQuantFunction",
-    "NumBits",
-    "QuantDescriptor",
-    "ScaledE4M3Function",
-    "ScaledQuantDescriptor",
-    "TensorQuantFunction",
-    "fake_affine_tensor_quant",
-    "fake_tensor_quant",
-    "legacy_fake_tensor_quant",
-    "scaled_e4m3",
-    "tensor_quant",
-]
+from torchq.formats import E4M3, Format, PerAxis, PerTensor, by_bits
+from torchq.functional import compute_dtype, fake_quantize, scale_from_amax
+from torchq.functional.kernels import gradient_mask
+from torchq.utils import constant_while_tracing
 
 QuantDescriptor = ScaledQuantDescriptor
 
@@ -68,15 +43,24 @@ QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8,
 QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8, axis=1)
 
 _MAX_FP16 = 65504.0
+#: The original treats a range up to here as dead; 2**-24 is the smallest float16 subnormal.
+TINY = 2.0**-24
 
-#: The name by which the ``symbolic`` methods of scripts call :func:`write_int8`.
-_onnx_int8_helper = write_int8
+
+def live_range(amax: Tensor) -> Tensor:
+    """Return ``amax`` with the ranges that are dead in the original set to 0."""
+    return torch.where(amax <= TINY, 0.0, amax)
 
 
 def _range(inputs: Tensor, amax: Tensor | float) -> Tensor:
     """Return ``amax`` on the device of ``inputs``, in the dtype that is computed in."""
+    if not inputs.is_floating_point():
+        raise LegacyTypeError(
+            f"tensor_quant: got a tensor of {inputs.dtype}; expected a floating-point tensor. "
+            "Convert it with x.float()"
+        )
     amax = torch.as_tensor(amax, device=inputs.device).detach()
-    return amax.to(functional.compute_dtype(inputs.dtype))
+    return amax.to(compute_dtype(inputs.dtype))
 
 
 def _check_range(where: str, amax: Tensor) -> None:
@@ -87,16 +71,40 @@ def _check_range(where: str, amax: Tensor) -> None:
         )
 
 
-def _input_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
-    """Return the gradient through the saved mask."""
-    return grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
+def _encode(inputs: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Return codes in the compute dtype, and the legacy scale (1 for dead ranges)."""
+    is_dead = amax <= TINY
+    # A number divided by a tensor would be computed as a reciprocal times the number, which
+    # rounds twice.
+    qmax = torch.full_like(amax, format.qmax)
+    scale = torch.where(is_dead, 0.0, qmax / amax)
+    codes = format.snap_(inputs.to(scale.dtype) * scale)
+    return codes, torch.where(is_dead, 1.0, scale)
 
 
-class FakeTensorQuantFunction(legacy_scale.FakeTensorQuantFunction):
+class _StraightThrough(torch.autograd.Function):
+    """Base with the gradient 1 where ``|x| <= amax`` and 0 elsewhere; amax has no gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the mask of elements within the range."""
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gradient_mask(inputs[0], _range(*inputs[:2])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the first input."""
+        gradient = grads[0] * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None
+        return gradient, None, None, None, None
+
+
+class FakeTensorQuantFunction(_StraightThrough):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`fake_tensor_quant`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         inputs: Tensor,
         amax: Tensor | float,
         num_bits: int = 8,
@@ -107,30 +115,19 @@ class FakeTensorQuantFunction(legacy_scale.FakeTensorQuantFunction):
         if num_bits == 0:
             return torch.zeros_like(inputs)
         format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
-        return legacy_scale.FakeTensorQuantFunction.forward(inputs, _range(inputs, amax), format)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the mask of elements within the range."""
-        legacy_scale.FakeTensorQuantFunction.setup_context(
-            ctx, (inputs[0], _range(*inputs[:2])), output
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of ``inputs``."""
-        return _input_gradient(ctx, grads[0]), None, None, None, None
+        codes, scale = _encode(inputs, _range(inputs, amax), format)
+        return codes.div_(scale).to(inputs.dtype)
 
 
 #: The CPU form of the original; here there is one form.
 LegacyFakeTensorQuantFunction = FakeTensorQuantFunction
 
 
-class TensorQuantFunction(legacy_scale.TensorQuantFunction):
+class TensorQuantFunction(_StraightThrough):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`tensor_quant`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         inputs: Tensor,
         amax: Tensor | float,
         num_bits: int = 8,
@@ -149,15 +146,9 @@ class TensorQuantFunction(legacy_scale.TensorQuantFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save the mask of elements within the range."""
-        legacy_scale.TensorQuantFunction.setup_context(
-            ctx, (inputs[0], _range(*inputs[:2])), output
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of ``inputs``."""
-        return _input_gradient(ctx, grads[0]), None, None, None, None
+        """Save the mask of elements within the range; the scale has no gradient."""
+        ctx.mark_non_differentiable(output[1])
+        _StraightThrough.setup_context(ctx, inputs, output)
 
 
 def _tensor_quant(
@@ -170,10 +161,6 @@ def _tensor_quant(
     """Return codes in the dtype of ``inputs`` and their scale in the dtype of the computation.
 
     Scripts call this function of the original by its private name.
-
-    Raises:
-        LegacyTypeError: negative values with ``unsigned``.
-        ConfigError: a negative amax.
     """
     amax = _range(inputs, amax)
     if unsigned and bool((inputs < 0).any()):
@@ -185,14 +172,15 @@ def _tensor_quant(
     if num_bits == 0:
         return torch.zeros_like(inputs), torch.ones_like(amax)
     format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
-    return legacy_scale.TensorQuantFunction.forward(inputs, amax, format)
+    codes, scale = _encode(inputs, amax, format)
+    return codes.to(inputs.dtype), scale
 
 
-class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
+class ScaledE4M3Function(_StraightThrough):
     """``apply(inputs, amax, E, M)``; see :func:`scaled_e4m3`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         inputs: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3
     ) -> Tensor:
         """Return dequantized values in the dtype of ``inputs``."""
@@ -200,37 +188,27 @@ class ScaledE4M3Function(legacy_scale.FakeTensorQuantFunction):
             raise UnsupportedError(f"scaled_e4m3: got E={E}, M={M}; expected E=4, M=3")
         if torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():
             return inputs.clone()  # The TorchScript exporter calls ``symbolic`` for this node.
-        amax = _range(inputs, E4M3.qmax if amax is None else amax)
-        outputs = legacy_scale.FakeTensorQuantFunction.forward(inputs, amax, E4M3)
-        return outputs.masked_fill_(inputs.abs() < legacy_scale.TINY, 0.0)
+        codes, scale = _encode(inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3)
+        return codes.div_(scale).to(inputs.dtype).masked_fill_(inputs.abs() < TINY, 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the mask of elements within the range."""
+        """Save the mask of elements within the range, 448 if none is given."""
         amax = inputs[1] if len(inputs) > 1 and inputs[1] is not None else E4M3.qmax
-        legacy_scale.FakeTensorQuantFunction.setup_context(
-            ctx, (inputs[0], _range(inputs[0], amax)), output
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of ``inputs``."""
-        return _input_gradient(ctx, grads[0]), None, None, None
+        _StraightThrough.setup_context(ctx, (inputs[0], amax), output)
 
     @staticmethod
     def symbolic(g: Any, inputs: Any, amax: Any = None, E: int = 4, M: int = 3) -> Any:
         """Write FP8 operators for the TorchScript exporter; the range must be a constant."""
         if amax is None:
-            return write_float8(g, inputs, 1.0)
+            return _write_float8(g, inputs, 1.0)
         if amax.node().kind() != "onnx::Constant":
             raise ExportError(
                 "ScaledE4M3Function: got a range that is no constant of the graph; "
                 "expected a number. Call scaled_e4m3(), which writes one"
             )
         constant = amax.node().t("value").float()
-        return write_float8(
-            g, inputs, float(scale_from_amax(legacy_scale.live_range(constant), E4M3))
-        )
+        return _write_float8(g, inputs, float(scale_from_amax(live_range(constant), E4M3)))
 
 
 class FakeAffineTensorQuantFunction(torch.autograd.Function):
@@ -307,7 +285,7 @@ def fake_tensor_quant(
     """
     amax = _range(inputs, amax)
     if torch.onnx.is_in_onnx_export():
-        return export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
+        return _export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
     if not torch.compiler.is_compiling():
         _check_range("fake_tensor_quant", amax)
     return FakeTensorQuantFunction.apply(inputs, amax, num_bits, unsigned, narrow_range)
@@ -329,7 +307,7 @@ def scaled_e4m3(
     """
     if torch.onnx.is_in_onnx_export() and (E, M) == (4, 3):
         amax = _range(inputs, E4M3.qmax if amax is None else amax)
-        return export_quantize_dequantize(inputs, amax, (4, 3))
+        return _export_quantize_dequantize(inputs, amax, (4, 3))
     return ScaledE4M3Function.apply(inputs, None if amax is None else _range(inputs, amax), E, M)
 
 
@@ -343,3 +321,103 @@ def fake_affine_tensor_quant(
     return FakeAffineTensorQuantFunction.apply(
         inputs, _range(inputs, min_range), _range(inputs, max_range), num_bits
     )
+
+
+def _export_quantize_dequantize(
+    inputs: Tensor,
+    amax: Tensor,
+    num_bits: NumBits,
+    unsigned: bool = False,
+    narrow_range: bool = True,
+) -> Tensor:
+    """Quantize and dequantize while ``torch.onnx.is_in_onnx_export()``.
+
+    The TorchScript exporter writes the range as a constant, also one that was computed from the
+    traced input. The dynamo exporter writes the arithmetic behind such a range.
+    """
+    amax = live_range(amax)
+    axes = tuple(d for d in range(amax.dim()) if amax.shape[d] != 1)
+    if isinstance(num_bits, tuple):
+        if axes:
+            raise ExportError(
+                f"FP8 export: got amax of shape {tuple(amax.shape)}; "
+                "expected a scalar. Quantize per tensor"
+            )
+        return _export_float8(inputs, amax.reshape(()))
+    if num_bits == 0:
+        return torch.zeros_like(inputs)
+    format = by_bits(num_bits, unsigned=unsigned, narrow=narrow_range)
+    if axes:
+        return fake_quantize(inputs, amax, format, PerAxis(axes))
+    return fake_quantize(inputs, amax.reshape(()), format, PerTensor())
+
+
+def _export_float8(inputs: Tensor, amax: Tensor) -> Tensor:
+    """Quantize to FP8 E4M3 and back, with one range."""
+    if not torch.jit.is_tracing():
+        return fake_quantize(inputs, amax, E4M3)
+    with constant_while_tracing():
+        scale = float(scale_from_amax(amax.float(), E4M3))
+    if inputs.dtype is torch.float32:
+        return _TorchScriptFloat8.apply(inputs, scale)
+    return _TorchScriptFloat8.apply(inputs.float(), scale).to(inputs.dtype)
+
+
+class _TorchScriptFloat8(torch.autograd.Function):
+    """FP8 for the TorchScript exporter; see :func:`_write_float8`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, scale: float) -> Any:
+        return _write_float8(g, x, scale)
+
+
+def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
+    """Write the quantization to FP8 E4M3 and back into a TorchScript graph.
+
+    ``scale`` is amax / 448. Opsets before 19 have no standard operator for FP8, so there TensorRT's
+    own operators are written, as by the original.
+    """
+    constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32))
+    if g.opset >= 19:
+        zero = g.op("Constant", value_t=torch.zeros((), dtype=torch.float8_e4m3fn))
+        codes = g.op("QuantizeLinear", inputs, constant, zero)
+        result = g.op("DequantizeLinear", codes, constant, zero)
+    else:
+        codes = g.op("trt::TRT_FP8QuantizeLinear", inputs, constant)
+        codes.setType(inputs.type().with_dtype(torch.uint8))
+        result = g.op("trt::TRT_FP8DequantizeLinear", codes, constant)
+    result.setType(inputs.type())
+    return result
+
+
+def _onnx_int8_helper(
+    g: Any, inputs: Any, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+) -> Any:
+    """Write QuantizeLinear and DequantizeLinear of 8 bits into a TorchScript graph.
+
+    The ``symbolic`` methods of scripts call this function of the original by its private name.
+
+    Raises:
+        ExportError: another width, a narrow range, or a range with several axes.
+    """
+    axes = [d for d, size in enumerate(amax.shape) if size != 1]
+    if num_bits != 8 or (narrow_range and not unsigned) or len(axes) > 1:
+        raise ExportError(
+            f"INT8 export: got num_bits={num_bits}, narrow_range={narrow_range} and amax of shape "
+            f"{tuple(amax.shape)}; expected 8 bits, the full range and at most one axis"
+        )
+    format = by_bits(8, unsigned=unsigned)
+    scales = scale_from_amax(live_range(amax.detach().float().cpu()), format).reshape(
+        -1 if axes else ()
+    )
+    zeros = torch.zeros(scales.shape, dtype=torch.uint8 if unsigned else torch.int8)
+    scale, zero = g.op("Constant", value_t=scales), g.op("Constant", value_t=zeros)
+    attributes = {"axis_i": axes[0]} if axes else {}
+    codes = g.op("QuantizeLinear", inputs, scale, zero, **attributes)
+    result = g.op("DequantizeLinear", codes, scale, zero, **attributes)
+    result.setType(inputs.type())
+    return result

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torchq.compat
 
-__all__ = ["STANDS_FOR"]
-
 STANDS_FOR = torchq.compat.pytorch_quantization.__name__
 
 torchq.compat.install()

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["_Calibrator"]
-
 
 class _Calibrator:
     """Base that scripts derive their own calibrators from.

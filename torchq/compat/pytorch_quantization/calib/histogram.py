@@ -1,6 +1,10 @@
-"""Histograms with the bins of pytorch-quantization.
+"""Histograms with the bins of pytorch-quantization, and its entropy, MSE and percentile.
 
-Equal bins reach up to the maximum of the first batch; a wider range adds bins of equal width.
+Equal bins reach up to the maximum of the first batch; a wider range adds bins of equal width. A
+range is one of the edges or bin centers. As in the original, the candidates start at
+``start_bin`` for every format, and ranges are not interpolated. Two errors of the original are
+corrected: reading does not change the histogram, and a candidate without data below it is no
+optimum. :mod:`torchq.calib.estimators` has torchq's own definitions.
 """
 
 from __future__ import annotations
@@ -12,19 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from torchq.compat.errors import LegacyTypeError, UnsupportedError
-from torchq.compat.pytorch_quantization.calib import search
 from torchq.compat.pytorch_quantization.calib.calibrator import _Calibrator
 from torchq.compat.pytorch_quantization.descriptor import NumBits
-from torchq.compat.pytorch_quantization.legacy_scale import TINY
+from torchq.compat.pytorch_quantization.tensor_quant import (
+    TINY,
+    fake_tensor_quant,
+    scaled_e4m3,
+)
 from torchq.compat.pytorch_quantization.utils import reduce_amax
 from torchq.errors import CalibrationError, ConfigError
-
-__all__ = ["HistogramCalibrator", "calibrate_weights"]
 
 # histc counts in float32, which is exact up to this number.
 _PIECE = 1 << 24
 # A histogram of this number of bins takes 128 MiB, and twice that for its edges.
 _MAX_BINS = 1 << 24
+# Elements of one temporary of the search for the least squared error.
+_ELEMENTS = 1 << 22
 
 
 class HistogramCalibrator(_Calibrator):
@@ -164,8 +171,8 @@ class HistogramCalibrator(_Calibrator):
             return torch.zeros(()) if self._zeros else None
         counts, edges = self._calib_hist, self._calib_bin_edges
         if method == "percentile":
-            return search.percentile(counts, edges, percentile).float()
-        find = search.entropy if method == "entropy" else search.mse
+            return _compute_amax_percentile(counts, edges, percentile).float()
+        find = _compute_amax_entropy if method == "entropy" else _compute_amax_mse
         return find(counts, edges, self._num_bits, self._unsigned, stride, start_bin).float()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,11 +189,6 @@ class HistogramCalibrator(_Calibrator):
         return f"{super().__repr__()[:-1]} collected {seen})"
 
 
-def _tensors(*values: Any) -> tuple[Tensor, ...]:
-    """Return arrays as tensors."""
-    return tuple(torch.as_tensor(value) for value in values)
-
-
 def _compute_amax_entropy(
     calib_hist: Any,
     calib_bin_edges: Any,
@@ -195,9 +197,53 @@ def _compute_amax_entropy(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """Return the edge of least divergence for counts and edges given as tensors or arrays."""
+    """Return the edge with the least Kullback-Leibler divergence of the quantized histogram.
+
+    Of edges with equal divergences the last is returned. The first bin takes the count of its
+    neighbour, because zeros tell nothing about the range. Counts and edges may be arrays.
+    """
+    if not isinstance(num_bits, int) or num_bits == 0:
+        raise ConfigError(
+            f"entropy: got num_bits={num_bits}; expected an integer format. Use mse or percentile"
+        )
     counts, edges = _tensors(calib_hist, calib_bin_edges)
-    return search.entropy(counts, edges, num_bits, unsigned, stride, start_bin)
+    candidates = _candidates(counts.numel() + 1, start_bin, stride)
+    counts = torch.cat([counts[1:2], counts[1:]]).to("cpu", torch.float64)
+    divergence = torch.cat(
+        [
+            _divergence(counts, part, 1 << (num_bits - 1 + unsigned))
+            for part in candidates.split(1024)
+        ]
+    )
+    best = divergence.numel() - 1 - int(divergence.flip(0).argmin())
+    return edges[int(candidates[best])]
+
+
+def _divergence(counts: Tensor, candidates: Tensor, levels: int) -> Tensor:
+    """Return the divergence for each number of bins kept.
+
+    It is infinity if the last kept bin or all of them are empty.
+    """
+    below = _running(counts)
+    border = -(-candidates.unsqueeze(1) * torch.arange(levels + 1) // levels)
+    mass = below[border].diff(dim=1)
+    occupied = _running((counts > 0).double())[border].diff(dim=1)
+    log_mean = torch.where(mass > 0, torch.log(mass / occupied.clamp(min=1)), 0.0)
+    last = counts[candidates - 1]
+    kept, beyond = below[candidates], below[-1] - below[candidates]
+    # The last run that holds the last kept bin is the last one that is not empty of bins.
+    run = (border < candidates.unsqueeze(1)).sum(1) - 1
+    q_last = log_mean.gather(1, run.unsqueeze(1)).squeeze(1)
+    own = (
+        _running(torch.xlogy(counts, counts))[candidates]
+        - torch.xlogy(last, last)
+        + torch.xlogy(last + beyond, last + beyond)
+    )
+    divergence = (own - (mass * log_mean).sum(1) - beyond * q_last) / below[-1] - torch.log(
+        below[-1] / kept
+    )
+    impossible = ((last == 0) & (beyond > 0)) | (kept == 0)
+    return torch.where(impossible, torch.inf, divergence)
 
 
 def _compute_amax_mse(
@@ -208,15 +254,54 @@ def _compute_amax_mse(
     stride: int = 1,
     start_bin: int = 128,
 ) -> Tensor:
-    """Return the center of least squared error for counts and edges given as tensors or arrays."""
+    """Return the bin center that is the range with the least squared error of all centers.
+
+    Of centers with equal errors the first is returned. Counts and edges may be arrays.
+    """
     counts, edges = _tensors(calib_hist, calib_bin_edges)
-    return search.mse(counts, edges, num_bits, unsigned, stride, start_bin)
+    centers = ((edges[1:] + edges[:-1]) / 2).float()
+    candidates = _candidates(counts.numel(), start_bin, stride).to(centers.device)
+    occupied = counts > 0
+    weights, values = counts[occupied].double(), centers[occupied].unsqueeze(0)
+    errors = []
+    for part in candidates.split(max(1, _ELEMENTS // weights.numel())):
+        amax = centers[part].unsqueeze(1)
+        if isinstance(num_bits, tuple):
+            rounded = scaled_e4m3(values, amax, *num_bits)
+        else:
+            rounded = fake_tensor_quant(values, amax, num_bits, unsigned)
+        errors.append((rounded - values).double().square() @ weights)
+    return centers[candidates[torch.cat(errors).argmin()]]
 
 
 def _compute_amax_percentile(calib_hist: Any, calib_bin_edges: Any, percentile: float) -> Tensor:
-    """Return the edge at a percentile for counts and edges given as tensors or arrays."""
+    """Return the lower edge of the bin where the share of the data reaches ``percentile`` %."""
+    if not 0 <= percentile <= 100:
+        raise ConfigError(
+            f"percentile: got {percentile}; expected a number in the range 0 to 100, such as 99.99"
+        )
     counts, edges = _tensors(calib_hist, calib_bin_edges)
-    return search.percentile(counts, edges, percentile)
+    share = (counts.to("cpu", torch.float64) / counts.sum().item()).cumsum(0)
+    return edges[int(torch.searchsorted(share, percentile / 100))]
+
+
+def _candidates(stop: int, start_bin: int, stride: int) -> Tensor:
+    """Return the indices of the candidates."""
+    if stop <= start_bin:
+        raise ConfigError(
+            f"start_bin: got {start_bin} for a histogram of {stop} candidates; expected fewer. "
+            "Collect with more bins"
+        )
+    return torch.arange(start_bin, stop, stride)
+
+
+def _running(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values.cumsum(0), (1, 0))
+
+
+def _tensors(*values: Any) -> tuple[Tensor, ...]:
+    """Return arrays as tensors."""
+    return tuple(torch.as_tensor(value) for value in values)
 
 
 def calibrate_weights(

@@ -2,49 +2,10 @@
 
 from torchq.compat.pytorch_quantization.nn import functional, modules
 from torchq.compat.pytorch_quantization.nn.modules.clip import Clip
-from torchq.compat.pytorch_quantization.nn.modules.quant_conv import (
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    ConvTranspose1d,
-    ConvTranspose2d,
-    ConvTranspose3d,
-    QuantConv1d,
-    QuantConv2d,
-    QuantConv3d,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantConvTranspose3d,
-)
-from torchq.compat.pytorch_quantization.nn.modules.quant_instancenorm import (
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    QuantInstanceNorm1d,
-    QuantInstanceNorm2d,
-    QuantInstanceNorm3d,
-)
+from torchq.compat.pytorch_quantization.nn.modules.quant_conv import LAYERS as _CONVOLUTIONS
+from torchq.compat.pytorch_quantization.nn.modules.quant_instancenorm import LAYERS as _NORMS
 from torchq.compat.pytorch_quantization.nn.modules.quant_linear import Linear, QuantLinear
-from torchq.compat.pytorch_quantization.nn.modules.quant_pooling import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-    QuantAdaptiveAvgPool1d,
-    QuantAdaptiveAvgPool2d,
-    QuantAdaptiveAvgPool3d,
-    QuantAvgPool1d,
-    QuantAvgPool2d,
-    QuantAvgPool3d,
-    QuantMaxPool1d,
-    QuantMaxPool2d,
-    QuantMaxPool3d,
-)
+from torchq.compat.pytorch_quantization.nn.modules.quant_pooling import LAYERS as _POOLING
 from torchq.compat.pytorch_quantization.nn.modules.quant_rnn import (
     LSTM,
     LSTMCell,
@@ -53,51 +14,20 @@ from torchq.compat.pytorch_quantization.nn.modules.quant_rnn import (
 )
 from torchq.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 
+globals().update(_CONVOLUTIONS | _NORMS | _POOLING)
+
 __all__ = [
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
     "Clip",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
     "LSTM",
     "LSTMCell",
     "Linear",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "QuantAdaptiveAvgPool1d",
-    "QuantAdaptiveAvgPool2d",
-    "QuantAdaptiveAvgPool3d",
-    "QuantAvgPool1d",
-    "QuantAvgPool2d",
-    "QuantAvgPool3d",
-    "QuantConv1d",
-    "QuantConv2d",
-    "QuantConv3d",
-    "QuantConvTranspose1d",
-    "QuantConvTranspose2d",
-    "QuantConvTranspose3d",
-    "QuantInstanceNorm1d",
-    "QuantInstanceNorm2d",
-    "QuantInstanceNorm3d",
     "QuantLSTM",
     "QuantLSTMCell",
     "QuantLinear",
-    "QuantMaxPool1d",
-    "QuantMaxPool2d",
-    "QuantMaxPool3d",
     "TensorQuantizer",
     "functional",
     "modules",
+    *_CONVOLUTIONS,
+    *_NORMS,
+    *_POOLING,
 ]

@@ -10,8 +10,6 @@ from torch import Tensor
 from torchq.errors import ConfigError
 from torchq.functional import compute_dtype
 
-__all__ = ["ClipFunction", "clip"]
-
 
 class ClipFunction(torch.autograd.Function):
     """``min(max(input, minimum), maximum)`` with bounds that broadcast.

@@ -11,8 +11,6 @@ from torch import nn
 
 from torchq.compat.errors import LegacyTypeError
 
-__all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
-
 
 def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
     """Yield each parameter whose name contains a match of any of the regular expressions, once."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from torchq.errors import ConfigError
 
-__all__ = ["reduce_amax"]
-
 
 def reduce_amax(
     input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LSTMCell", "direction"]
-
 Quantizer = Callable[[Tensor], Tensor]
 State = tuple[Tensor, Tensor]
 

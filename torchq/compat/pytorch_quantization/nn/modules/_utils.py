@@ -1,4 +1,4 @@
-"""Mixins that give a module its quantizers.
+"""Mixins that give a module its quantizers, and the base class of the layers.
 
 Scripts derive their own modules from them, and call ``init_quantizer`` from any function.
 """
@@ -6,10 +6,12 @@ Scripts derive their own modules from them, and call ``init_quantizer`` from any
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchq import nn as core
 from torchq.compat.errors import LegacyTypeError
 from torchq.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 from torchq.compat.pytorch_quantization.tensor_quant import (
@@ -17,8 +19,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
     QuantDescriptor,
 )
 from torchq.errors import ConfigError
-
-__all__ = ["QuantInputMixin", "QuantMixin", "QuantizerList", "pop_quant_desc_in_kwargs"]
+from torchq.nn import QuantModule
 
 
 class QuantizerList(nn.ModuleList):
@@ -51,8 +52,8 @@ def _check_fake(*descriptors: QuantDescriptor) -> None:
         )
 
 
-class QuantInputMixin:
-    """Mixin for modules whose input is quantized, by ``_input_quantizer``."""
+class _InputMixin:
+    """Base of both mixins, which scripts tell apart by ``isinstance``."""
 
     default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
     _input_quantizer: TensorQuantizer
@@ -67,6 +68,15 @@ class QuantInputMixin:
             ConfigError: not a descriptor.
         """
         cls.default_quant_desc_input = _checked(value)
+
+    # Any: the read-only view of a child stands where torchq's own layers have the child itself.
+    input_quantizer: Any = property(
+        lambda self: self._input_quantizer, doc="The quantizer of the input."
+    )
+
+
+class QuantInputMixin(_InputMixin):
+    """Mixin for modules whose input is quantized, by ``_input_quantizer``."""
 
     def init_quantizer(self, quant_desc_input: QuantDescriptor) -> None:
         """Create the quantizer.
@@ -78,30 +88,12 @@ class QuantInputMixin:
         self._fake_quant = True
         self._input_quantizer = TensorQuantizer(quant_desc_input)
 
-    # Any: the read-only view of a child stands where torchq's own layers have the child itself.
-    input_quantizer: Any = property(
-        lambda self: self._input_quantizer, doc="The quantizer of the input."
-    )
 
-
-class QuantMixin:
+class QuantMixin(_InputMixin):
     """Mixin for modules with an ``_input_quantizer`` and a ``_weight_quantizer``."""
 
-    default_quant_desc_input = QUANT_DESC_8BIT_PER_TENSOR
     default_quant_desc_weight = QUANT_DESC_8BIT_PER_TENSOR
-    _input_quantizer: TensorQuantizer
     _weight_quantizer: TensorQuantizer
-
-    @classmethod
-    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set the default descriptor of later instances to a copy of ``value``.
-
-        Instances of subclasses without an own default use it too.
-
-        Raises:
-            ConfigError: not a descriptor.
-        """
-        cls.default_quant_desc_input = _checked(value)
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
@@ -135,10 +127,6 @@ class QuantMixin:
                 TensorQuantizer(quant_desc_weight) for _ in range(num_layers)
             )
 
-    # Any: the read-only view of a child stands where torchq's own layers have the child itself.
-    input_quantizer: Any = property(
-        lambda self: self._input_quantizer, doc="The quantizer of the input."
-    )
     weight_quantizer: Any = property(
         lambda self: self._weight_quantizer, doc="The quantizer of the weight."
     )
@@ -165,3 +153,58 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     return input_descriptor, kwargs.get(
         "quant_desc_weight", getattr(quant_cls, "default_quant_desc_weight", None)
     )
+
+
+class LegacyLayer(QuantModule):
+    """Base of the legacy layers, whose quantizers have names with a leading underscore.
+
+    It stands between a mixin of ``_utils`` and a class of :mod:`torchq.nn` in the list of bases.
+
+    Args:
+        *args: positional arguments of the float class.
+        **kwargs: keyword arguments of the float class, ``quant_desc_input``, and for layers with
+            a weight ``quant_desc_weight``.
+
+    Raises:
+        LegacyTypeError: an unknown keyword.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {
+            key: kwargs.pop(key)
+            for key in list(kwargs)
+            if key in inspect.signature(self.float_class.__init__).parameters
+        }
+        input_only = not self.weight_slots
+        descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
+        super(QuantModule, self).__init__(*args, **own)
+        arguments = (descriptors,) if input_only else descriptors
+        self.init_quantizer(*arguments)  # type: ignore[operator]
+
+    def _quant(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantized input and weight; scripts with own convolutions call it."""
+        return self.input_quantizer(input), self.weight_quantizer(self.weight)
+
+    def detach_quantizers(self) -> None:
+        """Remove the quantizers, which have a leading underscore here."""
+        for slot in self.slots():
+            delattr(self, f"_{slot}_quantizer")
+        self.__dict__.pop("_fake_quant", None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for slot in self.slots():  # the names in torchq's own modules
+            new = f"{prefix}{slot}_quantizer."
+            for key in [key for key in state_dict if key.startswith(new)]:
+                state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
+        super(QuantModule, self)._load_from_state_dict(state_dict, prefix, *args)
+
+
+def make_layer(name: str, module: str, mixin: type, **attributes: Any) -> type[LegacyLayer]:
+    """Return the quantized twin of ``torch.nn``'s class ``name``, as a class of ``module``."""
+    attributes |= {"__module__": module, "__doc__": f"Quantized :class:`torch.nn.{name}`."}
+    return type(f"Quant{name}", (mixin, LegacyLayer, getattr(core, f"Quant{name}")), attributes)
+
+
+def both_names(layers: dict[str, type[LegacyLayer]]) -> dict[str, type[LegacyLayer]]:
+    """Return the classes under the names that the original gives them, with and without Quant."""
+    return layers | {f"Quant{name}": layer for name, layer in layers.items()}

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torchq.compat.pytorch_quantization.nn.functional import clip
 from torchq.errors import ConfigError
 
-__all__ = ["Clip"]
-
 
 class Clip(nn.Module):
     """``clip(inputs, clip_value_min, clip_value_max)``.

@@ -6,26 +6,10 @@ from typing import Any
 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torchq import nn as core
 from torchq.compat.pytorch_quantization import tensor_quant
 from torchq.compat.pytorch_quantization.nn.modules import _utils
-from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
+from torchq.compat.pytorch_quantization.nn.modules._utils import LegacyLayer
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
-
-__all__ = [
-    "Conv1d",
-    "QuantConv1d",
-    "Conv2d",
-    "QuantConv2d",
-    "Conv3d",
-    "QuantConv3d",
-    "ConvTranspose1d",
-    "QuantConvTranspose1d",
-    "ConvTranspose2d",
-    "QuantConvTranspose2d",
-    "ConvTranspose3d",
-    "QuantConvTranspose3d",
-]
 
 
 class _ConstructorOfConvNd(_utils.QuantMixin):
@@ -64,51 +48,20 @@ class _QuantConvTransposeNd(_ConstructorOfConvNd, _ConvTransposeNd):
     """Base that scripts derive their own transposed convolutions from."""
 
 
-class QuantConv1d(_QuantConvNd, LegacyLayer, core.QuantConv1d):
-    """Quantized :class:`torch.nn.Conv1d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL
-
-
-class QuantConv2d(_QuantConvNd, LegacyLayer, core.QuantConv2d):
-    """Quantized :class:`torch.nn.Conv2d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV2D_WEIGHT_PER_CHANNEL
+def _layer(name: str) -> type[LegacyLayer]:
+    """Return the quantized twin of a convolution, whose weight has a range for each channel."""
+    descriptor = getattr(tensor_quant, f"QUANT_DESC_8BIT_{name.upper()}_WEIGHT_PER_CHANNEL")
+    return _utils.make_layer(
+        name,
+        __name__,
+        _QuantConvTransposeNd if "Transpose" in name else _QuantConvNd,
+        default_quant_desc_weight=descriptor,
+        __init__=LegacyLayer.__init__,
+    )
 
 
-class QuantConv3d(_QuantConvNd, LegacyLayer, core.QuantConv3d):
-    """Quantized :class:`torch.nn.Conv3d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONV3D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose1d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose1d):
-    """Quantized :class:`torch.nn.ConvTranspose1d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE1D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose2d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose2d):
-    """Quantized :class:`torch.nn.ConvTranspose2d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE2D_WEIGHT_PER_CHANNEL
-
-
-class QuantConvTranspose3d(_QuantConvTransposeNd, LegacyLayer, core.QuantConvTranspose3d):
-    """Quantized :class:`torch.nn.ConvTranspose3d`."""
-
-    __init__ = LegacyLayer.__init__
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL
-
-
-Conv1d = QuantConv1d
-Conv2d = QuantConv2d
-Conv3d = QuantConv3d
-ConvTranspose1d = QuantConvTranspose1d
-ConvTranspose2d = QuantConvTranspose2d
-ConvTranspose3d = QuantConvTranspose3d
+#: Class by name: ``Conv1d`` and ``QuantConv1d``, and so on.
+LAYERS = _utils.both_names(
+    {f"{kind}{d}d": _layer(f"{kind}{d}d") for kind in ("Conv", "ConvTranspose") for d in (1, 2, 3)}
+)
+globals().update(LAYERS)

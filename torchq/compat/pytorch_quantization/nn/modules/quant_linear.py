@@ -5,9 +5,7 @@ from __future__ import annotations
 from torchq import nn as core
 from torchq.compat.pytorch_quantization import tensor_quant
 from torchq.compat.pytorch_quantization.nn.modules import _utils
-from torchq.compat.pytorch_quantization.nn.modules.layer import LegacyLayer
-
-__all__ = ["Linear", "QuantLinear"]
+from torchq.compat.pytorch_quantization.nn.modules._utils import LegacyLayer
 
 
 class QuantLinear(_utils.QuantMixin, LegacyLayer, core.QuantLinear):

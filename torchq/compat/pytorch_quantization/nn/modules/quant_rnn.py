@@ -19,26 +19,14 @@ from torchq.compat.pytorch_quantization.nn.modules._utils import (
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from torchq.errors import ConfigError
 
-__all__ = ["LSTM", "LSTMCell", "QuantLSTM", "QuantLSTMCell"]
+_OWN = {"input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout"}
+_OWN |= {"bidirectional", "proj_size", "device", "dtype"}
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return torch's keyword arguments and the other ones."""
-    own = (
-        "input_size",
-        "hidden_size",
-        "num_layers",
-        "bias",
-        "batch_first",
-        "dropout",
-        "bidirectional",
-        "proj_size",
-        "device",
-        "dtype",
-    )
-    return {k: v for k, v in kwargs.items() if k in own}, {
-        k: v for k, v in kwargs.items() if k not in own
-    }
+    own = {key: kwargs[key] for key in kwargs if key in _OWN}
+    return own, {key: kwargs[key] for key in kwargs if key not in _OWN}
 
 
 class QuantLSTM(QuantMixin, nn.LSTM):

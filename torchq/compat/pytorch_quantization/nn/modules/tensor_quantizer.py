@@ -14,14 +14,20 @@ from torchq import nn as core
 from torchq.calib import Calibrator
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization.nn.modules.clip import Clip
-from torchq.compat.pytorch_quantization.nn.modules.quantize import quantize_dequantize
-from torchq.compat.pytorch_quantization.nn.modules.switches import LegacySwitches
-from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor, tensor_quant
+from torchq.compat.pytorch_quantization.tensor_quant import (
+    NumBits,
+    QuantDescriptor,
+    fake_tensor_quant,
+    live_range,
+    scaled_e4m3,
+    tensor_quant,
+)
+from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
-from torchq.functional import reduce_amax
+from torchq.formats import Granularity, PerAxis, PerTensor
+from torchq.functional import reduce_amax, scale_from_amax
 from torchq.nn.quantizer_range import QuantizerRange
-
-__all__ = ["TensorQuantizer"]
+from torchq.utils import constant_while_tracing
 
 torch.fx.wrap("quantize_dequantize")
 torch.fx.wrap("tensor_quant")
@@ -30,7 +36,38 @@ torch.fx.wrap("reduce_amax")
 _SAVED = {"amax": "_amax", "pre_quant_scale": "_pre_quant_scale"}
 
 
-class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[override]
+def quantize_dequantize(
+    inputs: Tensor,
+    amax: Tensor,
+    num_bits: NumBits,
+    unsigned: bool,
+    narrow_range: bool,
+    granularity: Granularity,
+) -> Tensor:
+    """Return ``inputs`` quantized and dequantized, in its dtype.
+
+    ``amax`` broadcasts, or has one element for each index of the axis of ``granularity``.
+    """
+    with constant_while_tracing():
+        if amax.numel() == 1:
+            amax = amax.reshape(())
+        elif isinstance(granularity, PerAxis):
+            amax = granularity.align(amax, inputs.shape)
+    if isinstance(num_bits, tuple):
+        return scaled_e4m3(inputs, amax, *num_bits)
+    return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+
+
+def _field(name: str, doc: str, assignable: bool = False) -> Any:
+    """Return a property for a private attribute."""
+
+    def assign(self: Any, value: Any) -> None:
+        setattr(self, name, value)
+
+    return property(lambda self: getattr(self, name), assign if assignable else None, doc=doc)
+
+
+class TensorQuantizer(core.TensorQuantizer):
     """A :class:`torchq.nn.TensorQuantizer` with the interface of pytorch-quantization.
 
     State dict keys and arithmetic are also those of the original. All functions of torchq that
@@ -60,6 +97,7 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
     # Defaults of the class serve objects that the original pickled.
     name = ""
     calibrator: Calibrator | None = None
+    clip: Clip
 
     def __init__(
         self,
@@ -97,6 +135,85 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         if method not in makers:
             raise ConfigError(f"calib_method: got {method!r}; expected 'max' or 'histogram'")
         return makers[method](self._num_bits, self._axis, self._unsigned)
+
+    def disable(self) -> None:
+        """Pass the input through."""
+        self._disabled = True
+
+    def enable(self) -> None:
+        """Undo :meth:`disable`."""
+        self._disabled = False
+
+    def disable_quant(self) -> None:
+        """Do not quantize."""
+        self._if_quant = False
+
+    def enable_quant(self) -> None:
+        """Quantize."""
+        self._if_quant = True
+
+    def disable_calib(self) -> None:
+        """Do not feed the calibrator."""
+        self._if_calib = False
+
+    def enable_calib(self) -> None:
+        """Feed the calibrator.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._calibrator is None:
+            raise ConfigError(
+                "enable_calib: Calibrator was not created; expected one. "
+                "Assign quantizer._calibrator"
+            )
+        self._if_calib = True
+
+    def disable_clip(self) -> None:
+        """Do not clip, and do not learn the range."""
+        self._switch_clip(False)
+
+    def enable_clip(self) -> None:
+        """Clip to the learned range, and learn it.
+
+        Raises:
+            ConfigError: the descriptor has no ``learn_amax``.
+        """
+        self._switch_clip(True)
+
+    def _switch_clip(self, on: bool) -> None:
+        """Turn clipping and the gradients of its bounds on or off."""
+        if not self._learn_amax:
+            raise ConfigError(
+                "clip: learn_amax is False; expected a descriptor with learn_amax=True"
+            )
+        self._if_clip = on
+        self.clip.clip_value_min.requires_grad = on
+        self.clip.clip_value_max.requires_grad = on
+
+    num_bits = _field("_num_bits", "Integer width, or (4, 3); assignable.", assignable=True)
+    unsigned = _field("_unsigned", "True if codes start at 0; assignable.", assignable=True)
+    narrow_range = _field(
+        "_narrow_range", "True if the lowest signed code is left out; assignable.", assignable=True
+    )
+    axis = _field("_axis", "The axes that keep their own range, as given.")
+    fake_quant = _field("_fake_quant", "Whether dequantized values come out.")
+    learn_amax = _field("_learn_amax", "Whether the range is learned.")
+    scale = _field(
+        "_scale", "qmax / amax of the last call without fake_quant, None before it; 1 with."
+    )
+
+    @property
+    def maxbound(self) -> float:
+        """The largest code."""
+        if isinstance(self._num_bits, tuple):
+            return 448.0
+        return (1 << (self._num_bits - 1 + int(self._unsigned))) - 1
+
+    @property
+    def step_size(self) -> Tensor | None:
+        """The quotient amax / :attr:`maxbound`; None while the range is not known."""
+        return None if self.amax is None else self.amax / self.maxbound
 
     @property  # type: ignore[override]
     def amax(self) -> Tensor | None:
@@ -334,33 +451,103 @@ class TensorQuantizer(LegacySwitches, core.TensorQuantizer):  # type: ignore[ove
         """Return the settings and the range for ``print``."""
         if self._disabled:
             return "disabled"
-        known = self._short_amax()
-        parts = [f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit"]
-        parts += [
-            flag for flag, on in (("narrow", self._narrow_range), ("fake", self._fake_quant)) if on
-        ]
-        parts += ["per-tensor" if self._axis is None else f"axis={self._axis}", f"amax={known}"]
-        parts += [f"*{self._scale_amax}"] if self._scale_amax is not None else []
-        parts += [
-            flag
-            for flag, on in (
-                ("pre_quant_scale", self.pre_quant_scale is not None),
-                ("learned", self._learn_amax),
-            )
-            if on
-        ]
-        parts += (
-            [f"calibrator={type(self._calibrator).__name__}"]
-            if self._calibrator is not None
-            else []
+        parts = {
+            f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit": True,
+            "narrow": self._narrow_range,
+            "fake": self._fake_quant,
+            "per-tensor" if self._axis is None else f"axis={self._axis}": True,
+            f"amax={self._short_amax()}": True,
+            f"*{self._scale_amax}": self._scale_amax is not None,
+            "pre_quant_scale": self.pre_quant_scale is not None,
+            "learned": self._learn_amax,
+            f"calibrator={type(self._calibrator).__name__}": self._calibrator is not None,
+            "quant": self._if_quant,
+            "clip": self._if_clip,
+            "calib": self._if_calib,
+        }
+        return " ".join(part for part, shown in parts.items() if shown)
+
+    # The interface of torchq.nn.TensorQuantizer follows.
+
+    @property
+    def granularity(self) -> Granularity:
+        """The elements that share a range."""
+        if self._axis is None:
+            return PerTensor()
+        return PerAxis((self._axis,) if isinstance(self._axis, int) else tuple(self._axis))
+
+    @property
+    def descriptor(self) -> CoreDescriptor:  # type: ignore[override]
+        """These settings as a :class:`torchq.QuantDescriptor`.
+
+        Raises:
+            ConfigError: ``num_bits`` is 0, which has none.
+        """
+        is_float = isinstance(self._num_bits, tuple)
+        return CoreDescriptor(
+            self._num_bits,
+            axis=tuple(self._axis) if isinstance(self._axis, list) else self._axis,
+            fake_quant=self._fake_quant,
+            learn_amax=self._learn_amax,
+            scale_amax=self._scale_amax,
+            unsigned=self._unsigned and not is_float,
+            narrow_range=self._narrow_range and not is_float,
         )
-        parts += [
-            flag
-            for flag, on in (
-                ("quant", self._if_quant),
-                ("clip", self._if_clip),
-                ("calib", self._if_calib),
+
+    @property
+    def calibrated(self) -> bool:
+        """True if the range is known."""
+        return self._learn_amax or self.amax is not None
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return the scale amax / qmax of the range in use, as torchq computes it, and zeros."""
+        amax = self._learned_amax() if self._learn_amax else self.amax
+        if amax is None:
+            raise CalibrationError(
+                "TensorQuantizer: the scale is not known; expected a calibrated amax. "
+                "Run load_calib_amax()"
             )
-            if on
-        ]
-        return " ".join(parts)
+        if self._scale_amax is not None and not self._learn_amax:
+            amax = amax * self._scale_amax
+        scale = scale_from_amax(live_range(amax.detach()), self.descriptor.format)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+    def range_for(self, x: Tensor) -> Tensor:
+        """Return the range that a call on ``x`` quantizes with."""
+        if self._learn_amax:
+            return self._learned_amax()
+        return self._get_amax(x)
+
+    @property
+    def observing(self) -> bool:
+        """True if calls feed the calibrator."""
+        return self._if_calib and not self._disabled
+
+    @observing.setter
+    def observing(self, on: bool) -> None:
+        self._switch("_if_calib", self.observing, on)
+
+    @property
+    def quantizing(self) -> bool:
+        """True if calls quantize."""
+        return self._if_quant and not self._disabled
+
+    @quantizing.setter
+    def quantizing(self, on: bool) -> None:
+        self._switch("_if_quant", self.quantizing, on)
+
+    def _switch(self, flag: str, before: bool, on: bool) -> None:
+        """Set one of the two switches and leave the other as it is.
+
+        A disabled quantizer has both off, whatever its flags say.
+        """
+        if before == on:
+            return
+        if self._disabled:
+            self._disabled = self._if_quant = self._if_calib = False
+        setattr(self, flag, on)
+
+    def set_amax(self, value: Any) -> None:
+        """Set the range, of any shape."""
+        amax = torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True)
+        self._adopt(amax)
