@@ -24,7 +24,7 @@ EXPORTERS = pytest.mark.parametrize("dynamo", [False, True])
 def two_inputs(scores: str = "scores") -> fx.GraphModule:
     """Return what was read of a file whose names are no names of Python, two of them alike."""
     w = Writer(17)
-    first, second = w.input("in.1", [None, 3, 8, 8]), w.input("in/1", [None, 4, 6, 6])
+    first, second = w.input("in.1", [None, 3, None, 8]), w.input("in/1", [None, 4, None, 6])
     h = w.node("Conv", first, w.random(4, 3, 3, 3), w.random(4))
     total = w.node("Add", w.node("Relu", h), second)
     file = w.model(w.node("Conv", total, w.random(5, 4, 3, 3), w.random(5)), total)
@@ -93,6 +93,15 @@ def test_open_dimensions_may_be_named_as_in_the_file(tmp_path: Path) -> None:
     torchq.export_onnx(model, batch(), path, dynamic_shapes=shapes, dynamo=False)
     taller = torch.randn(2, 3, 9, 8), torch.randn(2, 4, 7, 6)
     assert torchq.verify_onnx(model, path, [taller]).ok
+
+
+def test_a_batch_that_the_file_fixes_stays_fixed_without_a_warning(tmp_path: Path) -> None:
+    w = Writer(17)
+    x = w.input("x", [2, 6])
+    model = ready(torchq.from_onnx(w.model(w.node("MatMul", x, w.random(6, 4)))), torch.ones(2, 6))
+    torchq.export_onnx(model, torch.ones(2, 6), tmp_path / "m.onnx")
+    (value,) = onnx.load(tmp_path / "m.onnx").graph.input
+    assert [size.dim_value for size in value.type.tensor_type.shape.dim] == [2, 6]
 
 
 LINEAR = nn.Sequential(nn.Linear(6, 6))

@@ -22,6 +22,7 @@ from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
 from torchq.onnx.constant_grids import constant_grids
 from torchq.onnx.example_call import ExampleCall
+from torchq.onnx.interface_names import fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.example import note_lengths
@@ -85,7 +86,8 @@ def export_onnx(
         dynamo: The exporter of torch: True for the one based on ``torch.export`` (opset >=
             18), False for TorchScript. None takes the first where the opset allows it.
         dynamic_batch: Leave the first dimension of every tensor argument open. Where torch cannot
-            trace that, the file has the batch size of the example, and a warning says so.
+            trace that, the file has the batch size of the example, and a warning says so. A model
+            that was read from a file with a fixed batch size keeps that.
         dynamic_shapes: More open dimensions: input name -> {dimension: name}.
         input_names: Names in the file; default those of the file that the model was read from
             (:func:`torchq.from_onnx` and its like), or the arguments of ``forward``.
@@ -122,7 +124,7 @@ def export_onnx(
             stacklevel=2,
         )
     names = (dynamic_shapes, input_names, output_names)
-    batches = (True, False) if dynamic_batch else (False,)
+    batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
     calls = [ExampleCall(model, example, is_open, *names) for is_open in batches]
     with progress_stages("export", _STAGES, enabled=progress) as next_stage:
         graph = _first_that_traces(calls, version, modern, active)

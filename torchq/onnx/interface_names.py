@@ -14,6 +14,7 @@ __all__ = [
     "argument_names",
     "checked_names",
     "checked_shapes",
+    "fixes_batch",
     "input_names_of",
     "output_names_of",
 ]
@@ -51,6 +52,12 @@ def output_names_of(model: nn.Module) -> list[str] | None:
     (results,) = model.graph.output_node().args
     count = len(results) if isinstance(results, (tuple, list)) else 1
     return names if len(names) == count else None
+
+
+def fixes_batch(model: nn.Module) -> bool:
+    """Return True if the file that a model was read from fixes the first size of an input."""
+    shapes = getattr(model, "input_shapes", None) if isinstance(model, fx.GraphModule) else None
+    return any(shape and shape[0] is not None for shape in shapes or ())
 
 
 def _stored_names(model: nn.Module, attribute: str) -> list[str]:
