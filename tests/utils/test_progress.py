@@ -126,13 +126,15 @@ def test_fuse_deploy_export_and_verify_show_a_bar_unless_told_not_to(
             lambda m=model, p=progress: torchq.verify_onnx(m, path, [x] * 3, progress=p),
         ]
         steps[0]()
-        torchq.quantize_(model)
+        torchq.quantize_(model, progress=progress)
         torchq.calibrate(model, [x], progress=False)
         for step in steps[1:]:
             step()
         if not progress:
             assert shown == []
-    assert ("merge blocks", 5) in shown
+    stages = ["fuse: merge", "merge blocks", "trace branches", "fold BatchNorm"]
+    found = [text for text, _ in shown[: shown.index(("fuse: compare", 2))]]
+    assert list(dict.fromkeys(found)) == stages
     assert ("verify", 3) in shown
     stages = ["replace layers", "fuse", "compare"]
     assert [text for text, _ in shown if text.startswith("deploy")] == [
@@ -166,4 +168,8 @@ def test_quantize_shows_a_bar_unless_told_not_to(shown: list[tuple[str, int | No
     for progress in (False, True):
         torchq.quantize_(Gate().eval(), target="onnxruntime", example=x, progress=progress)
         assert bool(shown) == progress
-    assert shown[0][0] == "measure placements"
+    names = [text for text, _ in shown]
+    assert names[:3] == ["quantize: plan", "quantize: swap", "measure placements"]
+    shown.clear()
+    torchq.quantize_(Gate().eval())
+    assert shown == [("quantize: plan", 2), ("quantize: swap", 2)]

@@ -19,7 +19,7 @@ from torchq.fusion.quantized import QUANTIZED_MODEL_TOLERANCE, holds_quantizers
 from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport
 from torchq.graph import call_model, tensors_in
-from torchq.utils import copy_module, evaluating, undone_on_error
+from torchq.utils import copy_module, evaluating, progress_stages, undone_on_error
 
 __all__ = ["fuse_"]
 
@@ -66,7 +66,7 @@ def fuse_(
             docs/fuse.md).
         constant_pad: also fold a BatchNorm in front of a zero-padded convolution, by padding
             explicitly with the value that the BatchNorm maps to zero.
-        progress: show progress bars for what takes longer than a second.
+        progress: show the stages, and progress bars for what takes longer than a second.
 
     Returns:
         The report. If the fused model differs from ``model`` by more than rounding, the report
@@ -87,7 +87,10 @@ def fuse_(
     """
     _check_model(model)
     # Some kernels are read from gradients, and new parameters are to be trained.
-    with torch.inference_mode(False):
+    with (
+        torch.inference_mode(False),
+        progress_stages("fuse", ("merge", "compare"), enabled=progress) as next_stage,
+    ):
         trial = Trial(_copy(model), example, verify, constant_pad, progress)
         if reparameterize:
             run_passes(trial, FIRST, REPEATED)
@@ -97,6 +100,7 @@ def fuse_(
         refused, notes = tuple(trial.refused.values()), tuple(trial.notes)
         record = tuple(edit.record() for edit in trial.edits)
         report = FuseReport(rows, refused, notes=notes, record=record)
+        next_stage()
         if verify and example is not None and trial.edits:
             report = _compare(model, trial.model, example, report)
         return _finish(model, trial, report, dry_run)

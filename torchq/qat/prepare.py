@@ -139,13 +139,16 @@ def prepare(
     example, device = None, device_of(model)
     if calibration.get("forward") is None:
         example = first if device is None else move_to(first, device)
+    progress = calibration.get("progress", True)
     with unchanged_on_error(model):
         fused = None
         if batchnorm == "fuse":
             with evaluating(model):
-                fused = fuse_(model, example, progress=calibration.get("progress", True))
+                fused = fuse_(model, example, progress=progress)
         used = None if target is None else example
-        quantized = quantize_(model, recipe, exclude=exclude, target=target, example=used)
+        quantized = quantize_(
+            model, recipe, exclude=exclude, target=target, example=used, progress=progress
+        )
         calibrated = calibrate(model, batches, **{"num_batches": _BATCHES, **calibration})
     groups = param_groups(
         model, lr=rate, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr

@@ -33,7 +33,7 @@ from torchq.swap.flow.shared_ranges import share_common_ranges_
 from torchq.swap.plan import decide_all
 from torchq.swap.share import measure_work, warn_if_small
 from torchq.swap.targets import Target
-from torchq.utils import Pattern, device_of
+from torchq.utils import Pattern, device_of, progress_stages
 
 __all__ = ["apply_", "carry_out_", "name_quantizers", "output_name", "quantize_", "restore_"]
 
@@ -70,7 +70,7 @@ def quantize_(
             ones of all while they cost more than 3 dB together, and leave less than 25 dB. What a
             rule names is quantized whatever it costs. Layers that the target runs faster in float
             stay float, unless a rule is the path of the layer.
-        progress: show a bar while placements are measured.
+        progress: show the stages, and a bar while placements are measured.
 
     Returns:
         What was swapped, what was not and why, and which rule decided; ``print`` it.
@@ -91,17 +91,19 @@ def quantize_(
     reasons: dict[str, str] = {}
     measure, work = True, None
     while True:
-        report = decide_all(model, config, **choice, example=example).without(reasons)
-        work = work or measure_work(model, example)
-        report = replace(report, work=work)
-        try:
-            report = _carry_out(model, report, example, reasons, measure, progress)
-        except _StaysFloat as found:
-            reasons |= found.reasons
-            measure = measure and not found.measured
-        else:
-            warn_if_small(model, report.share)
-            return report
+        with progress_stages("quantize", ("plan", "swap"), enabled=progress) as next_stage:
+            report = decide_all(model, config, **choice, example=example).without(reasons)
+            work = work or measure_work(model, example)
+            report = replace(report, work=work)
+            next_stage()
+            try:
+                report = _carry_out(model, report, example, reasons, measure, progress)
+            except _StaysFloat as found:
+                reasons |= found.reasons
+                measure = measure and not found.measured
+                continue
+        warn_if_small(model, report.share)
+        return report
 
 
 class _StaysFloat(Exception):

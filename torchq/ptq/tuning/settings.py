@@ -95,7 +95,7 @@ class TunedConfig(NotebookText):
         Raises:
             TorchqError: what the functions raise.
         """
-        quantize_(model, self.config)
+        quantize_(model, self.config, progress=progress)
         for name, function in PREPARATIONS.items():
             if name in self.before:
                 function(model, batches, progress=progress)
