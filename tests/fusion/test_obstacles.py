@@ -222,6 +222,7 @@ def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was() -> None:
     ):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
     assert not report.applied
+    assert "1 fused, 0 refused, model unchanged (comparison failed), whole" in str(report)
     assert (
         "the fused model fails (AttributeError: 'Identity' object has no attribute 'num_features')"
         in report.notes

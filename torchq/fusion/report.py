@@ -113,10 +113,18 @@ class FuseReport(NotebookText):
 
     def __str__(self) -> str:
         """Return a summary and a row for each merge, refusal and note, wrapped to the terminal."""
-        state = "applied" if self.applied else "model unchanged"
-        head = f"{len(self.fused)} fused, {len(self.refused)} refused, {state}"
+        head = f"{len(self.fused)} fused, {len(self.refused)} refused, {self._state()}"
         if self.error is not None:
             head += f", whole model off by {self.error:.1e} (limit {self.tolerance:.0e})"
         rows = [f"  {row}" for row in (*self.fused, *self.refused)]
         rows += [f"  note: {note}" for note in self.notes]
         return "\n".join(wrap(row, indent=_INDENT) for row in (head, *rows))
+
+    def _state(self) -> str:
+        """Return what became of the model, with the cause where merges were not applied."""
+        if self.applied:
+            return "applied"
+        if not self.fused:
+            return "model unchanged"
+        failed = self.error is not None and not self.error <= (self.tolerance or 0.0)
+        return f"model unchanged ({'comparison failed' if failed else 'dry run'})"
