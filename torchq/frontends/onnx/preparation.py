@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchq.utils.optional import import_optional
 log = logging.getLogger(__name__)
 
 #: The opset versions of ONNX's own operators whose meaning the converters know.
-OLDEST, NEWEST = 6, 28
+OLDEST, NEWEST = 11, 28
 #: How deeply sub-graphs and functions may be nested.
 _DEEPEST = 32
 
@@ -32,11 +33,12 @@ def prepare(model: Any, where: str) -> Any:
     """
     _check_names(model.graph, where)
     version = opset_versions(model).get("", OLDEST)
-    if not OLDEST <= version <= NEWEST:
+    if version > NEWEST:
         raise FrontendError(
-            f"{where}: got opset {version}; expected {OLDEST} to {NEWEST}. "
-            "onnx.version_converter may bring the file there"
+            f"{where}: got opset {version}; expected at most {NEWEST}. Export for an older opset"
         )
+    if version < OLDEST:
+        model = _upgraded(model, where, version)
     for _ in range(_DEEPEST):
         expanded = _expand_functions(model, where)
         if expanded is None:
@@ -44,6 +46,25 @@ def prepare(model: Any, where: str) -> Any:
         model = expanded
     _check_operators(model, where)
     return model
+
+
+def _upgraded(model: Any, where: str, version: int) -> Any:
+    """Return a model of an old opset in the oldest one that converters know."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    slopes = [node.input[1] for node in model.graph.node if node.op_type == "PRelu"]
+    if version < 7 and any(sizes.get(name) != 1 for name in slopes):
+        raise FrontendError(
+            f"{where}: got opset {version}, where a PRelu has a slope of each channel; "
+            f"expected opset 7 or newer"
+        )
+    try:
+        converter = import_optional("onnx.version_converter", "from_onnx")
+        return converter.convert_version(model, OLDEST)
+    except Exception as error:  # the binding raises several kinds
+        raise FrontendError(
+            f"{where}: got opset {version}, which onnx.version_converter cannot bring to {OLDEST} "
+            f"({type(error).__name__}: {error}). Export for opset {OLDEST} or newer"
+        ) from error
 
 
 def _check_names(graph: Any, where: str) -> None:
@@ -77,6 +98,9 @@ def _expand_functions(model: Any, where: str) -> Any:
             found.add((domain, op_type))
     if not found:
         return None
+    for node in model.graph.node:
+        if (domain_of(node), node.op_type) in found:
+            _write_defaults(node, versions)
     inliner = import_optional("onnx.inliner", "from_onnx")
     try:
         result = inliner.inline_selected_functions(
@@ -87,6 +111,16 @@ def _expand_functions(model: Any, where: str) -> Any:
         return None
     same = _operators(result.graph, where) == _operators(model.graph, where)
     return None if same else result
+
+
+def _write_defaults(node: Any, versions: dict[str, int]) -> None:
+    """Write the attributes that a node leaves out, which the inliner would leave out as well."""
+    defs = import_optional("onnx", "from_onnx").defs
+    schema = defs.get_schema(node.op_type, versions.get(node.domain, 1), node.domain)
+    given = {attribute.name for attribute in node.attribute}
+    for name, attribute in schema.attributes.items():
+        if name not in given and attribute.default_value.type:
+            node.attribute.append(attribute.default_value)
 
 
 def _is_function(domain: str, op_type: str, version: int) -> bool:

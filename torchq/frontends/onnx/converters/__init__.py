@@ -6,7 +6,6 @@ Importing this package fills the registry.
 from torchq.frontends.onnx.converters import (  # noqa: F401
     activations,
     arithmetic,
-    attention,
     control,
     convolutions,
     indexing,

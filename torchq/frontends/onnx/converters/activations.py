@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchq.frontends.building import Value
@@ -40,20 +39,12 @@ def _elu(node: NodeContext) -> Value:
     return node.module(nn.ELU(node.attr("alpha", 1.0)), node.inputs[0])
 
 
-@converter("Celu")
-def _celu(node: NodeContext) -> Value:
-    return node.module(nn.CELU(node.attr("alpha", 1.0)), node.inputs[0])
-
-
 @converter("Selu")
 def _selu(node: NodeContext) -> Value:
-    alpha, gamma = (
-        node.attr("alpha", 1.67326319217681884765625),
-        node.attr("gamma", 1.05070102214813232421875),
-    )
-    if abs(alpha - 1.6732632) < 1e-6 and abs(gamma - 1.0507010) < 1e-6:
-        return node.module(nn.SELU(), node.inputs[0])
-    return node.call(torch.mul, node.call(F.elu, node.inputs[0], alpha), gamma)
+    for name, number in (("alpha", 1.6732632), ("gamma", 1.0507010)):
+        if abs(node.attr(name, number) - number) > 1e-6:
+            node.refuse(f"its {name} is {node.attr(name)}; expected {number}")
+    return node.module(nn.SELU(), node.inputs[0])
 
 
 @converter("Gelu")
@@ -78,25 +69,12 @@ def _hard_sigmoid(node: NodeContext) -> Value:
     return node.call(elementwise.hard_sigmoid, node.inputs[0], alpha, beta)
 
 
-@converter("ThresholdedRelu")
-def _thresholded_relu(node: NodeContext) -> Value:
-    alpha = node.attr("alpha", 1.0)
-    return node.module(nn.Threshold(alpha, 0.0), node.inputs[0])
-
-
-@converter("Shrink")
-def _shrink(node: NodeContext) -> Value:
-    return node.call(
-        elementwise.shrink, node.inputs[0], node.attr("bias", 0.0), node.attr("lambd", 0.5)
-    )
-
-
 @converter("PRelu")
 def _prelu(node: NodeContext) -> Value:
     slope, shape = node.constant(1), node.shape(0)
     if slope is not None and shape is not None and len(shape) >= 2:
         channels = shape[1]
-        leading = slope.dim() == len(shape) - 1 or node.version < 7
+        leading = slope.dim() == len(shape) - 1
         per_channel = leading and slope.dim() > 0 and slope.numel() == slope.shape[0] == channels
         if slope.numel() == 1 or per_channel:
             module = nn.PReLU(slope.numel())
@@ -105,29 +83,21 @@ def _prelu(node: NodeContext) -> Value:
     return node.call(elementwise.prelu, *node.inputs)
 
 
-@converter("Softmax", "LogSoftmax", "Hardmax")
+@converter("Softmax", "LogSoftmax")
 def _softmax(node: NodeContext) -> Value:
     axis = node.attr("axis", -1 if node.version >= 13 else 1)
     modules = {"Softmax": nn.Softmax, "LogSoftmax": nn.LogSoftmax}
     last = node.shape(0) is not None and axis in (-1, node.ndim(0) - 1)
     if node.version >= 13 or last:
-        if node.op_type == "Hardmax":
-            return node.call(elementwise.hardmax, node.inputs[0], axis)
         return node.module(modules[node.op_type](axis), node.inputs[0])
     # Before opset 13 the axes from ``axis`` on count as one.
     flat = node.call(torch.flatten, node.inputs[0], axis)
-    if node.op_type == "Hardmax":
-        result = node.call(elementwise.hardmax, flat, -1)
-    else:
-        result = node.module(modules[node.op_type](-1), flat)
+    result = node.module(modules[node.op_type](-1), flat)
     return node.call(torch.Tensor.view_as, result, node.inputs[0])
 
 
 @converter("Clip")
 def _clip(node: NodeContext) -> Value:
-    if node.version < 11:
-        low, high = node.attr("min", -torch.inf), node.attr("max", torch.inf)
-        return _clamp(node, low, high)
     low = scalar_or_value(node, 1) if node.input(1) is not None else None
     high = scalar_or_value(node, 2) if node.input(2) is not None else None
     numbers = (int, float)
@@ -150,15 +120,12 @@ def _clamp(node: NodeContext, low: float, high: float) -> Value:
 @converter("Dropout")
 def _dropout(node: NodeContext) -> list[Value]:
     training = node.input(2)
-    if training is not None and bool(node.known(2, "training mode")) and _ratio(node) > 0:
+    ratio = float(node.attr("ratio", 0.5))  # an attribute up to opset 11
+    if node.input(1) is not None:
+        ratio = float(node.known(1, "ratio"))
+    if training is not None and bool(node.known(2, "training mode")) and ratio > 0:
         node.refuse("it drops values at random; expected inference")
-    result = node.module(nn.Dropout(_ratio(node)), node.inputs[0])
+    result = node.module(nn.Dropout(ratio), node.inputs[0])
     if len(node.output_names) < 2:
         return [result]
     return [result, node.call(torch.ones_like, node.inputs[0], dtype=torch.bool)]
-
-
-def _ratio(node: NodeContext) -> float:
-    if node.version >= 12:
-        return 0.5 if node.input(1) is None else float(node.known(1, "ratio"))
-    return float(node.attr("ratio", 0.5))

@@ -68,21 +68,7 @@ for _name, _function in _UNARY.items():
 
 @converter(*_BINARY)
 def _binary(node: NodeContext) -> Value:
-    align_old_operands(node)
     return node.call(_BINARY[node.op_type], *node.inputs)
-
-
-def align_old_operands(node: NodeContext) -> None:
-    """Give the second operand the shape that broadcasting of opset 6 means.
-
-    Its first dimension lies at ``axis`` of the first.
-    """
-    if node.version > 6 or not node.attr("broadcast", 0) or "axis" not in node.attributes:
-        return
-    first, second = node.ndim(0), node.ndim(1)
-    missing = first - node.attr("axis") % first - second
-    for _ in range(missing):
-        node.inputs[1] = node.call(torch.unsqueeze, node.inputs[1], -1)
 
 
 def scalar_or_value(node: NodeContext, index: int) -> Any:
@@ -119,7 +105,6 @@ def _sizes_of(node: NodeContext) -> tuple[list[Any], list[Any], bool] | None:
 
 @converter(*_NUMERIC)
 def _numeric(node: NodeContext) -> Value:
-    align_old_operands(node)
     on_tensors, on_numbers = _NUMERIC[node.op_type]
     sizes = _sizes_of(node)
     if sizes is not None:
@@ -149,7 +134,6 @@ def _as_bias(node: NodeContext) -> Value:
 
 @converter("Div")
 def _div(node: NodeContext) -> Value:
-    align_old_operands(node)
     sizes = _sizes_of(node)
     if sizes is not None:  # sizes are not negative, so that rounding down is rounding toward zero
         first, second, scalar = sizes
@@ -162,22 +146,15 @@ def _div(node: NodeContext) -> Value:
 
 @converter("Mod")
 def _mod(node: NodeContext) -> Value:
-    align_old_operands(node)
     return node.call(elementwise.remainder, *node.inputs, bool(node.attr("fmod", 0)))
 
 
 @converter("Pow")
 def _pow(node: NodeContext) -> Value:
-    align_old_operands(node)
     exponent = scalar_or_value(node, 1)
     if node.floating(0) and isinstance(exponent, (int, float)):
         return node.call(torch.pow, node.inputs[0], exponent)
     return node.call(elementwise.power, *node.inputs)
-
-
-@converter("BitShift")
-def _bit_shift(node: NodeContext) -> Value:
-    return node.call(elementwise.bit_shift, *node.inputs, node.required("direction") == "RIGHT")
 
 
 @converter("Max", "Min", "Sum", "Mean")
@@ -271,15 +248,7 @@ def _convert_type(node: NodeContext, dtype: torch.dtype) -> Value:
         )
     if node.dtype(0) is dtype:
         return node.inputs[0]
-    return node.call(elementwise.cast, node.inputs[0], dtype)
-
-
-@converter("BitCast", dtypes=None)
-def _bit_cast(node: NodeContext) -> Value:
-    dtype = dtype_of(node.required("to"))
-    if dtype is None or node.dtype(0) is None:
-        node.refuse("torch has no type for its elements")
-    return node.call(torch.Tensor.view, node.inputs[0], dtype)
+    return node.call(torch.Tensor.to, node.inputs[0], dtype)
 
 
 @converter("Identity", dtypes=None)

@@ -65,11 +65,6 @@ def _scatter_nd(node: NodeContext) -> Value:
     return node.call(movement.scatter_nd, *node.inputs, node.attr("reduction", "none"))
 
 
-@converter("Compress")
-def _compress(node: NodeContext) -> Value:
-    return node.call(movement.compress, *node.inputs, node.attr("axis"))
-
-
 @converter("NonZero")
 def _non_zero(node: NodeContext) -> Value:
     return node.call(non_zero, node.inputs[0])
@@ -119,30 +114,3 @@ def top_k(x: Tensor, k: Tensor | int, axis: int, largest: bool) -> tuple[Tensor,
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
     count = int(k)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
-
-
-@converter("Unique")
-def _unique(node: NodeContext) -> list[Value]:
-    ordered = bool(node.attr("sorted", 1))
-    return node.call_parts(4, unique, node.inputs[0], node.attr("axis"), ordered)
-
-
-def unique(x: Tensor, axis: int | None, ordered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the distinct elements, their first positions, the inverse map, and their counts.
-
-    Args:
-        x: any shape; flattened where ``axis`` is None.
-        axis: of the slices.
-        ordered: ascending, else in the order of their first occurrence.
-    """
-    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
-    values, inverse, counts = torch.unique(
-        x, sorted=True, return_inverse=True, return_counts=True, dim=axis
-    )
-    places = torch.arange(inverse.numel(), device=x.device)
-    first = torch.full_like(counts, inverse.numel()).scatter_reduce(0, inverse, places, "amin")
-    if not ordered:
-        order = torch.argsort(first)
-        values, first, counts = values.index_select(axis, order), first[order], counts[order]
-        inverse = torch.argsort(order)[inverse]
-    return values, first, inverse, counts

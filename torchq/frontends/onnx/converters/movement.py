@@ -122,10 +122,6 @@ def _split(node: NodeContext) -> list[Value]:
 
 @converter("Slice", dtypes=None)
 def _slice(node: NodeContext) -> Value:
-    if node.version < 10:
-        starts, ends = list(node.required("starts")), list(node.required("ends"))
-        axes, steps = list(node.attr("axes", range(len(starts)))), [1] * len(starts)
-        return _sliced(node, starts, ends, axes, steps)
     starts_, ends_ = node.ints(1), node.ints(2)
     axes_ = node.ints(3) if node.input(3) is not None else list(range(len(starts_ or ())))
     steps_ = node.ints(4) if node.input(4) is not None else [1] * len(starts_ or ())
@@ -186,15 +182,6 @@ def _pad(node: NodeContext) -> Value:
     mode = node.attr("mode", "constant")
     if mode not in ("constant", "reflect", "edge", "wrap"):
         node.refuse(f"the mode {mode!r} is not known")
-    if node.version < 11:
-        return node.call(
-            movement.pad,
-            node.inputs[0],
-            list(node.required("pads")),
-            node.attr("value", 0.0),
-            None,
-            mode,
-        )
     pads = node.ints(1)
     axes = node.known_ints(3, "axes") if node.input(3) is not None else None
     fill = node.constant(2)
@@ -222,16 +209,3 @@ def _trilu(node: NodeContext) -> Value:
     known = node.constant(1)
     k = node.input(1) if known is None and node.input(1) is not None else int(known or 0)
     return node.call(movement.triangle, node.inputs[0], k, bool(node.attr("upper", 1)))
-
-
-@converter("ReverseSequence")
-def _reverse_sequence(node: NodeContext) -> Value:
-    axes = node.attr("time_axis", 0), node.attr("batch_axis", 1)
-    return node.call(movement.reverse_sequence, *node.inputs, *axes)
-
-
-@converter("CenterCropPad")
-def _center_crop_pad(node: NodeContext) -> Value:
-    shape = node.known_ints(1, "shape")
-    axes = node.attr("axes", list(range(len(shape))))
-    return node.call(movement.center_crop_pad, node.inputs[0], shape, list(axes))

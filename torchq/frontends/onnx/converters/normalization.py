@@ -123,42 +123,9 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor, groups: int, epsilon: flo
 def _lrn(node: NodeContext) -> Value:
     alpha, beta, bias = node.attr("alpha", 1e-4), node.attr("beta", 0.75), node.attr("bias", 1.0)
     size = node.required("size")
-    if size % 2:
-        return node.module(nn.LocalResponseNorm(size, alpha, beta, bias), node.inputs[0])
-    return node.call(local_response_norm, node.inputs[0], size, alpha, beta, bias)
-
-
-def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
-    """Return local response normalisation over an even number of channels.
-
-    ``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``.
-    """
-    squares = F.pad(x.square().transpose(1, -1), ((size - 1) // 2, size // 2))
-    sums = squares.unfold(-1, size, 1).sum(-1).transpose(1, -1)
-    return x / (bias + alpha / size * sums) ** beta
-
-
-@converter("LpNormalization")
-def _lp_normalization(node: NodeContext) -> Value:
-    return node.call(lp_normalize, node.inputs[0], node.attr("p", 2), node.attr("axis", -1))
-
-
-def lp_normalize(x: Tensor, p: int, axis: int) -> Tensor:
-    """Return ``x`` divided by its p-norm along ``axis``; zeros where the norm is zero."""
-    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
-    return torch.where(norm == 0, torch.zeros_like(x), x / norm)
-
-
-@converter("MeanVarianceNormalization")
-def _mean_variance(node: NodeContext) -> Value:
-    return node.call(mean_variance_normalize, node.inputs[0], list(node.attr("axes", [0, 2, 3])))
-
-
-def mean_variance_normalize(x: Tensor, axes: list[int]) -> Tensor:
-    """Return ``x`` with mean 0 and deviation 1 along ``axes``."""
-    mean = x.mean(axes, keepdim=True)
-    deviation = ((x * x).mean(axes, keepdim=True) - mean * mean).sqrt()
-    return (x - mean) / (deviation + 1e-9)
+    if size % 2 == 0:
+        node.refuse(f"its size is {size}; expected an odd number of channels")
+    return node.module(nn.LocalResponseNorm(size, alpha, beta, bias), node.inputs[0])
 
 
 @converter("RMSNormalization")

@@ -35,18 +35,11 @@ def _kernel(node: NodeContext) -> list[int]:
 
 
 @converter("MaxPool")
-def _max_pool(node: NodeContext) -> Value | list[Value]:
+def _max_pool(node: NodeContext) -> Value:
     kernel, ceil_mode = _kernel(node), bool(node.attr("ceil_mode", 0))
     if not node.floating(0):
         return _max_pool_integers(node, kernel)
     x, stride, dilation, padding = padded_input(node, kernel, -torch.inf)
-    indices = len(node.output_names) > 1
-    if indices and (x is not node.inputs[0] or ceil_mode):
-        node.refuse("indices of a pooling with uneven padding are not supported")
-    if indices:
-        order = bool(node.attr("storage_order", 0))
-        arguments = (x, kernel, stride, padding, dilation, ceil_mode, order)
-        return node.call_parts(2, convolution.max_pool_with_indices, *arguments)
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)) or ceil_mode:
         amounts = [side for p in reversed(padding) for side in (p, p)]
         x = node.call(pad_for_ceil, x, amounts, kernel, stride, dilation, ceil_mode)
@@ -85,8 +78,8 @@ def _max_pool_integers(node: NodeContext, kernel: list[int]) -> Value:
     if len(kernel) != 2 or node.attr("auto_pad", "NOTSET") != "NOTSET" or node.attr("ceil_mode", 0):
         node.refuse("a pooling of integers with these settings is not supported")
     dtype = node.dtype(0)
-    if len(node.output_names) > 1 or dtype is None:
-        node.refuse("indices of a pooling of integers are not supported")
+    if dtype is None:
+        node.refuse("its element type is not known")
     return node.call(max_pool_integers, node.inputs[0], kernel, stride, dilation, pads)
 
 
@@ -143,35 +136,6 @@ def average_pool_same(
     return convolution.average_pool(x, kernel, stride, dilation, before + behind, False, include)
 
 
-@converter("LpPool")
-def _lp_pool(node: NodeContext) -> Value:
-    kernel = _kernel(node)
-    stride, dilation, pads = window(node, kernel)
-    if node.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        x, stride, dilation, _ = padded_input(node, kernel)
-        return node.call(
-            convolution.lp_pool,
-            x,
-            node.attr("p", 2),
-            kernel,
-            stride,
-            dilation,
-            [0] * len(pads),
-            False,
-        )
-    ceil_mode = bool(node.attr("ceil_mode", 0))
-    return node.call(
-        convolution.lp_pool,
-        node.inputs[0],
-        node.attr("p", 2),
-        kernel,
-        stride,
-        dilation,
-        pads,
-        ceil_mode,
-    )
-
-
 @converter("GlobalAveragePool", "GlobalMaxPool")
 def _global_pool(node: NodeContext) -> Value:
     table = _GLOBAL_AVERAGE if node.op_type == "GlobalAveragePool" else _GLOBAL_MAX
@@ -179,45 +143,3 @@ def _global_pool(node: NodeContext) -> Value:
     if spatial not in table:
         node.refuse(f"got {spatial} spatial dimensions; expected 1 to 3")
     return node.module(table[spatial](1), node.inputs[0])
-
-
-@converter("GlobalLpPool")
-def _global_lp_pool(node: NodeContext) -> Value:
-    axes = list(range(2, node.ndim(0)))
-    return node.call(torch.linalg.vector_norm, node.inputs[0], node.attr("p", 2), axes, True)
-
-
-@converter("MaxUnpool")
-def _max_unpool(node: NodeContext) -> Value:
-    kernel = _kernel(node)
-    stride, _, pads = window(node, kernel)
-    shape = node.known_ints(2, "output shape") if node.input(2) is not None else None
-    return node.call(max_unpool, node.inputs[0], node.inputs[1], kernel, stride, pads, shape)
-
-
-def max_unpool(
-    x: Tensor,
-    indices: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    pads: list[int],
-    shape: list[int] | None,
-) -> Tensor:
-    """Put values at their positions in a tensor of zeros.
-
-    Positions count through the whole unpooled tensor.
-    """
-    spatial = len(kernel)
-    sizes = [
-        (x.shape[2 + i] - 1) * stride[i] - pads[i] - pads[spatial + i] + kernel[i]
-        for i in range(spatial)
-    ]
-    natural = [*x.shape[:2], *sizes]
-    total = 1
-    for size in natural:
-        total *= size
-    flat = torch.zeros(total, dtype=x.dtype, device=x.device)
-    if shape is None or shape == natural:
-        return flat.scatter(0, indices.reshape(-1), x.reshape(-1)).view(natural)
-    wide = torch.zeros(int(torch.tensor(shape).prod()), dtype=x.dtype, device=x.device)
-    return wide.scatter(0, indices.reshape(-1), x.reshape(-1)).view(shape)

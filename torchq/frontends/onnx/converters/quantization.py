@@ -217,8 +217,3 @@ def _quantizer_name(node: NodeContext) -> str:
     name = re.sub(r"[./_]DequantizeLinear(_\d+)?$", "", node.name)
     name = re.sub(r"[./]+", "_", name)  # a path of its own: the layer may take the path of the name
     return name if name.endswith("quantizer") else f"{name}_quantizer"
-
-
-@converter("DynamicQuantizeLinear")
-def _dynamic(node: NodeContext) -> list[Value]:
-    return node.call_parts(3, quantization.dynamic_quantize_linear, node.inputs[0])

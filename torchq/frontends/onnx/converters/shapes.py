@@ -8,7 +8,6 @@ from torch import Tensor, fx
 from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.functions import movement
-from torchq.frontends.onnx.reader import dtype_of
 from torchq.frontends.onnx.registry import converter
 
 
@@ -96,14 +95,6 @@ def _bound(node: NodeContext, index: int) -> float | fx.Node | None:
     if isinstance(value, Constant) and value.tensor.numel() == 1:
         return value.tensor.item()
     return None
-
-
-@converter("EyeLike")
-def _eye_like(node: NodeContext) -> Value:
-    dtype = dtype_of(node.attributes["dtype"]) if "dtype" in node.attributes else node.dtype(0)
-    if dtype is None:
-        node.refuse("its element type is not known")
-    return node.call(movement.eye_like, node.inputs[0], dtype, node.attr("k", 0))
 
 
 @converter("OneHot")

@@ -15,30 +15,8 @@ from torchq.frontends.onnx.functions import boxes, vision
 from torchq.frontends.onnx.registry import converter
 
 
-@converter("Upsample")
-def _upsample(node: NodeContext) -> Value:
-    return _upsampled(node)
-
-
-def _upsampled(node: NodeContext) -> Value:
-    """Convert Upsample, and Resize of opset 10, which has the same meaning."""
-    scales = node.attributes.get("scales")
-    if scales is None and node.constant(1) is not None:
-        scales = node.known(1, "scales").tolist()
-    options = vision.ResizeOptions(
-        mode="linear" if node.attr("mode", "nearest") == "linear" else "nearest",
-        coordinates="asymmetric",
-        nearest="floor",
-    )
-    if scales is None:
-        return _resized(node, node.inputs[1], None, list(range(node.ndim(0))), options)
-    return _resized(node, list(scales), None, list(range(len(scales))), options)
-
-
 @converter("Resize")
 def _resize(node: NodeContext) -> Value:
-    if node.version < 11:
-        return _upsampled(node)
     options = vision.ResizeOptions(
         node.attr("mode", "nearest"),
         node.attr("coordinate_transformation_mode", "half_pixel"),
@@ -130,25 +108,6 @@ def _grid_sample(node: NodeContext) -> Value:
         node.refuse("cubic sampling of volumes is not supported")
     padding, align = node.attr("padding_mode", "zeros"), bool(node.attr("align_corners", 0))
     return node.call(vision.grid_sample, *node.inputs, mode, padding, align)
-
-
-@converter("AffineGrid")
-def _affine_grid(node: NodeContext) -> Value:
-    sizes = node.ints(1)
-    align = bool(node.attr("align_corners", 0))
-    return node.call(
-        vision.affine_grid, node.inputs[0], node.inputs[1] if sizes is None else sizes, align
-    )
-
-
-@converter("Col2Im")
-def _col2im(node: NodeContext) -> Value:
-    image, block = node.known_ints(1, "image shape"), node.known_ints(2, "block shape")
-    if len(image) != 2:
-        node.refuse(f"got {len(image)} spatial dimensions; expected 2")
-    dilation, stride = list(node.attr("dilations", [1, 1])), list(node.attr("strides", [1, 1]))
-    pads = list(node.attr("pads", [0, 0, 0, 0]))
-    return node.call(vision.col2im, node.inputs[0], image, block, dilation, pads, stride)
 
 
 @converter("NonMaxSuppression")

@@ -84,43 +84,6 @@ def max_pool_of_padded(
     return _MAX_POOL[len(kernel)](x, list(kernel), list(stride), 0, list(dilation))
 
 
-def max_pool_with_indices(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    column_major: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the maxima of windows, and their positions in the whole flattened input."""
-    function = _MAX_POOL[len(kernel)]
-    y, indices = function(
-        x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode, True
-    )
-    spatial = x.shape[2:]
-    if column_major:
-        indices = _column_major(indices, spatial)
-    size = spatial.numel()
-    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(
-        *x.shape[:2], *[1] * len(kernel)
-    )
-    return y, indices + planes * size
-
-
-def _column_major(indices: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return row-major positions in ``shape`` as column-major ones."""
-    result, step = torch.zeros_like(indices), 1
-    rest, places = indices, []
-    for size in reversed(shape):
-        places.append(rest % size)
-        rest = rest // size
-    for place, size in zip(reversed(places), shape, strict=True):
-        result = result + place * step
-        step *= size
-    return result
-
-
 def _windows(
     size: int, kernel: int, stride: int, dilation: int, before: int, behind: int, ceil: bool
 ) -> int:
@@ -205,17 +168,3 @@ def _window_sums(
 def _per_axis(amounts: Sequence[int]) -> list[int]:
     """Return what ``F.pad`` adds to each axis, first axis first."""
     return [amounts[i] + amounts[i + 1] for i in range(0, len(amounts), 2)][::-1]
-
-
-def lp_pool(
-    x: Tensor,
-    p: int,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    pads: Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
-    """Return the p-norms of windows."""
-    sums = _window_sums(x.abs() ** p, kernel, stride, dilation, pads, ceil_mode)
-    return sums ** (1 / p)

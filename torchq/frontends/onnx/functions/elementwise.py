@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -27,11 +26,6 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     if a.is_floating_point() and not b.is_floating_point():
         return torch.pow(a, b.to(a.dtype))
     return torch.pow(a, b).to(a.dtype)
-
-
-def bit_shift(x: Tensor, by: Tensor, right: bool) -> Tensor:
-    """Return the bits of unsigned integers moved right or left."""
-    return torch.bitwise_right_shift(x, by) if right else torch.bitwise_left_shift(x, by)
 
 
 def maximum(tensors: Sequence[Tensor]) -> Tensor:
@@ -66,24 +60,6 @@ def choose(flag: bool, first: int, second: int) -> int:
     return first if flag else second
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in another element type.
-
-    Floating-point numbers are cut toward zero for integers.
-    """
-    return x.to(dtype)
-
-
-def round_half_even(x: Tensor) -> Tensor:
-    """Return the nearest integers, ties to even."""
-    return torch.round(x)
-
-
-def sign(x: Tensor) -> Tensor:
-    """Return -1, 0 or 1."""
-    return torch.sign(x)
-
-
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
     """Return ``x`` where it is not negative, else ``slope * x``.
 
@@ -92,26 +68,9 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, slope * x, x)
 
 
-def thresholded_relu(x: Tensor, alpha: float) -> Tensor:
-    """Return ``x`` where it is greater than ``alpha``, else 0."""
-    return F.threshold(x, alpha, 0.0)
-
-
 def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
     """Return ``clamp(alpha * x + beta, 0, 1)``."""
     return (x * alpha + beta).clamp(0, 1)
-
-
-def shrink(x: Tensor, bias: float, threshold: float) -> Tensor:
-    """Return x moved toward zero by ``bias`` outside ``[-threshold, threshold]``, 0 inside."""
-    moved = torch.where(x > 0, x - bias, x + bias).to(x.dtype)
-    return torch.where(x.abs() > threshold, moved, torch.zeros_like(x))
-
-
-def hardmax(x: Tensor, axis: int) -> Tensor:
-    """Return 1 at the first maximum along ``axis``, 0 elsewhere."""
-    first = x.argmax(axis, keepdim=True)
-    return torch.zeros_like(x).scatter_(axis, first, 1)
 
 
 def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:

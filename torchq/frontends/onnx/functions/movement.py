@@ -90,13 +90,6 @@ def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     )
 
 
-def eye_like(x: Tensor, dtype: torch.dtype, k: int) -> Tensor:
-    """Return ones on the k-th diagonal of a matrix of the shape of ``x``."""
-    rows, columns = x.shape
-    at = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device).unsqueeze(1)
-    return (at == k).to(dtype)
-
-
 def triangle(x: Tensor, k: Tensor | int, upper: bool) -> Tensor:
     """Return the upper or lower triangle of matrices, seen from the k-th diagonal."""
     k = int(k)
@@ -279,33 +272,3 @@ def space_to_depth(x: Tensor, block: int, column_first: bool) -> Tensor:
     y = x.reshape(n, c, h // block, block, w // block, block)
     y = y.permute(0, 1, 3, 5, 2, 4) if column_first else y.permute(0, 3, 5, 1, 2, 4)
     return y.reshape(n, c * block * block, h // block, w // block)
-
-
-def reverse_sequence(x: Tensor, lengths: Tensor, time_axis: int, batch_axis: int) -> Tensor:
-    """Return sequences with their first ``lengths`` entries in reverse order."""
-    size = x.shape[time_axis]
-    times = torch.arange(size, device=x.device).unsqueeze(0)
-    limits = lengths.unsqueeze(1)
-    places = torch.where(times < limits, limits - 1 - times, times)  # (batch, time)
-    moved = x.movedim((batch_axis, time_axis), (0, 1))
-    index = places.view(*places.shape, *[1] * (x.dim() - 2)).expand_as(moved)
-    return torch.gather(moved, 1, index).movedim((0, 1), (batch_axis, time_axis))
-
-
-def compress(x: Tensor, condition: Tensor, axis: int | None) -> Tensor:
-    """Return the entries along ``axis`` where ``condition`` holds; None flattens ``x`` first."""
-    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
-    places = torch.nonzero(condition).reshape(-1)
-    return x.index_select(axis, places[places < x.shape[axis]])
-
-
-def center_crop_pad(x: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
-    """Return ``x`` cropped or padded with zeros around its middle to ``shape`` along ``axes``."""
-    for size, axis in zip(shape, axes, strict=True):
-        own = x.shape[axis]
-        if own > size:
-            x = x.narrow(axis, (own - size) // 2, size)
-        elif own < size:
-            before = (size - own) // 2
-            x = pad(x, [before, size - own - before], None, [axis], "constant")
-    return x

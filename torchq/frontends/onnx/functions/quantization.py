@@ -89,13 +89,3 @@ def fake_quantize_linear(
     """
     result: Tensor = _FakeQuantizeLinear.apply(x, scale, zero_point, axis, dtype)
     return result
-
-
-def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes, scale and zero point for the range of the tensor itself and 0."""
-    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    scale = (high - low) / 255
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero_point = torch.round(-low / scale).clamp(0, 255)
-    codes = (torch.round(x / scale) + zero_point).clamp(0, 255)
-    return codes.to(torch.uint8), scale, zero_point.to(torch.uint8)

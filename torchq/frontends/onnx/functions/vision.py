@@ -164,24 +164,3 @@ def _cubic(d: Tensor, a: float) -> Tensor:
 def grid_sample(x: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> Tensor:
     """Return values of images at normalised positions."""
     return F.grid_sample(x, grid, mode, padding, align)
-
-
-def affine_grid(theta: Tensor, size: Tensor | Sequence[int], align: bool) -> Tensor:
-    """Return the positions of an affine map of an image."""
-    shape = size.tolist() if isinstance(size, Tensor) else list(size)
-    return F.affine_grid(theta, shape, align)
-
-
-def col2im(
-    x: Tensor,
-    image: Sequence[int],
-    block: Sequence[int],
-    dilation: Sequence[int],
-    pads: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    """Return images summed up from their blocks."""
-    before, behind = list(pads[: len(image)]), list(pads[len(image) :])
-    whole = [n + a + b for n, a, b in zip(image, before, behind, strict=True)]
-    y = F.fold(x, tuple(whole), tuple(block), tuple(dilation), 0, tuple(stride))
-    return y[:, :, before[0] : before[0] + image[0], before[1] : before[1] + image[1]]
