@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,14 +50,6 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> st
     return capsys.readouterr().out
 
 
-def test_sensitivity(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "sensitivity", *SOURCE, "--recipe", "w4a4")
-    assert text.startswith("rank")
-    assert "try exclude=[" in text
-    data = json.loads(printed(capsys, "sensitivity", *SOURCE, "--rank-by", "sqnr", "--json"))
-    assert {row["name"] for row in data["rows"]} == {"0", "3", "6"}
-
-
 def test_doctor_tells_by_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,20 +63,13 @@ def test_doctor_tells_by_its_exit_code(
     assert "ERROR nan_range" in printed(capsys, "doctor", *SOURCE, code=1)
 
 
-def test_report_and_compare(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+def test_report(capsys: pytest.CaptureFixture[str], project: Path) -> None:
     pytest.importorskip("jinja2")
     out = printed(capsys, "report", *SOURCE, "--metric", "toy_nets:mean", "--out", "r.html")
     assert out.startswith("Quantization ")
     assert "of the damage" in out
     assert out.endswith("\nwrote r.html\n")
     assert "mean" in (project / "r.html").read_text()
-    text = printed(capsys, "compare", *SOURCE, "--with", "w4a4")
-    assert "int8: " in text
-    assert "w4a4: " in text
-    text = printed(capsys, "compare", *SOURCE, "--with", "w4a4", "--out", "two.json")
-    assert [line.split(" ")[0] for line in text.splitlines()] == ["int8:", "w4a4:", "wrote"]
-    both = json.loads((project / "two.json").read_text())["reports"]
-    assert [data["label"] for data in both] == ["int8", "w4a4"]
 
 
 def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,10 +161,8 @@ def test_quantize_succeeds_without_the_package_for_reports(
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["tune"], "--metric is missing; expected package.module:function; --max-drop is missing"),
         (["report"], "--model is missing; expected torchvision:NAME"),
         (["report"], "; --data is missing; expected a folder of images"),
-        (["compare", *SOURCE], "--with is missing; expected a recipe"),
         (["plan", *SOURCE, "--budget", "mean_bits"], "expected KIND=NUMBER"),
         (["report", *SOURCE, "--out", "r.pdf"], "got suffix '.pdf'"),
         (
@@ -210,7 +192,7 @@ def test_labels_need_sub_folders(capsys: pytest.CaptureFixture[str], project: Pa
     ("argv", "text"),
     [
         (["quantise"], "Did you mean quantize"),
-        (["report", "--modle", "x"], "or --model?"),
+        (["report", "--modle", "x"], "Did you mean --model"),
         (["doctor", "--obstacles", "tensorrrt"], "Did you mean tensorrt"),
         (["quantize", "--calib", "entrpy"], "Did you mean entropy"),
     ],
@@ -227,21 +209,12 @@ def test_typos_are_answered_with_suggestions(
 def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser()
     assert "exit codes:" in parser.format_help()
+    assert len(parser.format_help().splitlines()) <= 32  # one screen
     for name, child in parser.children.items():
         if name in torchq.cli.analyse.COMMANDS or name == "quantize":
             example = child.format_help().partition("example:\n")[2].split()
             assert example[:2] == ["torchq", name]
             parser.parse_args(example[1:])
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(capsys: pytest.CaptureFixture[str], shell: str) -> None:
-    script = printed(capsys, "completion", shell)
-    assert "sensitivity" in script
-    if shell == "bash":
-        typed = 'COMP_WORDS=(torchq report --l); COMP_CWORD=2; _torchq; echo "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True)
-        assert done.stdout.split() == ["--labels", "--load"]
 
 
 def test_interrupting_is_code_130(
@@ -250,6 +223,6 @@ def test_interrupting_is_code_130(
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torchq, "sensitivity", stop)
-    assert main(["sensitivity", *SOURCE]) == 130
+    monkeypatch.setattr(torchq, "doctor", stop)
+    assert main(["doctor", *SOURCE]) == 130
     assert "interrupted" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return first
 
 
-@pytest.mark.parametrize("command", ["quantize", "sensitivity", "tune"])
+@pytest.mark.parametrize("command", ["quantize", "doctor"])
 @pytest.mark.parametrize(
     ("option", "values"),
     [
@@ -105,18 +105,16 @@ def test_numbers_about_data_are_checked_first(
         (["quantize", "--verify", "0"], "--verify: got '0'; expected a whole number, 1 or more"),
         (["quantize", "--verify", "-1"], "--verify: got '-1'"),
         (["quantize", "--opset", "999"], "--opset: got '999'; expected a whole number, 10 to 23"),
-        (["tune", "--max-drop", "nan"], "--max-drop: got 'nan'; expected a finite number >= 0"),
-        (["tune", "--time-limit", "0"], "--time-limit: got '0'; expected a finite number > 0"),
         (["plan", "--budget", "mean_bits=nan"], "expected a positive number"),
         (["plan", "--budget", "bits=5"], "got budget 'bits'; expected one of mean_bits"),
         (["plan", "--budget", "mean_bits=5", "--formats", "bits"], "unknown recipe 'bits'"),
         (["plan", "--budget", "mean_bits=5", "--formats", "float"], "got no formats"),
         (["plan", "--out", "config.json"], "--out config.json: expected --budget"),
-        (["compare", "--with", "w5"], "unknown recipe 'w5'"),
+        (["report", "--recipe", "w5"], "unknown recipe 'w5'"),
         (["quantize", "--labels", "--metric", "user_net:two"], "not allowed with argument"),
         (["quantize", "--device", "meta"], "--device meta: "),
-        (["sensitivity", "--device", "meta"], "--device meta: "),
-        (["sensitivity", "--device", "abacus"], "--device abacus: "),
+        (["doctor", "--device", "meta"], "--device meta: "),
+        (["doctor", "--device", "abacus"], "--device abacus: "),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
@@ -154,8 +152,7 @@ def test_an_opset_that_cannot_hold_the_recipe_is_refused_before_calibration(
             "a.report.html: is",
         ),
         (["quantize", "--weights", "kept.pt", "--save", "kept.pt"], "of --weights too"),
-        (["tune", "--save", "c.json", "--save-config", "c.json"], "is the file of --save too"),
-        (["tune", "--recipe", "kept.json", "--save-config", "kept.json"], "of --recipe too"),
+        (["plan", "--recipe", "kept.json", "--out", "kept.json"], "of --recipe too"),
         (["report", "--load", "kept.json", "--out", "kept.json"], "of --load too"),
     ],
     ids=lambda value: " ".join(value[:5]) if isinstance(value, list) else "",
@@ -168,16 +165,12 @@ def test_a_file_is_written_by_one_option_only(
     Path("link").symlink_to("a.onnx")
     torch.save({}, "kept.pt")
     Path("kept.json").write_text(torchq.recipes.int8().to_json())
-    goal = ["--metric", "user_net:none", "--max-drop", "1"] if argv[0] == "tune" else []
-    assert text in refused(capsys, argv[0], *SOURCE, *goal, *argv[1:])
+    assert text in refused(capsys, argv[0], *SOURCE, *argv[1:])
 
 
 OUTPUTS = {
     "quantize": ["--export", "--save", "--report"],
-    "tune": ["--save", "--save-config"],
-    "sensitivity": ["--resume"],
     "report": ["--out"],
-    "compare": ["--out"],
     "plan": ["--out"],
 }
 
@@ -194,7 +187,7 @@ def test_outputs_of_every_command_are_checked_first(
     refused(capsys, "convert", "net.onnx", "--to", "missing/a.pt2")
 
 
-@pytest.mark.parametrize("command", ["quantize", "inspect", "sensitivity", "plan", "convert"])
+@pytest.mark.parametrize("command", ["quantize", "inspect", "doctor", "plan", "convert"])
 def test_inputs_that_are_not_there_are_named(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -252,22 +245,11 @@ def test_what_a_users_code_raises_is_one_line_with_its_place(
     assert re.search(r"\((user_net|raises)\.py, line \d+\)$", error)
 
 
-@pytest.mark.parametrize("name", ["two", "three", "breaks_early"])
-def test_a_metric_of_tune_with_other_arguments_is_refused(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    metric = f"user_net:{name}"
-    error = refused(capsys, "tune", *SOURCE, "--metric", metric, "--max-drop", "1")
-    assert f"--metric {metric}: " in error
-    assert "expected a function that takes the model alone" in error
-
-
-@pytest.mark.parametrize("command", ["tune", "quantize", "report"])
+@pytest.mark.parametrize("command", ["quantize", "report"])
 def test_a_metric_that_gives_no_number_is_an_error(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    goal = ["--max-drop", "1"] if command == "tune" else []
-    assert main([command, *SOURCE, "--metric", "user_net:none", *goal]) == 2
+    assert main([command, *SOURCE, "--metric", "user_net:none"]) == 2
     assert "--metric user_net:none: TypeError: float() argument" in capsys.readouterr().err
 
 

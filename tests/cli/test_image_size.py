@@ -89,7 +89,7 @@ def test_a_folder_is_read_in_the_shape_that_the_file_fixes(
     assert (found - expected).norm() < 0.1 * expected.norm()  # 8 bits
 
 
-@pytest.mark.parametrize("command", ["sensitivity", "doctor", "report", "plan"])
+@pytest.mark.parametrize("command", ["doctor", "report", "plan"])
 def test_other_commands_read_a_folder_so_too(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli import main
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq import TunedConfig, tune
 from torchq.ptq.tuning.settings import ALGORITHMS
@@ -199,21 +196,3 @@ def test_bad_arguments_are_named() -> None:
         TunedConfig.from_json(text)
     with pytest.raises(ConfigError, match="tune: got a Tensor as batches"):
         tune(net(), batches()[0], Metric(), max_drop=0.1)
-
-
-def test_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "from tests.ptq.test_tune import Metric, batches, net\nmetric = Metric()\nnumber = 3\n"
-    (tmp_path / "tuned_net.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "tuned_net", raising=False)
-    arguments = ["tune", "--model", "tuned_net:net", "--data", "tuned_net:batches"]
-    files = {"--save": tmp_path / "model.pt", "--save-config": tmp_path / "config.json"}
-    named = [part for name, path in files.items() for part in (name, str(path))]
-    assert main([*arguments, "--metric", "tuned_net:metric", "--max-drop", "0.1", *named]) == 0
-    assert "recipe int8" in capsys.readouterr().out
-    assert torchq.is_quantized(torchq.load(net(), files["--save"]))
-    assert TunedConfig.from_json(files["--save-config"].read_text()).config.name == "int8"
-    assert main([*arguments, "--metric", "tuned_net:number", "--max-drop", "0.1"]) == 2
-    assert "3 is not a callable object; expected a function" in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""``torchq sensitivity``, ``doctor``, ``report``, ``compare``, ``inspect`` and ``plan``."""
+"""``torchq doctor``, ``report``, ``inspect`` and ``plan``."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -27,32 +26,22 @@ from torchq.cli.prepare import (
 from torchq.errors import ConfigError
 from torchq.utils import replacing
 
-__all__ = ["COMMANDS", "add_analysis", "run_analysis"]
-
 #: Command -> help and an example.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "sensitivity": (
-        "rank the layers by what quantizing each alone costs",
-        "torchq sensitivity --model torchvision:resnet18 --data photos/ --rank-by fisher",
-    ),
     "doctor": (
-        "look for mistakes in a quantized model; exit code 1 if there is an error",
+        "look for mistakes in a quantized model",
         "torchq doctor --model mypackage.models:build --data photos/ --obstacles onnxruntime",
     ),
     "report": (
         "write everything about a quantized model on one page",
         "torchq report --model torchvision:resnet18 --data photos/ --labels --out report.html",
     ),
-    "compare": (
-        "put two recipes side by side",
-        "torchq compare --model torchvision:resnet18 --data photos/ --recipe int8 --with w4a4",
-    ),
     "inspect": (
-        "say what runs on integers in an ONNX file, or what is quantized in a model",
+        "say what is quantized in an ONNX file or a model",
         "torchq inspect model.onnx",
     ),
     "plan": (
-        "say what would be quantized and why, or choose formats under a budget",
+        "say what would be quantized, or choose formats by budget",
         "torchq plan --model mypackage.models:build --data photos/ --budget mean_bits=5 "
         "--formats 4 6 8 --out config.json",
     ),
@@ -65,20 +54,14 @@ def add_analysis(parsers: dict[str, Any]) -> None:
     Args:
         parsers: the parser of each of :data:`COMMANDS`.
     """
-    for name, parser in parsers.items():
+    for parser in parsers.values():
         add_source(parser.add_argument_group("what to quantize"))
         add_data(parser.add_argument_group("data"))
         method = parser.add_argument_group("how")
         add_method(method)
         method.add_argument("--load", metavar="FILE.pt", help="ranges that torchq.save wrote")
         add_json(parser)
-        if name in ("report", "compare"):
-            add_comparison(parser.add_argument_group("comparison"))
-    ranking = parsers["sensitivity"]
-    ranking.add_argument("--rank-by", default="fisher", choices=("fisher", "sqnr", "kl"))
-    ranking.add_argument("--scope", default="layer", choices=("layer", "input", "weight"))
-    ranking.add_argument("--mode", default="only", choices=("only", "all_but"))
-    ranking.add_argument("--resume", metavar="FILE.json", help="keep results, go on from there")
+    add_comparison(parsers["report"].add_argument_group("comparison"))
     parsers["doctor"].add_argument(
         "--obstacles",
         nargs="+",
@@ -86,12 +69,8 @@ def add_analysis(parsers: dict[str, Any]) -> None:
         choices=(*torchq.targets(), "deploy"),
         help="also look for what stands in the way of these runtimes, or of torchq.deploy",
     )
-    for name in ("report", "compare"):
-        parsers[name].add_argument(
-            "--out", metavar="FILE", help=".html, .json or .txt (default: print the text)"
-        )
-    parsers["compare"].add_argument(
-        "--with", dest="other", metavar="RECIPE", help="the second recipe or config file"
+    parsers["report"].add_argument(
+        "--out", metavar="FILE", help=".html, .json or .txt (default: print the text)"
     )
     plan = parsers["plan"]
     plan.add_argument(
@@ -110,14 +89,6 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
     print(json.dumps(data(), indent=2) if args.json else text)
 
 
-def _sensitivity(args: argparse.Namespace) -> int:
-    found = prepare(args, say=quiet, held_out=0)
-    options = {"scope": args.scope, "mode": args.mode, "resume": args.resume}
-    report = torchq.sensitivity(found.model, found.calibration, args.rank_by, **options)
-    _show(args, report, report.to_dict)
-    return 0
-
-
 def _doctor(args: argparse.Namespace) -> int:
     found = prepare(args, say=quiet, held_out=0)
     report = torchq.doctor(found.model, found.calibration, targets=args.obstacles)
@@ -134,11 +105,8 @@ def _report(args: argparse.Namespace) -> int:
 
 def _written(report: torchq.analysis.Report, path: str) -> str:
     """Return what to print instead of a report that was written to a file."""
-    lines = []
-    for data in report.reports:
-        label = f"{data['label']}: " if "label" in data else ""
-        lines.append(f"{label}{data['verdict']['sentence']} {data['verdict']['blame']}")
-    return "\n".join([*lines, f"wrote {path}"])
+    verdict = report.data["verdict"]
+    return f"{verdict['sentence']} {verdict['blame']}\nwrote {path}"
 
 
 def _check_out(args: argparse.Namespace) -> None:
@@ -146,23 +114,6 @@ def _check_out(args: argparse.Namespace) -> None:
     read_metric(args)
     if args.out is not None:
         check_path(args.out)
-
-
-def _compare(args: argparse.Namespace) -> int:
-    if args.other is None:
-        raise ConfigError("--with is missing; expected a recipe to compare --recipe with")
-    named_config(args.other)
-    first = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
-    second = copy.copy(args)
-    second.recipe = args.other
-    other = prepare(second, say=quiet, held_out=0)
-    labels = (args.recipe, args.other)
-    metric = read_metric(args)
-    report = torchq.compare(
-        first.model, other.model, first.held_out, args.out, metric, labels=labels
-    )
-    _show(args, report if args.out is None else _written(report, args.out), lambda: report.data)
-    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -244,10 +195,8 @@ def _budget(texts: list[str]) -> dict[str, float]:
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "sensitivity": _sensitivity,
     "doctor": _doctor,
     "report": _report,
-    "compare": _compare,
     "inspect": _inspect,
     "plan": _plan,
 }

@@ -15,13 +15,11 @@ from torchq.cli.loading import explained, load_model
 from torchq.errors import ConfigError, ExportError
 from torchq.utils import replacing
 
-__all__ = ["add_convert", "run_convert"]
-
 
 def add_convert(commands: Any) -> None:
     """Add the command and its arguments to a parser."""
     parser = commands.add_parser(
-        "convert", help="turn an ONNX, MXNet or Caffe file into a file for torch.export.load"
+        "convert", help="turn ONNX, MXNet or Caffe files into torch.export's"
     )
     parser.add_argument("file", metavar="MODEL", help="NAME.onnx, NAME-symbol.json, NAME.prototxt")
     parser.add_argument(

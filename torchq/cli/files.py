@@ -14,26 +14,16 @@ from torch import fx
 from torchq.errors import ConfigError
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
 
-__all__ = [
-    "ENDINGS",
-    "check_different",
-    "check_folder",
-    "check_paths",
-    "is_network_file",
-    "read_network",
-    "reader_text",
-]
-
 #: What names of files with networks end with.
 ENDINGS = (".onnx", "-symbol.json", ".prototxt")
 
 
 #: Arguments that name files to read, or a model or recipe that may be a file.
-_READ = ("file", "model", "weights", "recipe", "other", "load")
-_FLAGS = {"file": "MODEL", "other": "--with", "save_config": "--save-config"}
+_READ = ("file", "model", "weights", "recipe", "load")
+_FLAGS = {"file": "MODEL"}
 #: Arguments that name files to write, and what some of the names must end with.
-_WRITTEN = ("export", "save", "report", "out", "save_config", "to", "resume")
-_WRITTEN_ENDINGS = {"export": ".onnx", "save_config": ".json", "to": ".pt2"}
+_WRITTEN = ("export", "save", "report", "out", "to")
+_WRITTEN_ENDINGS = {"export": ".onnx", "to": ".pt2"}
 
 
 def check_paths(args: argparse.Namespace) -> None:

@@ -20,16 +20,6 @@ from torch import Tensor, nn
 from torchq.cli.files import ENDINGS, is_network_file, read_network, reader_text
 from torchq.errors import ConfigError, MissingExtraError, TorchqError
 
-__all__ = [
-    "Images",
-    "evenly_ordered",
-    "explained",
-    "load_batches",
-    "load_model",
-    "load_object",
-    "load_text",
-]
-
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 

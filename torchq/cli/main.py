@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torchq
 from torchq.cli.analyse import COMMANDS, add_analysis, run_analysis
@@ -21,33 +23,45 @@ from torchq.cli.options import (
     add_output,
     add_report,
     add_source,
+    whole,
 )
-from torchq.cli.parser import SHELLS, Parser, completion_script
 from torchq.cli.quantize import run_quantize
-from torchq.cli.tune import add_tune_arguments, run_tune
-from torchq.cli.values import whole
 from torchq.errors import TorchqError
 
-__all__ = ["main", "build_parser"]
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 _EXAMPLES = """examples:
   torchq demo --out torchq-demo
   torchq quantize --model torchvision:resnet18 --weights resnet18.pt --data photos/ \\
       --calib entropy --target onnxruntime --export resnet18.onnx
-  torchq quantize --model mypackage.models:build --data mypackage.data:loader \\
-      --exclude 'head.*' --save model.pt
   torchq quantize --model mypackage.models:build --recipe w4a4 --dry-run
-  torchq quantize float.onnx --data photos/ --export int8.onnx
   torchq convert resnet-symbol.json --to resnet.pt2
-  torchq report --model torchvision:resnet18 --data photos/ --out report.html
-  torchq doctor --model mypackage.models:build --data photos/
-  eval "$(torchq completion bash)"
 
-exit codes:
-  0  done
-  1  torchq doctor found an error
-  2  wrong arguments, or a problem that the message says how to mend
-  130  interrupted"""
+exit codes: 0 done; 1 torchq doctor found an error; 2 wrong arguments, or a problem
+that the message says how to mend; 130 interrupted. See also torchq COMMAND --help."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` whose errors suggest close names.
+
+    Attributes:
+        children: the parsers of its commands.
+    """
+
+    children: Mapping[str, argparse.ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and what may be meant, and exit with code 2."""
+        known = set(_OPTION.findall(self.format_help())) | set(self.children)
+        for child in self.children.values():
+            known |= set(_OPTION.findall(child.format_help()))
+        wrong = re.findall(r"invalid choice: '([^']+)'", message)
+        wrong += re.findall(r"unrecognized arguments: (\S+)", message)
+        choices = re.findall(r"choose from (.*)\)", message)
+        named = {name.strip(" '") for text in choices for name in text.split(",")}
+        close = [c for w in wrong for c in difflib.get_close_matches(w, sorted(known | named), n=2)]
+        suggestion = f". Did you mean {' or '.join(close)}?" if close else ""
+        self.exit(2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n")
 
 
 def build_parser() -> Parser:
@@ -63,27 +77,15 @@ def build_parser() -> Parser:
     _add_demo(
         commands.add_parser(
             "demo",
-            help="train, quantize, export and verify a small network on real images, "
-            "in about a minute",
+            help="train, quantize, export and verify a small network",
         )
     )
     add_convert(commands)
-    add_tune_arguments(
-        _command(
-            commands,
-            "tune",
-            "find settings with which your own model keeps a metric",
-            "torchq tune --model mypackage.models:build --data photos/ "
-            "--metric mypackage.evaluate:accuracy --max-drop 0.01 --save model.pt",
-        )
-    )
     _add_quantize(commands)
     parsers = {}
     for name, (text, example) in COMMANDS.items():
         parsers[name] = _command(commands, name, text, example)
     add_analysis(parsers)
-    completion = commands.add_parser("completion", help="print a script for your shell")
-    completion.add_argument("shell", choices=SHELLS)
     parser.children = dict(commands.choices)
     return parser
 
@@ -166,9 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    if args.command == "completion":
-        print(completion_script(args.shell, parser.children))
-        return 0
     try:
         return _run(args)
     except (TorchqError, OSError) as error:
@@ -187,6 +186,5 @@ def _run(args: argparse.Namespace) -> int:
         run_convert(args)
     else:
         args.model = args.model or args.file
-        own = {"quantize": run_quantize, "tune": run_tune}
-        return own.get(args.command, run_analysis)(args)
+        return run_quantize(args) if args.command == "quantize" else run_analysis(args)
     return 0

@@ -21,26 +21,10 @@ from torchq.cli.files import is_network_file
 from torchq.cli.loading import Images, explained, load_batches, load_model, load_object
 from torchq.errors import ConfigError
 
-__all__ = [
-    "Prepared",
-    "accuracy",
-    "example_of",
-    "named_config",
-    "prepare",
-    "quiet",
-    "read_batches",
-    "read_metric",
-    "read_model",
-    "require",
-    "selection",
-]
-
 _SIZE = 224
 _EXPECTED = {
     "model": "--model is missing; expected torchvision:NAME, package.module:factory or a file",
     "data": "--data is missing; expected a folder of images or package.module:loader",
-    "metric": "--metric is missing; expected package.module:function",
-    "max_drop": "--max-drop is missing; expected the largest loss of the metric, such as 0.01",
 }
 
 

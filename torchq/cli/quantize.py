@@ -26,8 +26,6 @@ from torchq.cli.prepare import (
 from torchq.errors import TorchqError
 from torchq.utils.optional import import_optional
 
-__all__ = ["run_quantize"]
-
 #: Where the report goes if no other file is written.
 _REPORT = "torchq-report.html"
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torchq.errors import MissingExtraError
 from torchq.utils import progress_bar
 
-__all__ = ["Split", "load_digits", "DemoNet", "train", "accuracy", "predictions"]
-
 
 @dataclass(frozen=True)
 class Split:
@@ -76,6 +74,7 @@ class RepVGGBlock(nn.Module):
         self.nonlinearity = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the branches that are there, after ReLU."""
         if hasattr(self, "rbr_reparam"):
             return self.nonlinearity(self.rbr_reparam(x))
         identity = 0 if self.rbr_identity is None else self.rbr_identity(x)

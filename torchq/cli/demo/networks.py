@@ -11,8 +11,6 @@ from torch import nn
 from torchq.cli.demo.data import DemoNet, Split
 from torchq.errors import MissingExtraError
 
-__all__ = ["NETWORKS", "Network"]
-
 
 @dataclass(frozen=True)
 class Network:

@@ -19,8 +19,6 @@ from torchq.cli.demo.networks import NETWORKS, Network
 from torchq.errors import ExportError, MissingExtraError
 from torchq.utils import markdown_table
 
-__all__ = ["Row", "run_demo"]
-
 _CALIBRATION_BATCHES = 5
 #: Known architectures are timed on one image of this size, as they are used.
 _TIMED_SIZE, _ROUNDS = 224, 7
