@@ -34,7 +34,7 @@ def main() -> None:
     paths = sorted(path for path in options.photos.iterdir() if path.is_file())[:64]
     photos = torch.stack([prepare(Image.open(path).convert("RGB")) for path in paths])
 
-    model = torchq.from_onnx(options.source).eval()
+    model = torchq.from_onnx(options.source, free_batch=True).eval()
     torchq.fuse_(model, photos[:1])
     report = torchq.quantize_(
         model, torchq.recipes.int8(), target=options.target, example=photos[:1]

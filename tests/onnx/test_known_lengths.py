@@ -105,10 +105,17 @@ def graphs_opened(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return opened
     import openvino
 
+    read: list[bytes] = []
+
     class Core(openvino.Core):
+        # Graphs are also read, without being compiled, to see whether they take an image size.
         def read_model(self, file: Any, *args: Any) -> Any:
-            note(file.getvalue())
+            read.append(file.getvalue())
             return super().read_model(file, *args)
+
+        def compile_model(self, *args: Any) -> Any:
+            note(read[-1])
+            return super().compile_model(*args)
 
     monkeypatch.setattr(openvino, "Core", Core)
     return opened
