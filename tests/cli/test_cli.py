@@ -17,8 +17,7 @@ from torch import nn
 
 import torchq
 from torchq.cli import main
-from torchq.cli.demo.data import Split
-from torchq.cli.demo.networks import NETWORKS
+from torchq.cli.demo.data import NETWORKS, Split
 from torchq.cli.loading import evenly_ordered
 
 MODULE = """

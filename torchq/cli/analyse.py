@@ -49,11 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def add_analysis(parsers: dict[str, Any]) -> None:
-    """Add the arguments of each command.
-
-    Args:
-        parsers: the parser of each of :data:`COMMANDS`.
-    """
+    """Add the arguments of each command."""
     for parser in parsers.values():
         add_source(parser.add_argument_group("what to quantize"))
         add_data(parser.add_argument_group("data"))

@@ -61,15 +61,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def example_of(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
-    """Return random inputs of a model.
-
-    Args:
-        model: of one of the readers.
-        shapes: the shape of each input; none for those that the file states, open sizes 1.
-
-    Raises:
-        ConfigError: The shape of an input is not known, or their number is wrong.
-    """
+    """Return random inputs, of ``shapes`` or of those that the file states, open sizes 1."""
     names: Any = model.input_names
     known: Any = model.input_shapes
     if shapes and len(shapes) != len(names):

@@ -27,11 +27,7 @@ _WRITTEN_ENDINGS = {"export": ".onnx", "to": ".pt2"}
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raise an error for files of a command that are not there, or that could not be written.
-
-    Raises:
-        ConfigError: The text names the option.
-    """
+    """Raise an error for files of a command that are not there, or that could not be written."""
     read, written = {}, {}
     for name in _READ:
         path = getattr(args, name, None)
@@ -59,11 +55,7 @@ def _check_readable(option: str, path: str) -> None:
 
 
 def check_folder(option: str, path: str | Path) -> None:
-    """Raise an error where a file could not be written later, before any work is done.
-
-    Raises:
-        ConfigError: The path is a folder, or its folder is missing or not writable.
-    """
+    """Raise an error where a file could not be written later, before any work is done."""
     folder = Path(os.path.realpath(path)).parent
     if Path(path).is_dir():
         raise ConfigError(f"{option} {path}: is a folder; expected a file")
@@ -76,15 +68,7 @@ def check_folder(option: str, path: str | Path) -> None:
 def check_different(
     written: Mapping[str, str | None], read: Mapping[str, str] | None = None
 ) -> None:
-    """Raise an error where an option names the file of another one, also through links.
-
-    Args:
-        written: option -> path.
-        read: the same of files that are not to be lost.
-
-    Raises:
-        ConfigError: Two outputs are one file, or an output is an input.
-    """
+    """Raise an error where an option names the file of another one, also through links."""
     seen = {os.path.realpath(path): option for option, path in (read or {}).items()}
     for option, path in written.items():
         if path is None:
@@ -100,16 +84,10 @@ def is_network_file(name: str) -> bool:
 
 
 def read_network(name: str, weights: str | None = None) -> fx.GraphModule:
-    """Return the network of a file.
+    """Return the network of a file, by default with the weights beside it.
 
-    Args:
-        name: of the file.
-        weights: the file with the weights, by default the one beside it: ``NAME-0000.params`` with
-            the highest number, or ``NAME.caffemodel``. ONNX files hold their weights.
-
-    Raises:
-        ConfigError: The file of weights is not there.
-        FrontendError: A file cannot be read.
+    These are ``NAME-0000.params`` with the highest number, or ``NAME.caffemodel``. ONNX files hold
+    their weights.
     """
     if name.endswith(".onnx"):
         return from_onnx(name)

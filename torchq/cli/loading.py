@@ -25,11 +25,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what a user's code raises into one line that says where it was raised.
-
-    Raises:
-        ConfigError: The code raised an exception that torchq does not explain itself.
-    """
+    """Turn what a user's code raises into one line that says where it was raised."""
     try:
         yield
     except TorchqError:
@@ -44,12 +40,7 @@ def explained(what: str) -> Iterator[None]:
 def load_object(name: str, what: str) -> Any:
     """Return what ``package.module:attribute`` names; the current folder is searched too.
 
-    Args:
-        name: the text.
-        what: the option that it was given for, for error texts.
-
-    Raises:
-        ConfigError: It is not of that form, or there is no such module or attribute.
+    Error texts name the option ``what`` that it was given for.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -78,14 +69,9 @@ def load_object(name: str, what: str) -> Any:
 def load_model(name: str, weights: str | None) -> nn.Module:
     """Return a model in eval mode.
 
-    Args:
-        name: ``torchvision:resnet18``; or ``package.module:factory``, a function without
-            arguments, or a module; or the path of a file of ONNX, MXNet or Caffe.
-        weights: a file with a state dict, which may be its entry ``state_dict`` or ``model``; or
-            the weights of MXNet or Caffe; or None.
-
-    Raises:
-        ConfigError: The name, the file or the keys do not fit.
+    The name is ``torchvision:resnet18``; or ``package.module:factory``, a function without
+    arguments, or a module; or the path of a file of ONNX, MXNet or Caffe. The file of weights has
+    a state dict, which may be its entry ``state_dict`` or ``model``; or those of MXNet or Caffe.
     """
     if name.startswith("torchvision:"):
         model = _torchvision(name.partition(":")[2])
@@ -142,13 +128,7 @@ def _load_weights(model: nn.Module, path: str) -> None:
 
 
 def load_text(name: str, path: str, weights: str | None = None) -> str:
-    """Return the Python code that loads a saved model.
-
-    Args:
-        name: the model, as for :func:`load_model`.
-        path: the file that :func:`torchq.save` wrote.
-        weights: as for :func:`load_model`.
-    """
+    """Return the Python code that loads a saved model."""
     if is_network_file(name):
         return f"import torchq; model = torchq.load({reader_text(name, weights)}, {path!r})"
     module, _, attribute = name.partition(":")
@@ -182,17 +162,10 @@ class Images:
 
 
 def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterable[Any]:
-    """Return batches to calibrate with.
+    """Return batches of a folder of images, or of what ``package.module:loader`` names or returns.
 
-    Args:
-        name: a folder with images, searched recursively, or ``package.module:loader``: an iterable
-            of batches or a function that returns one.
-        images: how images are read and prepared.
-        labelled: the sub-folders are the classes, in the order of their names; each batch of
-            images comes with its labels.
-
-    Raises:
-        ConfigError: There is no such folder or no image in it, or the object is not iterable.
+    With ``labelled`` the sub-folders are the classes, in the order of their names, and each batch
+    of images comes with its labels.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -213,11 +186,7 @@ def load_batches(name: str, images: Images, *, labelled: bool = False) -> Iterab
 
 
 def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of images with the numbers of the sub-folders that they lie in.
-
-    Raises:
-        ConfigError: There are fewer than two sub-folders.
-    """
+    """Yield batches of images with the numbers of the sub-folders that they lie in."""
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if len(classes) < 2:
         raise ConfigError(

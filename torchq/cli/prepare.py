@@ -57,26 +57,14 @@ def quiet(text: object) -> None:
 
 
 def require(args: argparse.Namespace, *names: str) -> None:
-    """Raise one error that names everything that is missing.
-
-    Args:
-        args: the arguments of a command.
-        names: those that it cannot do without.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Raise one error that names everything that is missing."""
     missing = [_EXPECTED[name] for name in names if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"{'; '.join(missing)}. See torchq {args.command} --help")
 
 
 def read_model(args: argparse.Namespace) -> nn.Module:
-    """Return the float model on its device.
-
-    Raises:
-        ConfigError: There is no such model, or no such device.
-    """
+    """Return the float model on its device."""
     try:
         torch.zeros(1, device=args.device).cpu()  # which a meta tensor cannot follow
     except Exception as error:  # of many kinds, by device
@@ -85,11 +73,7 @@ def read_model(args: argparse.Namespace) -> nn.Module:
 
 
 def named_config(recipe: str) -> torchq.QuantConfig:
-    """Return a recipe by name, or the content of a configuration file.
-
-    Raises:
-        ConfigError: There is no such recipe or file.
-    """
+    """Return a recipe by name, or the content of a configuration file."""
     if recipe.endswith(".json"):
         return torchq.QuantConfig.from_json(Path(recipe).read_text("utf-8", errors="replace"))
     return torchq.recipes.by_name(recipe)
@@ -101,11 +85,7 @@ def selection(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_metric(args: argparse.Namespace) -> Any:
-    """Return the metric that was asked for, or None; what it raises names the option.
-
-    Raises:
-        ConfigError: It is no function of an output and its batch, or of a model.
-    """
+    """Return the metric that was asked for, or None; what it raises names the option."""
     if args.metric is None:
         name, metric = "--labels", accuracy if args.labels else None
     else:
@@ -133,9 +113,6 @@ def read_batches(
     """Return the batches to calibrate on, and up to ``held_out`` that come after them.
 
     Images of a folder come in the shape that the file of a network fixes.
-
-    Raises:
-        ConfigError: There is no batch, or it is not what the model takes.
     """
     size, fixed = args.image_size or (_SIZE, _SIZE), None
     if is_network_file(args.model) and Path(args.data).is_dir():
@@ -178,11 +155,7 @@ def fixed_batch(model: nn.Module, args: argparse.Namespace) -> int | None:
 
 
 def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
-    """Return height and width of the images that the network of a file takes.
-
-    Raises:
-        ConfigError: It takes no colour images, or such of another size than --image-size.
-    """
+    """Return height and width of the images that the network of a file takes."""
     shapes: Any = model.input_shapes
     stated = shapes[0] or [None, 3, None, None]
     if len(shapes) != 1 or len(stated) != 4 or stated[1] not in (3, None):
@@ -201,11 +174,7 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
 
 
 def example_of(batch: Any) -> Tensor:
-    """Return the input tensor of a batch; the export traces with it.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the input tensor of a batch; the export traces with it."""
     first = batch[0] if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, Tensor):
         raise ConfigError(
@@ -221,16 +190,9 @@ def prepare(
     held_out: int,
     check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Load, fuse, quantize and calibrate a model.
+    """Load, fuse, quantize and calibrate a model; keep ``held_out`` batches for a comparison.
 
-    Args:
-        args: of a command with the shared options.
-        say: prints progress; some commands print JSON alone.
-        held_out: batches to keep for a comparison.
-        check: called once model and recipe are read, before any other work.
-
-    Raises:
-        ConfigError: Something does not fit; the text names the option.
+    ``check`` is called once model and recipe are read, before any other work.
     """
     if args.model is None:
         require(args, "model", "data")
@@ -273,11 +235,7 @@ def _counted(batches: list[Any]) -> str:
 
 @contextmanager
 def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
-    """Explain why the model fails on the first batch, before all other work.
-
-    Raises:
-        ConfigError: The model fails.
-    """
+    """Explain why the model fails on the first batch, before all other work."""
     try:
         yield
     except Exception as error:  # whatever the model's code raises

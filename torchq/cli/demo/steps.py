@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli.demo.data import Split, accuracy, load_digits, predictions, train
-from torchq.cli.demo.networks import NETWORKS, Network
+from torchq.cli.demo.data import (
+    NETWORKS,
+    Network,
+    Split,
+    accuracy,
+    load_digits,
+    predictions,
+    train,
+)
 from torchq.errors import ExportError, MissingExtraError
 from torchq.utils import markdown_table
 
@@ -57,17 +64,7 @@ class Row:
 def run_demo(
     out: Path, *, seed: int = 0, epochs: int | None = None, model: str = "repvgg"
 ) -> list[Row]:
-    """Train, fuse, quantize, fine-tune, export and verify a network, and print each step.
-
-    Args:
-        out: the folder for models and table; made if it does not exist.
-        seed: of the split, the initial weights and the order of batches.
-        epochs: of FP32 training and of QAT, each; None takes those of the network.
-        model: a name in :data:`torchq.cli.demo.networks.NETWORKS`.
-
-    Returns:
-        The rows of the table.
-    """
+    """Train, fuse, quantize, fine-tune, export and verify a network, and print each step."""
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -200,11 +197,7 @@ def _row(name: str, predicted: Tensor, test: Split, fp32: Tensor) -> Row:
 def _exported(
     name: str, model: nn.Module, predicted: Tensor, test: Split, fp32: Tensor, path: Path
 ) -> Row:
-    """Return the row of a model that is also written as ONNX and run there.
-
-    Raises:
-        ExportError: The file does not compute what PyTorch does.
-    """
+    """Return the row of a model that is also written as ONNX and run there."""
     row = _row(name, predicted, test, fp32)
     with warnings.catch_warnings():
         # The FP32 file is there to compare with.
