@@ -282,7 +282,7 @@ def test_half_between_backward_and_step() -> None:
 def test_repr_tells_what_it_does() -> None:
     assert repr(TensorQuantizer()) == "TensorQuantizer(int8 per-tensor max, amax=unknown, quantize)"
     assert "amax=1.5, off" in repr(TensorQuantizer(QuantDescriptor(amax=1.5), mode="off"))
-    assert "amax=1..2 (2)" in repr(TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0])))
+    assert "amax=1 .. 2 (2)" in repr(TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0])))
     assert "amax=dynamic" in repr(TensorQuantizer(QuantDescriptor(dynamic=True)))
     assert "amax=meta()" in repr(
         TensorQuantizer(QuantDescriptor(amax=1.0), device=torch.device("meta"))

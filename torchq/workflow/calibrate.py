@@ -137,29 +137,23 @@ def calibrate(
         >>> print(torchq.calibrate(model, [torch.ones(2, 4)], progress=False).batches)
         1
     """
-    if forward is not None and not callable(forward):
-        raise ConfigError(
-            f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
-        )
-    _check_arguments(batches, on_unseen, method, weights, num_batches)
+    _check_arguments(batches, forward, on_unseen, method, weights, num_batches)
     # Wrappers would exchange buffers in their first forward, and wait for a rank without a batch.
     model = unwrapped(model)
     todo, kept = _pending(model, force)
-    if batches is not None and group is None:
-        _warn_of_other_ranks()
+    _warn_of_other_ranks(batches, group)
     of_weights, pending = weight_quantizers(model), {id(q) for q in todo.values()}
     activations = {name: q for name, q in todo.items() if id(q) not in of_weights}
     count, unseen = 0, list[str]()
-    wanted = batches is not None and _need_samples(todo.values(), weights)
-    samples = OutputSamples(model) if wanted else None
+    samples = _samples(model, todo, weights) if batches is not None else None
     with _ranges_kept_on_interrupt(todo.values()), torch.no_grad():
         try:
             if batches is not None and (activations or group or samples):
                 show = progress and (group is None or dist.get_rank(group) == 0)
-                with evaluating(model), _observing(model, activations, method, options):
+                observing = _observing(model, activations, method, options)
+                with evaluating(model), observing, samples or nullcontext():
                     if activations or samples:
-                        with samples or nullcontext():
-                            count = _run(model, batches, forward, num_batches, show)
+                        count = _run(model, batches, forward, num_batches, show)
                     _join(activations, group, count)
                     unseen = _set_ranges(activations)
                 _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
@@ -168,8 +162,7 @@ def calibrate(
             raise
         # Weights come last: weight_norm and its like compute the weight in a forward pass.
         calibrate_weights(model, only=pending, method=weights, samples=samples, group=group)
-    ranges = {name: _bounds(q) for name, q in todo.items() if q.calibrated}
-    return CalibrationReport(count, ranges, kept, tuple(unseen), _signs(todo))
+    return CalibrationReport(count, _bounds(todo), kept, tuple(unseen), _signs(todo))
 
 
 def _signs(chosen: Mapping[str, TensorQuantizer]) -> dict[str, str]:
@@ -223,11 +216,16 @@ def calibrate_weights(
 
 def _check_arguments(
     batches: Iterable[Any] | None,
+    forward: Forward | None,
     on_unseen: str,
     method: str | None,
     weights: str | None,
     num_batches: int | None,
 ) -> None:
+    if forward is not None and not callable(forward):
+        raise ConfigError(
+            f"calibrate: got forward={forward!r}; expected a function of the model and a batch"
+        )
     known = {"method": (method, methods()), "weights": (weights, (*methods(), _BY_OUTPUT))}
     for argument, (given, names) in known.items():
         if given is not None and given not in names:
@@ -241,7 +239,9 @@ def _check_arguments(
     check_batches("calibrate", () if batches is None else batches, num_batches)
 
 
-def _warn_of_other_ranks() -> None:
+def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
+    if batches is None or group is not None:
+        return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"calibrate: this is one of {dist.get_world_size()} processes and uses its own "
@@ -322,10 +322,12 @@ def _ranges_kept_on_interrupt(chosen: Iterable[TensorQuantizer]) -> Iterator[Non
         raise
 
 
-def _need_samples(quantizers: Iterable[TensorQuantizer], weights: str | None) -> bool:
-    """Return True if inputs of layers have to be kept."""
-    by_output = any(q.descriptor.calib_method == _BY_OUTPUT for q in quantizers)
-    return weights == _BY_OUTPUT or (weights is None and by_output)
+def _samples(
+    model: nn.Module, chosen: Mapping[str, TensorQuantizer], weights: str | None
+) -> OutputSamples | None:
+    """Return what keeps inputs of layers, or None if no method of weights needs them."""
+    own = weights is None and any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
+    return OutputSamples(model) if own or weights == _BY_OUTPUT else None
 
 
 def _run(
@@ -429,6 +431,11 @@ def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count
             quantizer.mode = "off"
 
 
-def _bounds(quantizer: TensorQuantizer) -> tuple[float, float]:
-    smallest, largest = torch.aminmax(torch.cat([end.flatten() for end in quantizer.ends()]))
-    return float(smallest), float(largest)
+def _bounds(chosen: Mapping[str, TensorQuantizer]) -> dict[str, tuple[float, float]]:
+    """Return the least and the largest end of each known range."""
+    found = {}
+    for name, quantizer in chosen.items():
+        if quantizer.calibrated:
+            least, largest = torch.aminmax(torch.cat([e.flatten() for e in quantizer.ends()]))
+            found[name] = float(least), float(largest)
+    return found

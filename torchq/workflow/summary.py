@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
@@ -147,11 +146,4 @@ def _range_text(quantizer: TensorQuantizer) -> str:
         return "of each call"
     if not quantizer.calibrated:
         return "of each call (not calibrated)"
-    if quantizer.amax.is_meta:
-        return "meta"
-    if not quantizer.descriptor.symmetric:
-        return quantizer.range_text()
-    smallest, largest = torch.aminmax(quantizer.amax.detach())
-    if quantizer.amax.numel() == 1:
-        return f"{largest:.4g}"
-    return f"{smallest:.4g} .. {largest:.4g} ({quantizer.amax.numel()})"
+    return quantizer.range_text()

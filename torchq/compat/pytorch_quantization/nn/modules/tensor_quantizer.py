@@ -26,7 +26,6 @@ from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.formats import Granularity, PerAxis, PerTensor
 from torchq.functional import reduce_amax, scale_from_amax
-from torchq.nn.quantizer_range import QuantizerRange
 from torchq.utils import constant_while_tracing
 
 torch.fx.wrap("quantize_dequantize")
@@ -403,7 +402,7 @@ class TensorQuantizer(core.TensorQuantizer):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
         # .half() must not round the range; only the device of the result is taken over.
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super(QuantizerRange, self)._apply(fn, recurse)
+        super(core.TensorQuantizer, self)._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype is not buffer.dtype:
@@ -424,7 +423,7 @@ class TensorQuantizer(core.TensorQuantizer):
                     old, torch.empty(value.shape, dtype=torch.float32, device=device)
                 )
             state_dict[prefix + old] = value.float()
-        super(QuantizerRange, self)._load_from_state_dict(state_dict, prefix, *args)
+        super(core.TensorQuantizer, self)._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         for key in [prefix + old for old in _SAVED.values() if prefix + old in missing]:
             missing.remove(key)  # a float checkpoint leaves the range as it is
