@@ -240,13 +240,6 @@ def test_errors_are_one_line_and_exit_2(
     assert re.search(text, error), error
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    assert {"demo", "quantize"} <= set(capsys.readouterr().out.split())
-
-
 def test_python_m_torchq_is_the_same_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torchq", "--version"], capture_output=True, text=True, check=True
@@ -301,12 +294,3 @@ def test_demo_networks_take_the_digits(name: str) -> None:
     network = NETWORKS[name]
     digits = network.prepared(Split(torch.rand(2, 1, 8, 8), torch.zeros(2)))
     assert network.build().eval()(digits.images).shape == (2, 10)
-
-
-def test_demo_model_file_loads_into_a_fresh_network(tmp_path: Path) -> None:
-    from torchq.cli.demo.data import DemoNet
-
-    net = DemoNet(width=2).eval()
-    assert isinstance(net[0].rbr_identity, type(None))
-    assert isinstance(net[1].rbr_identity, nn.BatchNorm2d)
-    assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

@@ -86,13 +86,3 @@ def test_formats_that_no_file_can_hold_are_refused_before_calibration(
     captured = capsys.readouterr()
     assert "ONNX" in captured.err
     assert "calibrated" not in captured.out
-
-
-@pytest.mark.parametrize("option", ["--export", "--save"])
-def test_outputs_are_checked_before_any_work(
-    option: str, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, option, "missing/m"]) == 2
-    captured = capsys.readouterr()
-    assert "missing does not exist" in captured.err
-    assert "fused" not in captured.out

@@ -187,11 +187,6 @@ def test_defaults_belong_to_the_class() -> None:
         quant_nn.QuantLinear.set_default_quant_desc_input(8)
 
 
-def test_defaults_were_put_back() -> None:
-    """By the fixture of these tests, after the one above."""
-    assert quant_conv.Conv2d(2, 3, 3).input_quantizer._num_bits == 8
-
-
 def test_every_module_called_quantizer_can_be_disabled() -> None:
     model = nn.ModuleList(
         [

@@ -159,8 +159,3 @@ def test_readiness_for_export() -> None:
     channels = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), axis=0, amax=[[1.0], [2.0]]))
     with pytest.raises(RuntimeError, match="expected a scalar"):
         channels._check_onnx_readiness(x)
-
-
-def test_an_unknown_calib_method_is_an_error_at_construction() -> None:
-    with pytest.raises(ValueError, match="calib_method: got 'histgram'; expected 'max' or 'histo"):
-        quant_nn.TensorQuantizer(QuantDescriptor(calib_method="histgram"))
