@@ -55,7 +55,7 @@ def main() -> None:
     torchq.calibrate(quantized, batches, progress=False)
     print(f"{options.bits} bits: {accuracy(quantized, *test)}")
 
-    ranking = torchq.sensitivity(quantized, batches, metric="kl", progress=False)
+    ranking = torchq.sensitivity(quantized, batches, metric="fisher", progress=False)
     print(ranking)
     worst = ranking.worst(2)
     eight = torchq.recipes.int8().rules

@@ -178,8 +178,7 @@ def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
     report = torchq.layer_errors(model, batches, progress=False)
     assert [row.name for row in report.rows] == ["stem.0", "left.0", "right.0", "head"]
     assert all(math.isfinite(row.local_sqnr) for row in report.rows)
-    assert report.to_dict()["rows"][0]["kind"] == "Conv2d"
-    assert report._repr_html_().startswith("<table>")
+    assert report.rows[0].kind == "Conv2d"
 
 
 def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import math
-import sys
 from functools import cache
 from typing import Any
 
@@ -16,10 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, image_batches
-from torchq.analysis.mixed.solver import Problem
+from torchq.analysis.solver import Problem
 from torchq.errors import CalibrationError, ConfigError
-
-pytest.importorskip("scipy")
 
 
 def network() -> nn.Sequential:
@@ -45,27 +41,7 @@ def usual() -> torchq.analysis.MixedPrecision:
     return planned()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="ctypes.CDLL(None) is the C library elsewhere")
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    """Solve programs of a size at which HiGHS prints a line where groups take exactly one format.
-
-    The line comes from C and not through ``sys.stdout``, and waits in a buffer of C.
-    """
-    library = ctypes.CDLL(None)
-    generator = torch.Generator().manual_seed(7)
-    damages = torch.rand(60, 5, generator=generator) ** 4 * torch.tensor([16, 4, 1, 0.3, 0.05])
-    weights = (torch.rand(60, generator=generator) * 1e6).int().double()
-    bits = torch.tensor([3, 4, 5, 6, 8])
-    work = torch.rand(60, 5, generator=generator).double() * bits**2
-    mean = weights[:, None] / weights.sum() * bits
-    problem = Problem(damages.tolist(), {"mean": mean.tolist(), "work": work.tolist()})
-    for bound in (6.6, 8.0):
-        assert problem.solve({"mean": bound, "work": problem.bounds("work")[1] / 2}) is not None
-    library.fflush(None)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_solution_is_the_best_of_all(seed: int) -> None:
     """Compare with trying every choice."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,6 +54,7 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
         costs = [sum(rows[g][f] for g, f in enumerate(choice)) for rows in (bits, work)]
         if costs[0] <= budget["bits"] and costs[1] <= budget["work"]:
             allowed[choice] = sum(damages[g][f] for g, f in enumerate(choice))
+    allowed = {choice: damage for choice, damage in allowed.items() if damage < math.inf}
     found = problem.solve(budget)
     if not allowed:
         assert found is None
@@ -136,13 +113,6 @@ def test_bit_operations_count_multiplications_of_one_input() -> None:
     assert config.costs["bit_operations"] == products * 64
 
 
-def test_latency_is_that_of_deployed_layers() -> None:
-    config = planned(formats=[8, "float"], budget={"latency": 60.0})
-    assert set(config.costs) == {"mean_bits", "bytes", "bit_operations", "latency"}
-    assert 0 < config.costs["latency"] < 60
-    assert {choice.format for choice in config.choices} == {"float"}
-
-
 def test_groups_agree_and_fixed_layers_keep_their_format() -> None:
     free = usual()
     assert len({c.format for c in free.choices}) > 1
@@ -170,7 +140,7 @@ def test_layers_that_share_a_quantizer_agree() -> None:
     assert groups["a"] == groups["b"] != groups["c"]
 
 
-@pytest.mark.parametrize("metric", ["sqnr", "kl", "fisher"])
+@pytest.mark.parametrize("metric", ["sqnr", "fisher"])
 def test_every_metric_ranks_formats(metric: str) -> None:
     config = planned(metric=metric)
     assert config.metric == metric
@@ -210,18 +180,13 @@ def test_a_quantized_model_is_taken_as_float_and_left_alone() -> None:
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
 
 
-def test_the_plan_prints_plots_and_serialises() -> None:
+def test_the_plan_prints_and_serialises() -> None:
     config = usual()
     *rows, ending = str(config).splitlines()
     assert ending.endswith(f"predicted damage {config.damage:.2e}")
     assert [row.split()[-1] for row in rows[1:]] == [f"{c.damage:.2e}" for c in config.choices]
-    assert "<table>" in config._repr_html_()
     data = json.loads(json.dumps(config.summary()))
     assert len(data["choices"]) == 4
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pytest.MonkeyPatch().setenv("MPLBACKEND", "agg")
-    assert config.plot().get_xlabel() == "mean_bits"
-    pyplot.close("all")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +227,7 @@ class Projections(nn.Module):
         return self.last(weights @ value)
 
 
-def of_projections(**options: Any) -> dict[str, torchq.analysis.mixed.LayerChoice]:
+def of_projections(**options: Any) -> dict[str, torchq.analysis.LayerChoice]:
     torch.manual_seed(4)
     options = {"budget": {"mean_bits": 5}, "formats": [3, 4, 6, 8], "progress": False, **options}
     config = torchq.mixed_precision(Projections(), vectors(), **options)

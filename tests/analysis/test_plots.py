@@ -15,7 +15,7 @@ from torch import nn
 
 import torchq
 from tests.models import ConvNet, image_batches
-from torchq.analysis import DoctorReport, FrontPoint, MixedPrecision, Report, SensitivityReport
+from torchq.analysis import SensitivityReport
 from torchq.errors import MissingExtraError
 
 
@@ -53,34 +53,9 @@ def test_layer_errors_draw_both_errors_along_the_network(pyplot: Any) -> None:
     assert report.plot(mine) is mine
 
 
-def test_findings_are_counted_by_kind(pyplot: Any) -> None:
-    model = quantized(4)
-    for layer in (model.left[0], model.right[0]):
-        layer.input_quantizer.forget_amax()
-    model.head.weight_quantizer.mode = "off"
-    report = torchq.doctor(model, progress=False)
-    ax = report.plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["uncalibrated", "switched_off"]
-    widths = [[bar.get_width() for bar in group] for group in ax.containers]
-    assert widths == [[2, 0], [0, 0], [0, 1]]
-    assert ax.get_title() == report.headline
-
-
-def test_a_comparison_draws_both_models(pyplot: Any) -> None:
-    models = quantized(8), quantized(4)
-    found = torchq.compare(*models, image_batches(), labels=("fine", "coarse"), progress=False)
-    ax = found.plot()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fine", "coarse"]
-    fine, coarse = heights(ax)
-    assert all(a < b for a, b in zip(fine, coarse, strict=True))
-
-
 REPORTS: list[Any] = [
-    DoctorReport((), ()),
     torchq.analysis.LayerErrors((), 1.0, 1),
-    Report({"model": "Net", "layers": []}),
     SensitivityReport((), "sqnr", "dB", True, "only", "layer", 1.0),
-    MixedPrecision(rules=(), front=(FrontPoint({}, 1.0, {}),), budget={"bytes": 1.0}),
 ]
 
 

@@ -20,7 +20,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "sensitivity": torchq.sensitivity,
     "fisher": lambda *args, **options: torchq.sensitivity(*args, "fisher", **options),
     "layer_errors": torchq.layer_errors,
-    "doctor": partial(torchq.doctor, targets=["deploy"]),
+    "doctor": torchq.doctor,
     "report": partial(torchq.report, plan=False),
     "compare": lambda model, *args, **options: torchq.compare(model, model, *args, **options),
     "mixed_precision": partial(torchq.mixed_precision, budget={"mean_bits": 6}),

@@ -69,8 +69,8 @@ def test_formats_and_metrics_that_do_not_exist() -> None:
         torchq.mixed_precision(quantized(), batches, budget={"mean_bits": 5}, formats=["float"])
     with pytest.raises(ConfigError, match=r"sensitivity: got metric 'acc'; expected .*'fisher'"):
         torchq.sensitivity(quantized(), batches, "acc", progress=False)
-    with pytest.raises(ConfigError, match=r"report: got metric 'kl'; expected a function"):
-        torchq.report(quantized(), batches, None, "kl", progress=False)
+    with pytest.raises(ConfigError, match=r"report: got metric 'sqnr'; expected a function"):
+        torchq.report(quantized(), batches, None, "sqnr", progress=False)
 
 
 def test_a_folder_that_does_not_exist_is_found_before_the_work(tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def test_plan_and_the_config_that_it_writes(
     capsys: pytest.CaptureFixture[str], project: Path
 ) -> None:
     assert "3 quantized" in printed(capsys, "plan", "--model", "toy_nets:build")
-    pytest.importorskip("scipy")
     budget = ["--budget", "mean_bits=6", "--formats", "4", "8", "--out", "mixed.json"]
     assert "budget mean_bits 6" in printed(capsys, "plan", *SOURCE, *budget)
     config = torchq.QuantConfig.from_json((project / "mixed.json").read_text())
@@ -193,7 +192,6 @@ def test_labels_need_sub_folders(capsys: pytest.CaptureFixture[str], project: Pa
     [
         (["quantise"], "Did you mean quantize"),
         (["report", "--modle", "x"], "Did you mean --model"),
-        (["doctor", "--obstacles", "tensorrrt"], "Did you mean tensorrt"),
         (["quantize", "--calib", "entrpy"], "Did you mean entropy"),
     ],
 )

@@ -97,7 +97,6 @@ def quick_adaround(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick_adaround")
 @torch.no_grad()
 def test_mixed_precision_with_the_fewest_bits_is_the_last_resort() -> None:
-    pytest.importorskip("scipy")
     result = search(Metric(deep), 0.08, torchq.recipes.integer(2, 8, weight_method="max"), deep)
     changes = [trial.change for trial in result.table]
     assert not any(trial.error for trial in result.table)

@@ -1,10 +1,17 @@
 """Seeing what quantization does to a model, and deciding what to do about it."""
 
-from torchq.analysis.diagnosis import CHECKS, DoctorReport, Finding, doctor
-from torchq.analysis.layer_errors import LayerError, LayerErrors, QuantizerRow, layer_errors
-from torchq.analysis.mixed import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
+from torchq.analysis.checks import CHECKS, Finding
+from torchq.analysis.doctor import DoctorReport, doctor
+from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
+from torchq.analysis.mixed_precision import (
+    FrontPoint,
+    LayerChoice,
+    MixedPrecision,
+    mixed_precision,
+)
 from torchq.analysis.page import Report, check_path, compare, compare_outputs, report
-from torchq.analysis.ranking import SensitivityReport, SensitivityRow, sensitivity
+from torchq.analysis.quantizer_statistics import QuantizerRow
+from torchq.analysis.sensitivity import SensitivityReport, SensitivityRow, sensitivity
 
 __all__ = [
     "CHECKS",

@@ -13,15 +13,6 @@ from torchq.errors import ConfigError
 from torchq.nn import QuantModule, RoutedModule, TensorQuantizer, modes_kept, site_descriptors
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = [
-    "QuantizedLayer",
-    "active_quantizers",
-    "channel_axes",
-    "passing",
-    "quantized_layers",
-    "quantizing",
-]
-
 
 @dataclass(frozen=True)
 class QuantizedLayer:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "decibels", "mean_ratio", "relative_error"]
-
 
 def decibels(signal: float, noise: float) -> float:
     """Return ``10 log10(signal / noise)``; infinity without noise, NaN where a sum is not finite.
@@ -87,13 +85,6 @@ class Noise:
         self.correlation += float(torch.dot(expected, error))
         low, high = torch.aminmax(error)
         self.largest = _largest(self.largest, -float(low), float(high))
-
-    def join(self, other: Noise) -> None:
-        """Add the sums of other pairs."""
-        self.signal += other.signal
-        self.noise += other.noise
-        self.correlation += other.correlation
-        self.largest = _largest(self.largest, other.largest)
 
     @property
     def sqnr(self) -> float:

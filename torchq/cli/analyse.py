@@ -10,8 +10,8 @@ from typing import Any
 
 import torchq
 from torchq.analysis import check_path
-from torchq.analysis.mixed.costs import check_budget
-from torchq.analysis.mixed.formats import check_formats
+from torchq.analysis.costs import check_budget
+from torchq.analysis.formats import check_formats
 from torchq.cli.options import add_comparison, add_data, add_json, add_method, add_source
 from torchq.cli.prepare import (
     named_config,
@@ -30,7 +30,7 @@ from torchq.utils import replacing
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": (
         "look for mistakes in a quantized model",
-        "torchq doctor --model mypackage.models:build --data photos/ --obstacles onnxruntime",
+        "torchq doctor --model mypackage.models:build --data photos/",
     ),
     "report": (
         "write everything about a quantized model on one page",
@@ -58,13 +58,6 @@ def add_analysis(parsers: dict[str, Any]) -> None:
         method.add_argument("--load", metavar="FILE.pt", help="ranges that torchq.save wrote")
         add_json(parser)
     add_comparison(parsers["report"].add_argument_group("comparison"))
-    parsers["doctor"].add_argument(
-        "--obstacles",
-        nargs="+",
-        default=[],
-        choices=(*torchq.targets(), "deploy"),
-        help="also look for what stands in the way of these runtimes, or of torchq.deploy",
-    )
     parsers["report"].add_argument(
         "--out", metavar="FILE", help=".html, .json or .txt (default: print the text)"
     )
@@ -87,7 +80,7 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
 
 def _doctor(args: argparse.Namespace) -> int:
     found = prepare(args, say=quiet, held_out=0)
-    report = torchq.doctor(found.model, found.calibration, targets=args.obstacles)
+    report = torchq.doctor(found.model, found.calibration)
     _show(args, report, report.to_dict)
     return 0 if report.ok else 1
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.analysis.ranking.metrics import find_metric
+from torchq.analysis.metrics import find_metric
 from torchq.cli.files import is_network_file
 from torchq.cli.loading import Images, explained, load_batches, load_model, load_object
 from torchq.errors import ConfigError

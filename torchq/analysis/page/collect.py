@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import gathered
-from torchq.analysis.diagnosis import doctor
+from torchq.analysis.costs import LayerFacts, gather_facts
+from torchq.analysis.doctor import doctor
 from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
-from torchq.analysis.mixed import MixedPrecision, mixed_precision
-from torchq.analysis.mixed.costs import LayerFacts, gather_facts
+from torchq.analysis.metrics import batch_size
+from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
 from torchq.analysis.noise import relative_error
 from torchq.analysis.page.outputs import compare_outputs
 from torchq.analysis.page.samples import channel_rows, histogram_rows
 from torchq.analysis.page.verdict import culprits, damage_shares, verdict
-from torchq.analysis.ranking import SensitivityReport, sensitivity
-from torchq.analysis.ranking.metrics import batch_size
-from torchq.errors import ConfigError, MissingExtraError
+from torchq.analysis.sensitivity import SensitivityReport, sensitivity
+from torchq.analysis.text import plain
+from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, state_kept
 from torchq.utils import device_of, evaluating, unwrapped
 from torchq.version import __version__
-
-__all__ = ["collect"]
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
 
@@ -39,37 +35,22 @@ def collect(
     metric: Any,
     plan: MixedPrecision | bool,
     forward: Forward | None,
-    group: dist.ProcessGroup | None,
     progress: bool,
 ) -> dict[str, Any]:
-    """Measure everything that a report shows.
-
-    Args:
-        model: quantized; left unchanged.
-        batches: at least one.
-        metric: see :func:`torchq.report`.
-        plan: the mixed-precision plan to show, True to make one, False for none.
-        forward: the user's own way to run the model.
-        group: processes with batches of their own.
-        progress: show bars.
-
-    Returns:
-        JSON data, in which None stands for numbers that are not finite.
-    """
+    """Measure everything that a report shows; None in the data stands for what is not finite."""
     where, model = "report", unwrapped(model)
     layers = quantized_layers(model, where)
-    alone: dict[str, Any] = {"forward": forward, "progress": progress}
-    options = {**alone, "group": group}
+    options: dict[str, Any] = {"forward": forward, "progress": progress}
     run = partial(_run, model, forward, device_of(model))
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
     ranking = _ranking(model, batches, options)
-    examined = gathered(doctor(model, batches, **alone), group)[0]
+    examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
     facts = _facts(model, layers, run, batches[0])
-    found = histogram_rows(model, layers, batches, run, group=group, progress=progress)
+    found = histogram_rows(model, layers, batches, run, progress=progress)
     data = {
-        **_about(model, batches, group),
+        **_about(model, batches),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
         "ranking": _ranking_row(ranking),
@@ -81,20 +62,17 @@ def collect(
         "plan": None if found_plan is None else found_plan.summary(),
         "plan_note": plan_note,
     }
-    plain: dict[str, Any] = _plain(data)
-    return plain
+    found_data: dict[str, Any] = plain(data, digits=5)
+    return found_data
 
 
-def _about(
-    model: nn.Module, batches: Sequence[Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    counts = gathered((len(batches), sum(map(batch_size, batches))), group)
+def _about(model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
     return {
         "torchq": __version__,
         "torch": torch.__version__,
         "model": type(model).__name__,
-        "batches": sum(number for number, _ in counts),
-        "inputs": sum(inputs for _, inputs in counts),
+        "batches": len(batches),
+        "inputs": sum(map(batch_size, batches)),
     }
 
 
@@ -102,7 +80,6 @@ def _ranking_row(ranking: SensitivityReport) -> dict[str, Any]:
     return {
         "metric": ranking.metric,
         "unit": ranking.unit,
-        "note": ranking.note,
         "worst": [name or "(root)" for name in culprits(ranking)],
     }
 
@@ -134,7 +111,7 @@ def _plan(
             model, batches, budget=budget, formats=_FORMATS, metric="fisher", **options
         )
         return made, ""
-    except (ConfigError, MissingExtraError, RuntimeError) as error:
+    except (ConfigError, RuntimeError) as error:
         return None, f"There is no plan: {error}"
 
 
@@ -220,14 +197,3 @@ def _quantizer_rows(
                 "sqnr": q.sqnr,
             }
     return rows
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON data with five digits, in which None stands for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value

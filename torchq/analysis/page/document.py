@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import math
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -12,20 +10,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchq.analysis.plotting import draw_errors
-from torchq.analysis.tables import decibel_text, percent_text
+from torchq.analysis.text import decibel_text, percent_text
 from torchq.errors import ConfigError
-from torchq.utils import replacing, table, wrap
+from torchq.utils import NotebookText, replacing, table, wrap
 from torchq.utils.optional import import_optional
-
-__all__ = ["Report", "check_path"]
 
 _SUFFIXES = (".html", ".htm", ".json", ".txt", ".md")
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(NotebookText):
     """Everything that was measured; ``print`` it, or write it as a file.
 
     Attributes:
@@ -38,10 +33,6 @@ class Report:
     def reports(self) -> list[dict[str, Any]]:
         """The reports in it: one, or those that are compared."""
         return list(self.data.get("reports", [self.data]))
-
-    def to_json(self) -> str:
-        """Return the data as JSON text."""
-        return json.dumps(self.data, indent=1)
 
     def to_html(self) -> str:
         """Return one HTML page that needs no other file and no network.
@@ -67,35 +58,6 @@ class Report:
     def __str__(self) -> str:
         return "\n\n".join(_text(data) for data in self.reports)
 
-    def _repr_html_(self) -> str:
-        page = html.escape(self.to_html(), quote=True)
-        return f'<iframe srcdoc="{page}" style="width:100%;height:80vh;border:0"></iframe>'
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw the error that is born in each layer with matplotlib, of all models side by side.
-
-        Args:
-            ax: axes to draw on; default new ones.
-
-        Returns:
-            The axes.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        found = {
-            data.get("label") or data["model"]: {
-                row["name"]: row["local_error"] for row in data["layers"]
-            }
-            for data in self.reports
-        }
-        names = list(dict.fromkeys(name for rows in found.values() for name in rows))
-        errors = {
-            label: [math.nan if (value := rows.get(name)) is None else value for name in names]
-            for label, rows in found.items()
-        }
-        return draw_errors(ax, names, errors)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as the suffix of ``path`` says: .html, .json, .txt or .md.
 
@@ -106,7 +68,7 @@ class Report:
         check_path(path)
         suffix = Path(path).suffix.lower()
         if suffix == ".json":
-            text = self.to_json()
+            text = json.dumps(self.data, indent=1)
         else:
             text = self.to_html() if suffix.startswith(".htm") else f"{self}\n"
         with replacing(path) as (temporary,):

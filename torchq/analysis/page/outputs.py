@@ -8,18 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import gathered
 from torchq.analysis.layers import active_quantizers, quantizing
-from torchq.analysis.ranking.metrics import Evaluation, Score, Sqnr, find_metric
-from torchq.analysis.results import class_axis, only_scores
+from torchq.analysis.metrics import Evaluation, Score, Sqnr, class_axis, find_metric, only_scores
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, state_kept
 from torchq.utils import device_of, evaluating, progress_bar
-
-__all__ = ["Agreement", "Outputs", "compare_outputs"]
 
 
 @dataclass
@@ -79,7 +74,6 @@ def compare_outputs(
     *,
     reference: nn.Module | None = None,
     forward: Forward | None = None,
-    group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> Outputs:
     """Run a quantized model on batches, with its quantizers off and on.
@@ -90,7 +84,6 @@ def compare_outputs(
         metric: ``metric(output, batch)`` or ``metric(model)``, or None.
         reference: another float model to compare with; default the model without quantizers.
         forward: called as ``forward(model, batch)`` instead of the model itself.
-        group: join the figures of these processes, each with its own batches.
         progress: show a bar.
 
     Raises:
@@ -111,7 +104,6 @@ def compare_outputs(
             with quantizing(known, []):
                 scores[0] = chosen.of(original)
             scores[1] = chosen.of(model)
-    comparison.join(group)
     return comparison.outputs(scores)
 
 
@@ -143,16 +135,6 @@ class _Comparison:
     def _sum(self, name: str, new: list[float]) -> None:
         old = self._sums.get(name, [0.0] * len(new))
         self._sums[name] = [a + b for a, b in zip(old, new, strict=True)]
-
-    def join(self, group: dist.ProcessGroup | None) -> None:
-        """Add what the other processes of a group compared."""
-        parts = gathered((self._sums, self._agreement), group)
-        self._sums, self._agreement = {}, Agreement()
-        for sums, agreement in parts:
-            for name, new in sums.items():
-                self._sum(name, new)
-            self._agreement.same += agreement.same
-            self._agreement.predictions += agreement.predictions
 
     def outputs(self, scores: list[float | None]) -> Outputs:
         """Return the figures; ``scores`` are those of a metric that ran the models itself."""

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchq.analysis.batches import gathered
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_axes, passing
 from torchq.calib import make_calibrator
 from torchq.errors import CalibrationError, ConfigError
@@ -19,8 +17,6 @@ from torchq.formats import PerTensor
 from torchq.graph import state_kept
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import evaluating, progress_bar
-
-__all__ = ["channel_rows", "histogram_rows"]
 
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
@@ -46,11 +42,6 @@ class _Sample:
         self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
         self.values.append(flat[:: max(1, flat.numel() // _KEPT)].float().cpu().clone())
 
-    def join(self, other: _Sample) -> None:
-        """Add the values of another process."""
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.values += other.values
-
 
 def histogram_rows(
     model: nn.Module,
@@ -58,18 +49,11 @@ def histogram_rows(
     batches: Iterable[Any],
     run: Callable[[Any], Any],
     *,
-    group: dist.ProcessGroup | None,
     progress: bool,
 ) -> dict[str, dict[str, Any]]:
     """Return for each quantizer its histogram and the amax of every method, as JSON data.
 
-    Args:
-        model: left unchanged; it runs with its quantizers off.
-        layers: its quantized layers.
-        batches: what to run.
-        run: calls the model on one batch.
-        group: processes with batches of their own.
-        progress: show bars.
+    The model runs in float; ``run`` calls it on one batch.
     """
     samples = {path: _Sample() for layer in layers for path in layer.quantizers}
     quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
@@ -84,7 +68,6 @@ def histogram_rows(
         stack.enter_context(_sampled(inputs, samples))
         for batch in progress_bar(batches, description="histograms", enabled=progress):
             run(batch)
-    samples = _joined(samples, group)
     _add_weights(layers, samples)
     shown = progress_bar(samples.items(), description="ranges", unit="quantizer", enabled=progress)
     return {
@@ -92,16 +75,6 @@ def histogram_rows(
         for path, sample in shown
         if sample.values
     }
-
-
-def _joined(samples: dict[str, _Sample], group: dist.ProcessGroup | None) -> dict[str, _Sample]:
-    """Return the samples of all processes of a group."""
-    first, *others = gathered(samples, group)
-    for other in others:
-        for path, sample in other.items():
-            first[path].join(sample)
-    joined: dict[str, _Sample] = first
-    return joined
 
 
 def _add_weights(layers: list[QuantizedLayer], samples: dict[str, _Sample]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchq.analysis.diagnosis import DoctorReport, Finding
+from torchq.analysis.checks import Finding
+from torchq.analysis.doctor import DoctorReport
 from torchq.analysis.layer_errors import LayerErrors
 from torchq.analysis.page.outputs import Outputs
-from torchq.analysis.ranking import SensitivityReport
-from torchq.analysis.tables import decibel_text
-
-__all__ = ["culprits", "damage_shares", "verdict"]
+from torchq.analysis.sensitivity import SensitivityReport
+from torchq.analysis.text import decibel_text
 
 #: Share of equal predictions from which on a model is good, and from which on it is usable.
 _AGREEMENT = (0.99, 0.95)

@@ -1,30 +1,71 @@
-"""How an output is compared with the one that it should be."""
+"""The tensors of an output that count, and how they are compared with what they should be."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.analysis.noise import Noise, mean_ratio
-from torchq.analysis.results import class_axis, results_in, scores_in
 from torchq.errors import ConfigError
 from torchq.graph import tensors_in
 
-__all__ = [
-    "Evaluate",
-    "Evaluation",
-    "KlDivergence",
-    "Metric",
-    "Score",
-    "Sqnr",
-    "batch_size",
-    "find_metric",
-]
+#: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
+_NAMES = ("logits", "out")
+
+
+def results_in(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output.
+
+    A number among tensors is left out: it is the loss of a model that was given labels.
+    """
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return [tensor for tensor in found if tensor.dim()] or found
+
+
+def scores_in(output: Any) -> list[Tensor]:
+    """Return the scores of classes in an output.
+
+    Where a field has the name that other libraries use for scores, it is the only one: encoders
+    and caches return further tensors, which have no classes. Else all results with two dimensions
+    and two classes or more count.
+    """
+    named = _named(output)
+    return [t for t in named or results_in(output) if _has_classes(t)]
+
+
+def only_scores(output: Any) -> Tensor | None:
+    """Return the scores where it is plain which tensor holds them: by its name, or alone."""
+    found = _named(output) or results_in(output)
+    return found[0] if len(found) == 1 and _has_classes(found[0]) else None
+
+
+def _named(output: Any) -> list[Tensor]:
+    fields = [value for name, value in _fields(output) if name.split("_")[0] in _NAMES]
+    return results_in(fields[0]) if fields else []
+
+
+def _has_classes(tensor: Tensor) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[class_axis(tensor)] > 1
+
+
+def _fields(output: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(output, Mapping):
+        yield from ((str(name), value) for name, value in output.items())
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [field.name for field in dataclasses.fields(output)]
+        yield from ((name, getattr(output, name)) for name in names)
+
+
+def class_axis(output: Tensor) -> int:
+    """Return the axis of the classes: 1 for images (N, C, H, W), else the last."""
+    return 1 if output.dim() >= 4 else -1
+
 
 #: What users give as a metric: of one output and its batch, or of a whole model.
 Evaluate = Callable[..., Any]
@@ -77,29 +118,6 @@ class Sqnr(Metric):
         return mean_ratio(list(zip(sums[::2], sums[1::2], strict=True)))
 
 
-class KlDivergence(Metric):
-    """Kullback-Leibler divergence of the classes' probabilities, in nats for each prediction."""
-
-    name, unit, rising = "kl", "nat", False
-
-    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
-        """Return the sum over predictions, and their number."""
-        total, count = 0.0, 0
-        for value, expected in zip(scores_in(output), scores_in(reference), strict=False):
-            if value.shape != expected.shape:
-                continue
-            axis = class_axis(value)
-            # In float32 the rounding of the difference hides layers that hardly hurt.
-            found, wanted = (t.double().log_softmax(axis) for t in (value, expected))
-            total += float((wanted.exp() * (wanted - found)).sum())
-            count += value.numel() // value.shape[axis]
-        return [total, float(count)]
-
-    def value(self, sums: list[float]) -> float:
-        """Return the mean over predictions; NaN where no output has classes."""
-        return max(sums[0], 0.0) / sums[1] if sums[1] else math.nan
-
-
 class Score(Metric):
     """The user's ``metric(output, batch)``, averaged over batches by their size."""
 
@@ -134,21 +152,10 @@ class Evaluation(Metric):
             return float(self.function(model))
 
 
-_KNOWN: dict[str, type[Metric]] = {"sqnr": Sqnr, "kl": KlDivergence}
-
-
 def find_metric(where: str, metric: str | Evaluate) -> Metric:
-    """Return the metric that a user asked for.
-
-    Args:
-        where: the function that was called, for the text of the error.
-        metric: ``"sqnr"``, ``"kl"``, a function of an output and its batch, or of a model.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    if isinstance(metric, str) and metric in _KNOWN:
-        return _KNOWN[metric]()
+    """Return the metric that a user asked for; ``where`` is the function that was called."""
+    if metric == "sqnr":
+        return Sqnr()
     if callable(metric):
         count = _positional_count(metric)
         if count == 1:
@@ -156,9 +163,9 @@ def find_metric(where: str, metric: str | Evaluate) -> Metric:
         if count == 2:
             return Score(metric)
     raise ConfigError(
-        f"{where}: got metric {metric!r}; expected {', '.join(map(repr, _KNOWN))}, 'fisher', a "
-        "function metric(output, batch) or a function metric(model), which return a number that is "
-        "larger for a better model"
+        f"{where}: got metric {metric!r}; expected 'sqnr', 'fisher' (for the divergence of class "
+        "probabilities), a function metric(output, batch) or a function metric(model), which "
+        "return a number that is larger for a better model"
     )
 
 

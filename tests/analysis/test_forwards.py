@@ -1,13 +1,10 @@
-"""Runs that start in the middle give what whole runs give, whatever a forward does."""
+"""The values of a ranking are those of separate runs, whatever a forward does."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import torchq
 
@@ -16,18 +13,6 @@ WIDTH = 24
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
-
-
-class Branching(nn.Module):
-    """Its forward looks at values, which no tracer can follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = linear(), linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.b(x) if float(x.detach().sum()) < 1e9 else self.c(x)
 
 
 class InPlace(nn.Module):
@@ -135,77 +120,3 @@ def test_values_are_those_of_whole_runs(
     assert {row.name: row.value for row in report.rows} == pytest.approx(
         whole_runs(model, batches, mode), rel=1e-5
     )
-    assert not report.note
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_layers_behind_code_that_looks_at_values_start_in_the_middle() -> None:
-    model, batches = prepared(Branching(), (16, 16))
-    with FlopCounterMode(display=False) as one, torch.no_grad():
-        model(batches[0])
-    with FlopCounterMode(display=False) as counter:
-        report = torchq.sensitivity(model, batches, progress=False)
-    assert report.unseen == ("c",)
-    assert {row.name for row in report.rows} == {"a", "b"}
-    # Float, quantized, a and half of b, for two batches; the first is followed and checked too.
-    whole, half = 2 * 3 + 1, 2 * 0.5 + 0.5
-    assert counter.get_total_flops() == (whole + half) * one.get_total_flops()
-
-
-class Remembering(nn.Module):
-    """Its first block hands a value on beside its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: list[Tensor] = []
-        self.first, self.last = _Writer(self.memory), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.clear()
-        x = self.first(x)
-        return self.last(x + sum(self.memory))
-
-
-class _Writer(nn.Module):
-    def __init__(self, memory: list[Tensor]) -> None:
-        super().__init__()
-        self.layer, self.memory = linear(), memory
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.append(x)
-        return self.layer(x)
-
-
-def test_a_block_that_does_more_than_return_runs_again() -> None:
-    model, batches = prepared(Remembering(), (16,))
-    report = torchq.sensitivity(model, batches, progress=False)
-    assert "each run is a whole one" in report.note
-    assert "each run is a whole one" in str(report).replace("\n", " ")
-    expected = whole_runs(model, batches, "only")
-    assert {row.name: row.value for row in report.rows} == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_forward_of_the_users_own_starts_in_the_middle_too() -> None:
-    model, batches = prepared(Branching(), (16,))
-    calls: list[int] = []
-
-    def forward(model: nn.Module, batch: Tensor) -> Tensor:
-        calls.append(len(batch))
-        return model(batch)
-
-    own = torchq.sensitivity(model, batches, forward=forward, progress=False)
-    assert calls
-    assert not own.note
-    assert own.rows == torchq.sensitivity(model, batches, progress=False).rows
-
-
-def test_an_error_inside_a_run_leaves_the_forwards_alone() -> None:
-    model, batches = prepared(Branching(), (16,))
-    before = copy.copy(vars(model.a))
-
-    def failing(output: Tensor, batch: Tensor) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        torchq.sensitivity(model, batches, failing, progress=False)
-    assert vars(model.a).keys() == before.keys()

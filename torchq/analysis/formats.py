@@ -1,34 +1,28 @@
-"""The formats that a layer may have, and a calibrated copy of the model in each."""
+"""The formats that a layer may have, a calibrated copy of the model in each, and its damage."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from torchq import recipes
+from torchq.analysis.fisher import Disturbance, fisher_sums
+from torchq.analysis.metrics import Evaluate, batch_size
+from torchq.analysis.sensitivity import sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.graph import Forward
+from torchq.graph import Forward, call_model
 from torchq.nn import shared_groups
 from torchq.swap import Decision, quantize_
-from torchq.utils import Pattern, copy_module
+from torchq.utils import Pattern, copy_module, device_of, progress_bar
 from torchq.workflow.calibrate import calibrate
-
-__all__ = [
-    "FLOAT",
-    "Candidate",
-    "FormatChoice",
-    "check_formats",
-    "exact_rule",
-    "make_candidate",
-    "named_config",
-]
 
 #: The name of the choice that leaves a layer as it is.
 FLOAT = "float"
@@ -57,27 +51,14 @@ class Candidate:
 
 
 def check_formats(choices: Sequence[FormatChoice]) -> None:
-    """Raise an error unless every choice is known, and one of them is a format of integers.
-
-    Raises:
-        ConfigError: One is not, or all leave the layers float.
-    """
+    """Raise ConfigError unless every choice is known, and one is a format of integers."""
     found = [named_config(choice) for choice in choices if choice != FLOAT]
     if not found:
         raise ConfigError("mixed_precision: got no formats; expected one at least, such as [4, 8]")
 
 
 def named_config(choice: FormatChoice) -> tuple[str, QuantConfig]:
-    """Return the name and the recipe of a format.
-
-    Args:
-        choice: ``"w4a8"``: weights of 4 and inputs of 8 bits; ``"w4"``: weights alone; the name of
-            a recipe; a width for both; a pair of widths, of which None leaves that part float; or
-            a config of one's own.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return the name and the recipe of a format."""
     if isinstance(choice, QuantConfig):
         return choice.name, choice
     if isinstance(choice, str):
@@ -107,24 +88,13 @@ def make_candidate(
     *,
     exclude: Sequence[Pattern] | Pattern | None,
     forward: Forward | None,
-    group: dist.ProcessGroup | None = None,
 ) -> Candidate:
-    """Return a copy of a float model in one format, calibrated.
-
-    Args:
-        model: left unchanged.
-        choice: see :func:`named_config`.
-        batches: to calibrate on.
-        example: the first of them.
-        exclude: layers that stay float.
-        forward: the user's own way to run the model.
-        group: processes with batches of their own.
-    """
+    """Return a calibrated copy of a float model in one format; ``example`` is the first batch."""
     name, config = named_config(choice)
     quantized = copy_module(model)
     example = None if forward is not None else example
     report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
-    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", group=group, progress=False)
+    calibrate(quantized, batches, forward=forward, on_unseen="dynamic", progress=False)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [tuple(path.rpartition(".")[0] for path in g) for g in shared_groups(quantized)]
     return Candidate(name, quantized, decisions, tuple(shared))
@@ -137,3 +107,63 @@ def exact_rule(name: str, input: QuantDescriptor | None, weight: QuantDescriptor
     if input is None and weight is None:
         return Rule(pattern, skip=True)
     return Rule(pattern, input=input, weight=weight)
+
+
+#: (path of the layer, name of the format) -> damage.
+Damages = dict[tuple[str, str], float]
+
+
+def estimated_damages(
+    model: nn.Module,
+    candidates: Sequence[Candidate],
+    names: Sequence[str],
+    batches: Sequence[Any],
+    forward: Forward | None,
+    progress: bool,
+) -> Damages:
+    """Return the estimates from gradients, for all layers of a float model and formats together."""
+    disturbances = [
+        Disturbance((name, candidate.name), model.get_submodule(name), _alone(candidate, name))
+        for name in names
+        for candidate in candidates
+        if name in candidate.decisions
+    ]
+    device = device_of(model)
+    total: dict[Any, list[float]] = {}
+    shown = progress_bar(batches, description="estimate damage", enabled=progress)
+    for number, batch in enumerate(shown):
+        call = partial(call_model, model, batch, forward=forward, device=device)
+        for key, new in fisher_sums(call, disturbances, batch_size(batch), number).items():
+            total[key] = [a + b for a, b in zip(total.get(key, [0.0, 0.0]), new, strict=True)]
+    return {key: value / max(count, 1.0) for key, (value, count) in total.items()}
+
+
+def _alone(candidate: Candidate, name: str) -> Callable[[Any, Any], Any]:
+    module = candidate.model.get_submodule(name)
+    return lambda args, kwargs: module.forward(*args, **kwargs)
+
+
+def measured_damages(
+    candidates: Sequence[Candidate],
+    batches: Iterable[Any],
+    metric: str | Evaluate,
+    forward: Forward | None,
+    progress: bool,
+) -> Damages:
+    """Return the damage that each layer does when it alone is quantized.
+
+    Signal to noise ratios become shares of noise, which add up over layers, and the user's
+    figures become losses.
+    """
+    found: Damages = {}
+    for candidate in candidates:
+        report = sensitivity(candidate.model, batches, metric, forward=forward, progress=progress)
+        for row in report.rows:
+            if report.unit == "dB":
+                damage = 10 ** (-row.value / 10)
+            elif report.rising:
+                damage = max((report.reference or 0.0) - row.value, 0.0)
+            else:
+                damage = row.value
+            found[row.name, candidate.name] = math.inf if math.isnan(damage) else damage
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,27 +16,6 @@ from torchq.analysis.layers import passing
 from torchq.graph import state_kept, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.utils import evaluating
-
-__all__ = ["Addition", "Observation", "Seen", "observe"]
-
-_SAMPLE = 1 << 16
-
-
-@dataclass
-class Seen:
-    """What one quantizer was given, in the float model.
-
-    Attributes:
-        calls: how often.
-        largest: the largest magnitude.
-        usual: the 99.9th percentile of the magnitudes, the largest over batches.
-        finite: False where NaN or infinity came.
-    """
-
-    calls: int = 0
-    largest: float = 0.0
-    usual: float = 0.0
-    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,18 +40,16 @@ class Observation:
     Attributes:
         example: the first batch.
         batches: how many were run.
-        quantizers: by id of the quantizer.
-        called: ids of the modules that were called.
-        readers: quantizers that were given one and the same tensor.
+        reached: ids of the quantizers that were called.
+        not_finite: ids of those that were given NaN or infinity by the float model.
         additions: of the first batch.
         norms: path of a BatchNorm -> path of the quantized layer whose output it normalises.
     """
 
     example: Any
     batches: int = 0
-    quantizers: dict[int, Seen] = field(default_factory=dict)
-    called: set[int] = field(default_factory=set)
-    readers: list[list[TensorQuantizer]] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
+    not_finite: set[int] = field(default_factory=set)
     additions: list[Addition] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)
 
@@ -86,14 +62,8 @@ def observe(
 ) -> Observation | None:
     """Run ``model`` on batches and return what was seen; None without any batch.
 
-    The statistics are those of the float model. Who feeds whom is read from one more run of the
-    first batch, with the quantizers as they are.
-
-    Args:
-        model: left unchanged.
-        known: its quantizers by path.
-        batches: what to run.
-        run: calls the model on one batch.
+    Values are those of the float model. Who feeds whom is read from one more run of the first
+    batch, with the quantizers as they are.
     """
     found: Observation | None = None
     with torch.no_grad(), evaluating(model), state_kept(model):
@@ -101,46 +71,29 @@ def observe(
             if found is None:
                 found = Observation(batch)
                 _follow(model, found, run)
-            with passing(known.values()), _statistics(model, known, found):
+            with passing(known.values()), _values(known, found):
                 run(batch)
             found.batches += 1
     return found
 
 
 @contextmanager
-def _statistics(
-    model: nn.Module, known: dict[str, TensorQuantizer], found: Observation
-) -> Iterator[None]:
-    def note(quantizer: nn.Module, args: tuple[Any, ...]) -> None:
-        _note(found.quantizers.setdefault(id(quantizer), Seen()), args[0].detach())
+def _values(known: dict[str, TensorQuantizer], found: Observation) -> Iterator[None]:
+    """Note which quantizers are called, and which with values that are not finite."""
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        found.called.add(id(module))
+    def note(quantizer: nn.Module, args: tuple[Any, ...]) -> None:
+        found.reached.add(id(quantizer))
+        if not bool(torch.isfinite(args[0]).all()):
+            found.not_finite.add(id(quantizer))
 
     with ExitStack() as stack:
         for quantizer in known.values():
             stack.callback(quantizer.register_forward_pre_hook(note).remove)
-        for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(enter).remove)
         yield
 
 
-def _note(seen: Seen, x: Tensor) -> None:
-    seen.calls += 1
-    if not x.numel():
-        return
-    values = x.reshape(-1)[:: max(1, x.numel() // _SAMPLE)].abs().float()
-    largest = float(x.abs().max())
-    if not math.isfinite(largest):
-        seen.finite = False
-        return
-    position = max(1, round(0.999 * values.numel()))
-    seen.largest = max(seen.largest, largest)
-    seen.usual = max(seen.usual, float(values.kthvalue(position).values))
-
-
 def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> None:
-    """Run the first batch and note additions, BatchNorms, and readers of one tensor."""
+    """Run the first batch and note additions and BatchNorms."""
     flow = _Flow(model, found)
     with ExitStack() as stack:
         for path, module in model.named_modules():
@@ -150,7 +103,6 @@ def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> 
             stack.callback(leave.remove)
         with flow:
             run(found.example)
-    found.readers = [group for group in flow.readers.values() if len(group) > 1]
 
 
 class _Flow(TorchFunctionMode):
@@ -162,20 +114,11 @@ class _Flow(TorchFunctionMode):
         self._stack: list[str] = []
         self._made_by: dict[int, tuple[str, nn.Module]] = {}
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
-        self.readers: dict[tuple[int, int], list[TensorQuantizer]] = {}
 
     def entering(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._stack.append(path)
-            if not args or not isinstance(args[0], Tensor):
-                return
-            if isinstance(module, TensorQuantizer):
-                # The version tells a tensor from the same one after code in place.
-                group = self.readers.setdefault((id(args[0]), args[0]._version), [])
-                self._alive.append(args[0])
-                if all(reader is not module for reader in group):
-                    group.append(module)
-            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and args:
                 maker = self._made_by.get(id(args[0]))
                 if maker is not None:
                     self._found.norms[path] = maker[0]

@@ -1,34 +1,92 @@
-"""The examination of a model."""
+"""What is wrong with a quantized model, and the call that mends it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from torchq.analysis.batches import checked_batches
-from torchq.analysis.diagnosis import (
-    order_checks,
-    range_checks,
-    structure_checks,
-    target_checks,
-)
-from torchq.analysis.diagnosis.finding import SEVERITIES, DoctorReport
-from torchq.analysis.diagnosis.observation import observe
-from torchq.analysis.diagnosis.registry import CHECKS, Patient
+from torchq.analysis.checks import CHECKS, SEVERITIES, Finding, Patient, Severity
+from torchq.analysis.observation import observe
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
-from torchq.swap import targets as known_targets
-from torchq.utils import device_of, progress_bar, uncompiled, unwrapped
+from torchq.utils import NotebookText, device_of, progress_bar, uncompiled, unwrapped, wrap
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = ["doctor"]
-
 _WHERE = "doctor"
-# Importing these files enters their checks.
-_CHECK_FILES = (range_checks, order_checks, structure_checks, target_checks)
+_SHOWN = 12  # places of one kind in a printed report
+
+
+@dataclass(frozen=True)
+class DoctorReport(NotebookText):
+    """All findings, the gravest first; ``print`` it.
+
+    Attributes:
+        findings: what was found.
+        checks: the kinds that were looked for.
+        skipped: kinds that need batches, where none were given.
+    """
+
+    findings: tuple[Finding, ...]
+    checks: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+
+    def of(self, severity: Severity) -> tuple[Finding, ...]:
+        """Return the findings of one severity."""
+        return tuple(finding for finding in self.findings if finding.severity == severity)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings of severity error."""
+        return self.of("error")
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding of severity error."""
+        return not self.errors
+
+    @property
+    def headline(self) -> str:
+        """The counts, in one sentence."""
+        counts = Counter(finding.severity for finding in self.findings)
+        found = [_counted(counts[s], s) for s in SEVERITIES if counts[s]]
+        text = ", ".join(found) if found else "nothing found"
+        text += f" in {len(self.checks)} checks"
+        if self.skipped:
+            text += f"; {len(self.skipped)} more checks need batches"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = []
+        kinds = dict.fromkeys((f.severity, f.kind, f.remedy) for f in self.findings)
+        for severity, kind, remedy in kinds:
+            alike = [
+                f
+                for f in self.findings
+                if (f.severity, f.kind, f.remedy) == (severity, kind, remedy)
+            ]
+            lines.append(f"{severity.upper()} {kind}")
+            lines += [
+                wrap(f"  {f.name or '(root)'}: {f.evidence}", indent="    ") for f in alike[:_SHOWN]
+            ]
+            if len(alike) > _SHOWN:
+                lines.append(f"  and {len(alike) - _SHOWN} more")
+            lines.append(wrap(f"  -> {remedy}", indent="     "))
+        return "\n".join([*lines, self.headline])
+
+
+def _counted(number: int, severity: str) -> str:
+    plural = "s" if number != 1 and severity != "info" else ""
+    return f"{number} {severity}{plural}"
 
 
 @uncompiled()
@@ -36,20 +94,17 @@ def doctor(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
     *,
-    targets: Sequence[str] = (),
     forward: Forward | None = None,
     num_batches: int | None = 4,
     strict: bool = False,
     progress: bool = True,
 ) -> DoctorReport:
-    """Look for everything that is known to go wrong with a quantized model.
+    """Look for the mistakes that are usual with quantized models.
 
     Args:
         model: quantized; left unchanged.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
             Without them the checks that need a run are left out.
-        targets: runtimes to look for obstacles of: names in :func:`torchq.targets`, for which the
-            model is exported, and ``"deploy"``, for which it is deployed.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
         strict: raise an error if there is a finding of severity error.
@@ -59,7 +114,7 @@ def doctor(
         The findings, each with the call that mends it; ``print`` it.
 
     Raises:
-        ConfigError: The model has no quantizer, or a target is unknown.
+        ConfigError: The model has no quantizer.
         CalibrationError: ``batches`` holds none.
         QuantizationError: With ``strict``, there is a finding of severity error.
 
@@ -76,7 +131,6 @@ def doctor(
             f"{_WHERE}: {type(model).__name__} has no quantizer; expected a quantized model. "
             "Run torchq.quantize_(model) first"
         )
-    _check_targets(targets, batches)
     seen = None
     if batches is not None:
         stream = checked_batches(_WHERE, batches, num_batches)
@@ -91,24 +145,13 @@ def doctor(
             raise CalibrationError(
                 f"{_WHERE}: got no batch; expected at least one, or batches=None"
             )
-    patient = Patient(model, known, weight_quantizers(model), seen, tuple(targets))
+    patient = Patient(model, known, weight_quantizers(model), seen)
     report = _examine(patient)
     if strict and not report.ok:
         raise QuantizationError(
             f"{_WHERE}: got {len(report.errors)} errors; expected none\n{report}"
         )
     return report
-
-
-def _check_targets(targets: Sequence[str], batches: Iterable[Any] | None) -> None:
-    expected = (*known_targets(), target_checks.DEPLOY)
-    for target in targets:
-        if target not in expected:
-            raise ConfigError(
-                f"{_WHERE}: got target {target!r}; expected one of {', '.join(expected)}"
-            )
-    if targets and batches is None:
-        raise ConfigError(f"{_WHERE}: got targets without batches; expected an example to export")
 
 
 def _examine(patient: Patient) -> DoctorReport:

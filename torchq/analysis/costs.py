@@ -1,9 +1,7 @@
-"""What a layer costs in a format: bits, bytes, bit operations, seconds."""
+"""What a layer costs in a format: bits, bytes, bit operations."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,23 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.mixed.formats import Candidate
+from torchq.analysis.formats import Candidate
 from torchq.errors import ConfigError
-from torchq.lowering.registry import lower
-from torchq.nn import QuantModule
-from torchq.utils import copy_module
-
-__all__ = ["BUDGETS", "LayerFacts", "check_budget", "costs_of", "gather_facts"]
 
 #: Kind of budget -> what it means.
 BUDGETS = {
     "mean_bits": "mean width of the weights",
     "bytes": "bytes of the weights",
     "bit_operations": "multiplications for one input, times the widths of both factors",
-    "latency": "seconds that the deployed layers need for the first batch, measured one by one",
 }
 _FLOAT_BITS = 32
-_ROUNDS = 7
 
 
 @dataclass
@@ -38,23 +29,17 @@ class LayerFacts:
     Attributes:
         weights: elements of its weights.
         multiplications: for one input.
-        call: arguments of its first call, for timing.
         reads: what tells the input of each call from other tensors: equal for layers that read one
             tensor, or equal views of it.
     """
 
     weights: int
     multiplications: float = 0.0
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     reads: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 def check_budget(budget: Mapping[str, float]) -> None:
-    """Raise an error unless every kind of budget is known and every bound is positive.
-
-    Raises:
-        ConfigError: One is not.
-    """
+    """Raise ConfigError unless every kind of budget is known and every bound is positive."""
     if not isinstance(budget, Mapping) or not budget:
         raise ConfigError(
             f"mixed_precision: got budget {budget!r}; expected a mapping such as {{'mean_bits': 5}}"
@@ -71,14 +56,7 @@ def check_budget(budget: Mapping[str, float]) -> None:
 def gather_facts(
     model: nn.Module, names: list[str], run: Callable[[], Any], size: int
 ) -> dict[str, LayerFacts]:
-    """Return the facts of layers of a float model.
-
-    Args:
-        model: the float model.
-        names: paths of layers.
-        run: runs the model on one batch.
-        size: inputs in this batch.
-    """
+    """Return the facts of layers of a float model; ``run`` runs it on ``size`` inputs."""
     # The module imports Triton, which `import torchq` must not do.
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
@@ -115,83 +93,32 @@ def _noted(facts: LayerFacts, alive: list[Any]) -> Callable[..., None]:
 def _counted(module: nn.Module, facts: LayerFacts, counter: Any, size: int) -> Iterator[None]:
     started: list[int] = []
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(module: nn.Module, args: Any) -> None:
         started.append(counter.get_total_flops())
-        if facts.call is None:
-            facts.call = (args, kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         facts.multiplications += (counter.get_total_flops() - started.pop()) / 2 / max(size, 1)
 
     with ExitStack() as stack:
-        enter = module.register_forward_pre_hook(before, with_kwargs=True)
-        stack.callback(enter.remove)
+        stack.callback(module.register_forward_pre_hook(before).remove)
         stack.callback(module.register_forward_hook(after).remove)
         yield
 
 
 def costs_of(
-    name: str,
-    facts: LayerFacts,
-    candidate: Candidate | None,
-    model: nn.Module,
-    total_weights: int,
-    *,
-    timed: bool,
+    name: str, facts: LayerFacts, candidate: Candidate | None, total_weights: int
 ) -> dict[str, float]:
-    """Return the cost of one layer in one format, by kind of budget.
+    """Return the cost of one layer by kind of budget; without a candidate it is float.
 
-    Args:
-        name: path of the layer.
-        facts: of the layer.
-        candidate: the format; None is float.
-        model: the float model.
-        total_weights: elements of the weights of all layers.
-        timed: measure the latency too.
+    ``total_weights`` counts the elements of the weights of all layers.
     """
     weight_bits = input_bits = _FLOAT_BITS
     if candidate is not None:
         decision = candidate.decisions[name]
         weight_bits = decision.weight.format.bits if decision.weight else _FLOAT_BITS
         input_bits = decision.input.format.bits if decision.input else _FLOAT_BITS
-    found = {
+    return {
         "mean_bits": facts.weights * weight_bits / max(total_weights, 1),
         "bytes": facts.weights * weight_bits / 8,
         "bit_operations": facts.multiplications * weight_bits * input_bits,
     }
-    if timed:
-        layer = (model if candidate is None else candidate.model).get_submodule(name)
-        found["latency"] = _seconds(_deployed(layer), facts)
-    return found
-
-
-def _deployed(layer: nn.Module) -> nn.Module:
-    """Return the integer layer, or the layer itself where there is none."""
-    if not isinstance(layer, QuantModule):
-        return layer
-    found = lower(copy_module(layer))
-    if isinstance(found, nn.Module):
-        return found.eval()
-    return layer
-
-
-def _seconds(layer: nn.Module, facts: LayerFacts) -> float:
-    """Return the median time of a few calls; 0 for a layer that was never called."""
-    if facts.call is None:
-        return 0.0
-    args, kwargs = facts.call
-    samples = []
-    with torch.no_grad():
-        layer(*args, **kwargs)
-        for _ in range(_ROUNDS):
-            _wait(args)
-            start = time.perf_counter()
-            layer(*args, **kwargs)
-            _wait(args)
-            samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
-
-
-def _wait(args: tuple[Any, ...]) -> None:
-    if any(isinstance(arg, Tensor) and arg.is_cuda for arg in args):
-        torch.cuda.synchronize()

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.results import class_axis, scores_in
+from torchq.analysis.metrics import class_axis, scores_in
 from torchq.errors import ConfigError
-
-__all__ = ["PROBES", "Disturbance", "fisher_sums"]
 
 #: Backward passes for each batch.
 PROBES = 4

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from torchq.analysis.noise import Noise
 from torchq.nn import TensorQuantizer
-
-__all__ = ["Counts", "QuantizerRow", "QuantizerStatistics"]
 
 #: Elements of one call whose codes are counted; more of them change little.
 _COUNTED = 1 << 16
@@ -46,7 +43,7 @@ class QuantizerRow:
 
 @dataclass
 class Counts:
-    """What was counted; two of them join to what both saw.
+    """What was counted.
 
     Attributes:
         noise: of the quantized tensors beside what they were made of.
@@ -63,15 +60,6 @@ class Counts:
     codes: set[float] = field(default_factory=set)
     lost: Tensor | None = None
     silent: Tensor | None = None
-
-    def join(self, other: Counts) -> None:
-        """Add what another process counted."""
-        self.noise.join(other.noise)
-        self.elements += other.elements
-        self.clipped += other.clipped
-        self.codes |= other.codes
-        self.lost = _both(self.lost, other.lost)
-        self.silent = _both(self.silent, other.silent)
 
 
 class QuantizerStatistics:
@@ -165,15 +153,9 @@ class QuantizerStatistics:
         )
 
 
-@overload
-def _both(known: Tensor | None, new: Tensor) -> Tensor: ...
-@overload
-def _both(known: Tensor | None, new: Tensor | None) -> Tensor | None: ...
-def _both(known: Tensor | None, new: Tensor | None) -> Tensor | None:
+def _both(known: Tensor | None, new: Tensor) -> Tensor:
     """Return what holds in both; a tensor of another shape begins anew."""
-    if known is None or new is None:
-        return known if new is None else new
-    return known & new if known.shape == new.shape else new
+    return new if known is None or known.shape != new.shape else known & new
 
 
 def _only_zeros(x: Tensor, axis: int) -> Tensor:

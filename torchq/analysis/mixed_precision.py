@@ -1,48 +1,133 @@
-"""The choice of a format for each layer."""
+"""The choice of a format for each layer, under a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from torchq.analysis.batches import checked_batches, gathered
-from torchq.analysis.mixed.costs import LayerFacts, check_budget, costs_of, gather_facts
-from torchq.analysis.mixed.damage import Damages, estimated_damages, measured_damages
-from torchq.analysis.mixed.formats import (
+from torchq.analysis.batches import checked_batches
+from torchq.analysis.costs import LayerFacts, check_budget, costs_of, gather_facts
+from torchq.analysis.formats import (
     FLOAT,
     Candidate,
+    Damages,
     FormatChoice,
     check_formats,
+    estimated_damages,
     exact_rule,
     make_candidate,
+    measured_damages,
     named_config,
 )
-from torchq.analysis.mixed.plan import FrontPoint, LayerChoice, MixedPrecision
-from torchq.analysis.mixed.solver import Problem, Solution
-from torchq.analysis.ranking.metrics import Evaluate, batch_size
+from torchq.analysis.metrics import Evaluate, batch_size
+from torchq.analysis.solver import Problem, Solution
+from torchq.analysis.text import plain
+from torchq.config import QuantConfig
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.swap import restore_
 from torchq.utils import (
+    NotebookText,
     Pattern,
     copy_module,
     device_of,
     evaluating,
     matches,
+    table,
     uncompiled,
     unwrapped,
 )
 
-__all__ = ["mixed_precision"]
-
 _WHERE = "mixed_precision"
 _POINTS = 12  # budgets that are tried for the front
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The format of one layer.
+
+    Attributes:
+        name: its dotted path.
+        format: the name of the format, ``"float"`` among them.
+        damage: what this format costs at the output, by the metric.
+        weights: elements of its weights.
+        weight_bits: their width.
+        input_bits: the width of its input.
+        group: number of the group of layers that have one format together.
+    """
+
+    name: str
+    format: str
+    damage: float
+    weights: int
+    weight_bits: int
+    input_bits: int
+    group: int
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """One choice of formats: of those that were found, none beats it in both cost and damage.
+
+    Attributes:
+        costs: by kind of budget.
+        damage: the predicted damage of all layers together.
+        formats: path of each layer -> the name of its format.
+    """
+
+    costs: Mapping[str, float]
+    damage: float
+    formats: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision(QuantConfig, NotebookText):
+    """A config with a format for each layer, to be given to :func:`torchq.quantize_`.
+
+    Attributes:
+        choices: the format of each layer.
+        front: alternatives, the cheapest first.
+        budget: what was asked for.
+        costs: what the config costs, by kind of budget.
+        damage: its predicted damage.
+        metric: what damage is measured by.
+    """
+
+    choices: tuple[LayerChoice, ...] = ()
+    front: tuple[FrontPoint, ...] = ()
+    budget: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    damage: float = math.nan
+    metric: str = ""
+
+    def summary(self) -> dict[str, Any]:
+        """Return choices and front as JSON data; :meth:`to_dict` returns the config."""
+        return {
+            "metric": self.metric,
+            "budget": dict(self.budget),
+            "costs": dict(self.costs),
+            "damage": plain(self.damage),
+            "choices": [vars(choice) for choice in self.choices],
+            "front": [
+                {"costs": dict(p.costs), "damage": p.damage, "formats": dict(p.formats)}
+                for p in self.front
+            ],
+        }
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("layer", "format", "weights", f"damage ({self.metric})")]
+        for choice in self.choices:
+            figures = (f"{choice.weights:,}", f"{choice.damage:.2e}")
+            rows.append((choice.name or "(root)", choice.format, *figures))
+        costs = ", ".join(f"{kind} {value:.4g}" for kind, value in self.costs.items())
+        asked = ", ".join(f"{kind} {value:.4g}" for kind, value in self.budget.items())
+        ending = f"budget {asked}; costs {costs}; predicted damage {self.damage:.2e}"
+        return f"{table(rows)}\n{ending}"
 
 
 @uncompiled()
@@ -57,23 +142,21 @@ def mixed_precision(
     fixed: Mapping[str, FormatChoice] | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
     forward: Forward | None = None,
-    group: dist.ProcessGroup | None = None,
     progress: bool = True,
 ) -> MixedPrecision:
     """Choose a format for each layer, so that the damage is least within a budget.
 
-    The damage of each layer in each format is estimated or measured, and taken to add up. An
-    integer program then finds the best choice. The same arguments give the same result, except
-    under a budget of latency, which is measured.
+    The damage of each layer in each format is estimated or measured, and taken to add up. From the
+    least damage on, those steps to smaller formats are taken that do the least damage for what
+    they save. The same arguments give the same result.
 
     Args:
         model: float or quantized; left unchanged. Fuse it first.
         batches: to calibrate each format and to measure damage on; see
             :func:`torchq.graph.call_arguments`. They are kept in memory.
         budget: what the result may cost, by kind: ``"mean_bits"`` of the weights, their
-            ``"bytes"``, ``"bit_operations"`` (multiplications for one input, times the widths of
-            both factors), or ``"latency"`` (seconds of the deployed layers for the first batch,
-            measured one by one). Several bounds hold together.
+            ``"bytes"``, or ``"bit_operations"`` (multiplications for one input, times the widths
+            of both factors). Several bounds hold together.
         formats: what a layer may have: ``"w4a8"`` (4-bit weights, 8-bit inputs), ``"w4"``
             (weights alone), recipes such as ``"fp8"``, widths, pairs of widths, configs, and
             ``"float"``.
@@ -86,8 +169,6 @@ def mixed_precision(
             ``{"conv1": "w8a8"}``.
         exclude: layers that stay float and do not count.
         forward: called as ``forward(model, batch)`` instead of the model itself.
-        group: join the figures of these processes, each with its own batches; all get the same
-            result. Seconds are those of the first process.
         progress: show bars.
 
     Returns:
@@ -96,7 +177,6 @@ def mixed_precision(
     Raises:
         ConfigError: An argument is invalid, or no choice is within the budget.
         CalibrationError: There was no batch.
-        MissingExtraError: scipy is not installed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -109,25 +189,25 @@ def mixed_precision(
     check_budget(budget)
     check_formats(formats)
     kept = list(checked_batches(_WHERE, batches))
-    if not all(gathered(len(kept), group)):
+    if not kept:
         raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
     base = copy_module(unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
     candidates = [
-        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward, group=group)
+        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward)
         for choice in chosen.values()
         if choice != FLOAT
     ]
     names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
-    options = (forward, group, progress)
+    options = (forward, progress)
     found, metric_name = _damages(base, candidates, names, kept, metric, options)
     _require_finite(found)
     run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
     with evaluating(base):
         facts = gather_facts(base, names, run, batch_size(kept[0]))
     free = [_named(choice)[0] for choice in formats]
-    search = _Search(base, candidates, list(chosen), free, names, found, facts, group)
+    search = _Search(base, candidates, list(chosen), free, names, found, facts)
     search.join(groups, fixed or {})
     return replace(search.plan(budget), metric=metric_name)
 
@@ -152,9 +232,9 @@ def _damages(
     names: list[str],
     batches: list[Any],
     metric: str | Evaluate,
-    options: tuple[Forward | None, dist.ProcessGroup | None, bool],
+    options: tuple[Forward | None, bool],
 ) -> tuple[Damages, str]:
-    """Return the damages, and the name of the metric; options are forward, group and progress."""
+    """Return the damages, and the name of the metric; options are forward and progress."""
     if metric in ("auto", "fisher"):
         try:
             found = estimated_damages(base, candidates, names, batches, *options)
@@ -179,11 +259,10 @@ class _Search:
         names: list[str],
         damages: Damages,
         facts: dict[str, LayerFacts],
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.base, self.formats, self.free, self.names = base, formats, free, names
         self.candidates = {candidate.name: candidate for candidate in candidates}
-        self.damages, self.facts, self.process_group = damages, facts, process_group
+        self.damages, self.facts = damages, facts
         self.group_of = {name: number for number, name in enumerate(names)}
         self.forced: dict[str, str] = {}
 
@@ -244,21 +323,12 @@ class _Search:
     def plan(self, budget: Mapping[str, float]) -> MixedPrecision:
         """Solve for the budget, and for others."""
         total = sum(facts.weights for facts in self.facts.values())
-        timed = "latency" in budget
         costs = {
-            (name, format): costs_of(
-                name,
-                self.facts[name],
-                self.candidates.get(format),
-                self.base,
-                total,
-                timed=timed,
-            )
+            (name, format): costs_of(name, self.facts[name], self.candidates.get(format), total)
             for name in self.names
             for format in self.formats
             if math.isfinite(self._damage(name, format))
         }
-        costs = gathered(costs, self.process_group)[0]
         groups = sorted(set(self.group_of.values()))
         members = [[n for n in self.names if self.group_of[n] == g] for g in groups]
         for names in members:

@@ -1,0 +1,372 @@
+"""What is looked for in a quantized model: one function for each kind of mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq.analysis.layers import channel_axes
+from torchq.analysis.observation import Observation
+from torchq.functional import is_dead, reduce_amax
+from torchq.fusion.channel_ranges import spread_of
+from torchq.nn import QuantModule, TensorQuantizer, find_calls, quantized_as
+from torchq.utils import Registry
+
+Severity = Literal["error", "warning", "info"]
+#: From the gravest to the mildest.
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+
+_CALIBRATE = "torchq.calibrate(model, batches, force=True)"
+#: Ratio of a weight's magnitude to its range from which on the weight has changed since.
+_CHANGED = 1.05
+#: Ratio from which on the range is that of another weight.
+_STALE = 2.0
+#: How far other methods than "max" may cut a range on purpose.
+_CUT = 8.0
+#: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
+_SPREAD = 16.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or may be.
+
+    Attributes:
+        kind: the check that found it, a key of :data:`torchq.analysis.CHECKS`.
+        severity: ``"error"``: the result is wrong or cannot be exported. ``"warning"``: accuracy
+            or speed is lost. ``"info"``: good to know.
+        name: dotted path of the module or quantizer.
+        evidence: what was seen, with figures.
+        remedy: the call that mends it.
+    """
+
+    kind: str
+    severity: Severity
+    name: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.severity} {self.kind}: {self.name or '(root)'}: {self.evidence}"
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A model under examination.
+
+    Attributes:
+        model: the quantized model.
+        quantizers: all its quantizers by path.
+        weights: ids of those that quantize weights.
+        seen: what a run on batches showed; None without batches.
+    """
+
+    model: nn.Module
+    quantizers: dict[str, TensorQuantizer]
+    weights: set[int]
+    seen: Observation | None
+
+    @property
+    def active(self) -> dict[str, TensorQuantizer]:
+        """The quantizers that are on."""
+        return {path: q for path, q in self.quantizers.items() if q.quantizing}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Looks for one kind of fault.
+
+    Attributes:
+        find: yields the findings.
+        needs_batches: it can find nothing without a run.
+    """
+
+    find: Callable[[Patient], Iterator[Finding]]
+    needs_batches: bool
+
+
+#: Kind -> check. One more is a function under ``@check``.
+CHECKS: Registry[str, Check] = Registry("check")
+
+
+def check(
+    kind: str, *, needs_batches: bool = False
+) -> Callable[[Callable[[Patient], Iterator[Finding]]], Callable[[Patient], Iterator[Finding]]]:
+    """Return a decorator that enters a function as the check for ``kind``.
+
+    Args:
+        kind: of the findings.
+        needs_batches: the check can find nothing without a run.
+    """
+
+    def enter(
+        function: Callable[[Patient], Iterator[Finding]],
+    ) -> Callable[[Patient], Iterator[Finding]]:
+        CHECKS.add(kind, Check(function, needs_batches))
+        return function
+
+    return enter
+
+
+def _fixed(patient: Patient) -> Iterator[tuple[str, TensorQuantizer, Tensor]]:
+    """Yield quantizers that are on and have a range, with it."""
+    for path, quantizer in patient.active.items():
+        if quantizer.calibrated and not quantizer.descriptor.dynamic and not quantizer.amax.is_meta:
+            yield path, quantizer, quantizer.amax.detach()
+
+
+@check("unseen", needs_batches=True)
+def unseen(patient: Patient) -> Iterator[Finding]:
+    """Yield quantizers of inputs that no batch reached."""
+    assert patient.seen is not None
+    for path, quantizer in patient.active.items():
+        if id(quantizer) in patient.weights or id(quantizer) in patient.seen.reached:
+            continue
+        owner = path.rpartition(".")[0]
+        known = quantizer.calibrated and not quantizer.descriptor.dynamic
+        yield Finding(
+            "unseen",
+            "warning" if known or quantizer.descriptor.dynamic else "error",
+            path,
+            f"none of {patient.seen.batches} batches reached it",
+            f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it",
+        )
+
+
+@check("uncalibrated")
+def uncalibrated(patient: Patient) -> Iterator[Finding]:
+    """Yield quantizers without a range, which take that of each call for the time."""
+    for path, quantizer in patient.active.items():
+        if not quantizer.calibrated and not quantizer.descriptor.dynamic:
+            text = "has no range yet, and takes that of each call"
+            yield Finding("uncalibrated", "error", path, text, "torchq.calibrate(model, batches)")
+
+
+@check("dynamic_range")
+def dynamic_range(patient: Patient) -> Iterator[Finding]:
+    """Yield quantizers that take the range of each call, as their descriptor says."""
+    for path, quantizer in patient.active.items():
+        if quantizer.descriptor.dynamic:
+            text = "takes the range of each call, as its descriptor says; no file can hold that"
+            remedy = "a recipe without dynamic ranges, to export"
+            yield Finding("dynamic_range", "info", path, text, remedy)
+
+
+@check("zero_range")
+def zero_range(patient: Patient) -> Iterator[Finding]:
+    """Yield ranges of 0, which turn everything into 0, and learned ones that became negative."""
+    for path, quantizer, amax in _fixed(patient):
+        bad = is_dead(amax, quantizer.descriptor.format) | (amax < 0)
+        count, total = int(bad.sum()), amax.numel()
+        if not count:
+            continue
+        if quantizer.descriptor.learn_amax:
+            text = f"{count} of {total} learned ranges are 0 or negative"
+            text += f" (smallest {float(amax.min()):.3g})"
+            remedy = f"{_CALIBRATE}, then train with a smaller learning rate: "
+            remedy += "torchq.qat.param_groups(model, lr=...)"
+            yield Finding("zero_range", "error", path, text, remedy)
+        elif id(quantizer) in patient.weights:
+            text = f"{count} of {total} channels of the weight are 0"
+            remedy = "nothing, if the channels are meant to be 0"
+            yield Finding("zero_range", "info", path, text, remedy)
+        else:
+            text = f"{count} of {total} ranges are 0, so everything becomes 0"
+            remedy = f"{_CALIBRATE} with data that is not 0"
+            yield Finding("zero_range", "error", path, text, remedy)
+
+
+@check("nan_range")
+def nan_range(patient: Patient) -> Iterator[Finding]:
+    """Yield ranges that are no finite numbers, and the place where NaN first arises."""
+    for path, _, amax in _fixed(patient):
+        bad = int((~torch.isfinite(amax)).sum())
+        if bad:
+            text = f"{bad} of {amax.numel()} ranges are NaN or infinite"
+            yield Finding("nan_range", "error", path, text, _CALIBRATE)
+    if patient.seen is None:
+        return
+    for path, quantizer in patient.active.items():
+        if id(quantizer) in patient.seen.not_finite:
+            text = "was given NaN or infinity by the float model; the layers behind follow"
+            yield Finding("nan_range", "error", path, text, "check the data and the float model")
+            return
+
+
+@check("wrong_order")
+def wrong_order(patient: Patient) -> Iterator[Finding]:
+    """Yield calibrations that did not finish, and weights that changed after theirs."""
+    for path, quantizer in patient.quantizers.items():
+        if quantizer.observing:
+            text = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
+            yield Finding("wrong_order", "error", path, text, "torchq.calibrate(model, batches)")
+    paths = {id(q): path for path, q in patient.quantizers.items()}
+    for module in patient.model.modules():
+        if not isinstance(module, QuantModule):
+            continue
+        for quantizer, weight in module.quantized_weights():
+            if quantizer.quantizing and id(quantizer) in paths:
+                yield from _stale(paths[id(quantizer)], quantizer, weight.detach())
+
+
+def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Iterator[Finding]:
+    descriptor = quantizer.descriptor
+    if descriptor.dynamic or descriptor.learn_amax or not quantizer.calibrated or weight.is_meta:
+        return
+    wide, narrow = _ratios(quantizer.amax.detach(), reduce_amax(weight, descriptor.granularity))
+    # Other methods than "max" cut the range on purpose, but none makes it wider than the weight.
+    worst = max(wide, narrow if descriptor.calib_method == "max" else narrow / _CUT)
+    if worst > _CHANGED:
+        text = f"its range is off by a factor of {max(wide, narrow):.3g}: the weight changed after "
+        text += "it was calibrated (fused, loaded or trained)"
+        remedy = "fuse and load weights first; then torchq.calibrate(model, batches, force=True)"
+        severe = worst > _STALE
+        yield Finding("wrong_order", "error" if severe else "warning", path, text, remedy)
+
+
+def _ratios(known: Tensor, now: Tensor) -> tuple[float, float]:
+    """Return the largest ratio of range to weight, and of weight to range, over all channels."""
+    if now.numel() != known.numel():
+        return 1.0, 1.0
+    now, known = now.reshape(-1), known.reshape(-1)
+    live = (now > 0) & (known > 0) & torch.isfinite(known)
+    if not bool(live.any()):
+        return 1.0, 1.0
+    ratio = now[live] / known[live]
+    return float(1 / ratio.min()), float(ratio.max())
+
+
+def _is_computing(module: nn.Module) -> bool:
+    """Return True for a float layer that multiplies with a weight, and that could be quantized."""
+    base = quantized_as(type(module))
+    weight = getattr(module, "weight", None)
+    if base is None or isinstance(module, (QuantModule, nn.Embedding, nn.EmbeddingBag)):
+        return False
+    return isinstance(weight, torch.Tensor) and weight.dim() > 1
+
+
+@check("skipped_layer")
+def skipped_layer(patient: Patient) -> Iterator[Finding]:
+    """Yield layers that stay float beside quantized ones."""
+    # Attention quantizes the weight of the layer that it reads without calling it.
+    read = {
+        id(child)
+        for module in patient.model.modules()
+        if isinstance(module, QuantModule)
+        for child in module.children()
+    }
+    for path, module in patient.model.named_modules():
+        if _is_computing(module) and id(module) not in read:
+            count = sum(p.numel() for p in module.parameters(recurse=False))
+            text = f"{type(module).__name__} with {count:,} parameters stays float"
+            remedy = "torchq.plan(model, config) says why; nothing, if it was excluded on purpose"
+            yield Finding("skipped_layer", "info", path, text, remedy)
+
+
+@check("functional_call", needs_batches=True)
+def functional_call(patient: Patient) -> Iterator[Finding]:
+    """Yield forwards that call a convolution or linear function with a weight of their own."""
+    assert patient.seen is not None
+    names = {id(module): path for path, module in patient.model.named_modules()}
+    parameters = {id(p): path for path, p in patient.model.named_parameters()}
+    for key, found in find_calls(patient.model, patient.seen.example).items():
+        module = patient.model.get_submodule(names[key])
+        if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(type(module)):
+            continue
+        # Attention has products of data alone; other calls have a weight, or compute one.
+        sites = [site for site in found.sites if site.kind != "attention"]
+        products = sorted(found.unreached.keys() - {"embedding"})
+        kinds = list(dict.fromkeys([site.kind for site in sites] + products))
+        if not kinds:
+            continue
+        text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
+        weights = [_joined(names[key], site.weight) for site in sites if site.weight]
+        weights += sorted(parameters[source] for source in found.sources)
+        if weights:
+            text += f" ({', '.join(dict.fromkeys(weights))})"
+        remedy = "torchq.quantize_(model, config, example=example)"
+        if products or found.obstacle:
+            remedy = "let a layer of its own make the call, such as torch.nn.Linear"
+        yield Finding("functional_call", "warning", names[key], text, remedy)
+
+
+@check("one_sided_add", needs_batches=True)
+def one_sided_add(patient: Patient) -> Iterator[Finding]:
+    """Yield additions with a quantizer on one operand, where the other is no layer's result.
+
+    A runtime adds in integers where both operands have a scale, or where it can fuse the addition
+    into the layer that makes the other operand.
+    """
+    assert patient.seen is not None
+    places: dict[str, None] = {}
+    for addition in patient.seen.additions:
+        first, second = addition.quantized
+        if first == second:
+            continue
+        if not addition.linear[0 if second else 1]:
+            places[addition.where] = None
+    for path in places:
+        text = "adds a quantized operand to one that is not, so the addition runs in float"
+        remedy = "torchq.quantize_(model, config, target=..., example=example), or quantize both"
+        yield Finding("one_sided_add", "warning", path, text, remedy)
+
+
+@check("weight_axis")
+def weight_axis(patient: Patient) -> Iterator[Finding]:
+    """Yield weight quantizers whose ranges do not follow the output channels."""
+    paths = {id(quantizer): path for path, quantizer in patient.active.items()}
+    known = {id(quantizer): quantizer for quantizer in patient.active.values()}
+    for module in patient.model.modules():
+        for key, axes in channel_axes(module).items():
+            axis = known[key].descriptor.axis if key in known else None
+            if axis is None or axis == axes:
+                continue
+            name = module.float_class.__name__ if isinstance(module, QuantModule) else "its layer"
+            text = f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
+            remedy = f"QuantDescriptor(axis={axes}) for its weight, as recipes have"
+            yield Finding("weight_axis", "error", paths[key], text, remedy)
+
+
+@check("range_spread")
+def range_spread(patient: Patient) -> Iterator[Finding]:
+    """Yield weights with one scale whose channels differ widely, as after merging branches."""
+    for path, module in patient.model.named_modules():
+        quantizer = getattr(module, "weight_quantizer", None)
+        weight = getattr(module, "weight", None)
+        if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
+            continue
+        if quantizer.descriptor.axis is not None or quantizer.descriptor.block_size is not None:
+            continue
+        if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.dim() < 2:
+            continue
+        spread = spread_of(module, weight)
+        if spread > _SPREAD:
+            text = (
+                f"its largest channel is {spread:.0f} times the median one, with one scale for all"
+            )
+            axes = channel_axes(module).get(id(quantizer), (0,))
+            remedy = f"weight=QuantDescriptor(axis={axes})"
+            remedy += ", or torchq.ptq.equalize_(model, example) before calibration"
+            yield Finding(
+                "range_spread", "warning", _joined(path, "weight_quantizer"), text, remedy
+            )
+
+
+@check("batchnorm_left", needs_batches=True)
+def batchnorm_left(patient: Patient) -> Iterator[Finding]:
+    """Yield BatchNorms behind a quantized layer, which could have been folded into it."""
+    assert patient.seen is not None
+    for path, layer in patient.seen.norms.items():
+        if not isinstance(patient.model.get_submodule(layer), QuantModule):
+            continue
+        text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
+        remedy = "torchq.fuse_(model, example) before torchq.quantize_ and torchq.calibrate"
+        yield Finding("batchnorm_left", "warning", path, text, remedy)
+
+
+def _joined(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child

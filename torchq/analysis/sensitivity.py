@@ -1,0 +1,463 @@
+"""Which layers hurt: each is quantized alone, or left out alone, and the output is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchq.analysis.batches import Batches, checked_batches
+from torchq.analysis.fisher import Disturbance, fisher_sums
+from torchq.analysis.layers import (
+    QuantizedLayer,
+    active_quantizers,
+    quantized_layers,
+    quantizing,
+)
+from torchq.analysis.metrics import Evaluate, Evaluation, Metric, Score, batch_size, find_metric
+from torchq.analysis.text import axes_or_new, bar, decibel_text, plain
+from torchq.errors import CalibrationError, ConfigError
+from torchq.graph import Forward, call_model, state_kept
+from torchq.nn import TensorQuantizer
+from torchq.utils import (
+    NotebookText,
+    Pattern,
+    device_of,
+    evaluating,
+    pattern_text,
+    progress_bar,
+    table,
+    uncompiled,
+    unwrapped,
+    wrap,
+)
+from torchq.workflow import select_quantizers
+
+#: Names of scopes, or the patterns of groups.
+Scope = str | Mapping[str, Any] | Sequence[Pattern]
+Mode = Literal["only", "all_but"]
+
+_WHERE = "sensitivity"
+# Keys of results that belong to no group.
+_EVERYTHING = "everything quantized"
+_NOTHING = "nothing quantized"
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """The effect of one layer or group.
+
+    Attributes:
+        name: the path of the layer, or the name of the group.
+        value: of the metric, with this group alone switched.
+        layers: paths of the layers of the group.
+        quantizers: paths of the quantizers that were switched.
+    """
+
+    name: str
+    value: float
+    layers: tuple[str, ...]
+    quantizers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SensitivityReport(NotebookText):
+    """The layers in the order in which they should be excluded; ``print`` it.
+
+    Attributes:
+        rows: with ``mode="only"`` the one that hurts most comes first; with ``mode="all_but"`` the
+            one whose absence helps most.
+        metric: its name.
+        unit: of the values.
+        rising: True where a larger value is better.
+        mode: ``"only"`` or ``"all_but"``.
+        scope: ``"layer"``, ``"input"``, ``"weight"`` or ``"groups"``.
+        baseline: the value with everything quantized.
+        reference: the value of the float model, where the metric has one.
+        unseen: groups that no batch reached.
+    """
+
+    rows: tuple[SensitivityRow, ...]
+    metric: str
+    unit: str
+    rising: bool
+    mode: str
+    scope: str
+    baseline: float
+    reference: float | None = None
+    unseen: tuple[str, ...] = ()
+
+    def worst(self, count: int = 1) -> list[str]:
+        """Return the paths of the layers of the first ``count`` rows, for ``exclude=``.
+
+        Args:
+            count: rows, at least 0.
+        """
+        found = [layer for row in self.rows[:count] for layer in row.layers]
+        return list(dict.fromkeys(found))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data; None stands for what is infinite or not a number."""
+        return plain(asdict(self))
+
+    def _value_text(self, value: float) -> str:
+        if self.unit == "dB":
+            return decibel_text(value)
+        return f"{value:.4g} {self.unit}".rstrip()
+
+    @property
+    def shares(self) -> list[float]:
+        """The length of each row's bar, 0 to 1: its harm, or its help with ``"all_but"``."""
+        values = [row.value for row in self.rows]
+        finite = [v for v in values if math.isfinite(v)]
+        if not finite:
+            return [0.0] * len(values)
+        low, high = min(finite), max(finite)
+        larger_counts = self.rising == (self.mode == "all_but")
+        start, end = (low, high) if larger_counts else (high, low)
+        if self.unit == "nat":
+            start = 0.0
+        width = end - start
+        return [(v - start) / width if width and math.isfinite(v) else 0.0 for v in values]
+
+    @property
+    def _what(self) -> str:
+        return "only this quantized" if self.mode == "only" else "all but this quantized"
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("rank", "layer", f"{self.metric}, {self._what}", "")]
+        for number, (row, share) in enumerate(zip(self.rows, self.shares, strict=True), 1):
+            name = row.name or "(root)"
+            rows.append((str(number), name, self._value_text(row.value), bar(share)))
+        parts = [f"everything quantized: {self._value_text(self.baseline)}"]
+        if self.reference is not None:
+            parts.append(f"nothing quantized: {self._value_text(self.reference)}")
+        if self.unseen:
+            parts.append(f"not reached: {', '.join(self.unseen)}")
+        if math.isnan(self.baseline):
+            parts.append("torchq.layer_errors names the layer that NaN or infinity comes from")
+        elif self.rows:
+            parts.append(f"try exclude={self.worst(2)!r}")
+        return f"{table(rows)}\n{wrap('; '.join(parts))}"
+
+    def plot(self, ax: Any = None, *, most: int = 30) -> Any:
+        """Draw the first rows as bars with matplotlib.
+
+        Args:
+            ax: axes to draw on; default new ones.
+            most: rows to draw.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        rows = self.rows[:most]
+        ax = axes_or_new(ax, height=0.8 + 0.24 * len(rows))
+        values = [row.value if math.isfinite(row.value) else 0.0 for row in rows]
+        ax.barh([row.name or "(root)" for row in rows], values)
+        ax.invert_yaxis()
+        ax.set_xlabel(f"{self.metric} {self.unit}".strip())
+        ax.set_title(self._what)
+        return ax
+
+
+@uncompiled()
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    metric: str | Evaluate = "sqnr",
+    *,
+    scope: Scope = "layer",
+    mode: Mode = "only",
+    forward: Forward | None = None,
+    num_batches: int | None = None,
+    progress: bool = True,
+) -> SensitivityReport:
+    """Rank the layers of a quantized model by what they cost at its output.
+
+    Each batch runs once for each layer, and twice more; with ``"fisher"`` it takes four backward
+    passes for all layers together. The model is left as it was, also after Ctrl-C.
+
+    Args:
+        model: quantized and calibrated.
+        batches: each holds the arguments of one call, perhaps followed by labels; see
+            :func:`torchq.graph.call_arguments`. A function ``metric(output, batch)`` gets them
+            whole.
+        metric: what is compared with the float model: ``"sqnr"`` (signal to noise ratio of the
+            outputs), or ``"fisher"`` (an estimate of the divergence of class probabilities from
+            gradients). Or a function that returns a number which is larger for a better model:
+            ``metric(output, batch)``, or ``metric(model)``, which runs the model itself.
+        scope: ``"layer"`` switches the quantizers of a layer together, ``"input"`` and
+            ``"weight"`` a part of them; a list of patterns, or a mapping of names to patterns,
+            makes each a group.
+        mode: ``"only"`` quantizes one group and nothing else; ``"all_but"`` everything else.
+        forward: called as ``forward(model, batch)`` instead of the model itself.
+        num_batches: the number of batches to stop after; None reads all of them.
+        progress: show a bar with the time left.
+
+    Returns:
+        The ranking. ``exclude=report.worst(2)`` leaves out the layers of its first two rows.
+
+    Raises:
+        ConfigError: The model has no quantizer that is on, or an argument is invalid.
+        CalibrationError: There was no batch.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> swapped = torchq.quantize_(model)
+        >>> found = torchq.sensitivity(model, [torch.randn(8, 4)], progress=False)
+        >>> sorted(found.worst(2))
+        ['0', '1']
+    """
+    if mode not in ("only", "all_but"):
+        raise ConfigError(f"{_WHERE}: got mode {mode!r}; expected 'only' or 'all_but'")
+    model = unwrapped(model)
+    stream = checked_batches(_WHERE, batches, num_batches)
+    layers = quantized_layers(model, _WHERE)
+    groups = _find_groups(model, layers, scope)
+    run = _Measurement(model, layers, groups, mode, forward, num_batches, progress)
+    with evaluating(model), state_kept(model):
+        if metric == "fisher":
+            found = run.estimate(stream)
+        else:
+            chosen = find_metric(_WHERE, metric)
+            if isinstance(chosen, Evaluation):
+                found = run.evaluate(chosen)
+            else:
+                found = run.compare(chosen, stream)
+    return _report(found, groups, mode, scope if isinstance(scope, str) else "groups")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Quantizers that are switched together, and the paths of the layers that they belong to."""
+
+    name: str
+    layers: tuple[str, ...]
+    quantizers: dict[str, TensorQuantizer]
+
+
+def _find_groups(model: nn.Module, layers: list[QuantizedLayer], scope: Scope) -> list[_Group]:
+    """Return the groups of a scope, in the order of the layers."""
+    if isinstance(scope, str):
+        chosen = {"layer": "quantizers", "input": "inputs", "weight": "weights"}.get(scope)
+        if chosen is None:
+            raise ConfigError(
+                f"{_WHERE}: got scope {scope!r}; expected 'layer', 'input', 'weight', a mapping "
+                "of names to patterns, or a list of patterns"
+            )
+        found = [_Group(a.name, (a.name,), getattr(a, chosen)) for a in layers]
+        return [group for group in found if group.quantizers]
+    if isinstance(scope, Mapping):
+        patterns = dict(scope)
+    else:
+        patterns = {pattern_text(pattern): pattern for pattern in scope}
+    return [_selected(model, layers, name, chosen) for name, chosen in patterns.items()]
+
+
+def _selected(model: nn.Module, layers: list[QuantizedLayer], name: str, patterns: Any) -> _Group:
+    found = select_quantizers(model, patterns)
+    active = {path: q for path, q in found.items() if q.quantizing}
+    if not active:
+        raise ConfigError(
+            f"{_WHERE}: group {name!r} selects quantizers that are all off; expected one that is on"
+        )
+    ids = {id(q) for q in active.values()}
+    owners = [a.name for a in layers if ids & {id(q) for q in a.quantizers.values()}]
+    return _Group(name, tuple(owners), active)
+
+
+@dataclass
+class _Measured:
+    """The values of groups, and those of everything (``baseline``) and nothing quantized."""
+
+    metric: str
+    unit: str
+    rising: bool
+    values: dict[str, float]
+    baseline: float
+    reference: float | None = None
+
+
+@dataclass
+class _Measurement:
+    """One ranking of one model, which is in eval mode; ``known`` are its quantizers that are on."""
+
+    model: nn.Module
+    layers: list[QuantizedLayer]
+    groups: list[_Group]
+    mode: str
+    forward: Forward | None
+    num_batches: int | None
+    progress: bool
+    known: list[TensorQuantizer] = field(init=False)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.known = active_quantizers(self.model)
+
+    def compare(self, metric: Metric, batches: Batches) -> _Measured:
+        """Measure the outputs of each group, batch by batch."""
+        cases = self._cases()
+        reached: set[str] = set()
+        with torch.no_grad():
+            self._show(self._comparisons(metric, batches, cases, reached), batches, len(cases))
+        values = {name: metric.value(sums) for name, sums in self._required_sums().items()}
+        return _Measured(
+            metric=metric.name,
+            unit=metric.unit,
+            rising=metric.rising,
+            values={g.name: values[g.name] for g in self.groups if g.name in reached},
+            baseline=values[_EVERYTHING],
+            reference=values[_NOTHING] if isinstance(metric, Score) else None,
+        )
+
+    def _cases(self) -> dict[str, list[TensorQuantizer]]:
+        """Return the quantizers that are on in each run; nothing quantized comes first."""
+        cases = {_NOTHING: [], _EVERYTHING: self.known}
+        for group in self.groups:
+            chosen = {id(q) for q in group.quantizers.values()}
+            own = [q for q in self.known if (id(q) in chosen) == (self.mode == "only")]
+            cases[group.name] = own
+        return cases
+
+    def _comparisons(
+        self,
+        metric: Metric,
+        batches: Batches,
+        cases: dict[str, list[TensorQuantizer]],
+        reached: set[str],
+    ) -> Iterator[None]:
+        for batch in islice(batches, self.num_batches):
+            expected = None
+            for name, active in cases.items():
+                with quantizing(self.known, active), self._noted(reached, name == _EVERYTHING):
+                    output = self._call(batch)
+                expected = output if name == _NOTHING else expected
+                self._add(name, metric.sums(output, expected, batch))
+                yield
+
+    @contextmanager
+    def _noted(self, reached: set[str], wanted: bool) -> Iterator[None]:
+        """Add the names of the groups of which a layer or a quantizer is called."""
+        with ExitStack() as stack:
+            for group in self.groups if wanted else ():
+
+                def before(module: nn.Module, args: Any, name: str = group.name) -> None:
+                    reached.add(name)
+
+                layers = [self.model.get_submodule(name) for name in group.layers]
+                for part in (*layers, *group.quantizers.values()):
+                    stack.callback(part.register_forward_pre_hook(before).remove)
+            yield
+
+    def evaluate(self, metric: Evaluation) -> _Measured:
+        """Let the user's function run the model once for each group."""
+        cases = self._cases()
+        values = {}
+        shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
+        with torch.no_grad():
+            for name in shown:
+                with quantizing(self.known, cases[name]):
+                    values[name] = metric.of(self.model)
+        everything, nothing = values.pop(_EVERYTHING), values.pop(_NOTHING)
+        return _Measured(metric.name, "", True, values, everything, nothing)
+
+    def estimate(self, batches: Batches) -> _Measured:
+        """Estimate the cost of each group from gradients."""
+        if self.mode != "only":
+            raise ConfigError(
+                f"{_WHERE}: got mode {self.mode!r} with metric='fisher'; expected mode='only'"
+            )
+        disturbances = [d for g in self.groups for d in self._disturbances(g.name, g.quantizers)]
+        everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
+        disturbances += self._disturbances(_EVERYTHING, everything)
+        with quantizing(self.known, []):
+            self._show(self._estimates(batches, disturbances), batches, 1)
+        values = {name: sums[0] / sums[1] for name, sums in self._required_sums().items()}
+        baseline = values.pop(_EVERYTHING)
+        return _Measured("fisher", "nat", False, values, baseline, 0.0)
+
+    def _estimates(self, batches: Batches, disturbances: list[Disturbance]) -> Iterator[None]:
+        for number, batch in enumerate(islice(batches, self.num_batches)):
+            call = partial(self._call, batch)
+            for name, new in fisher_sums(call, disturbances, batch_size(batch), number).items():
+                self._add(name, new)
+            yield
+
+    def _call(self, batch: Any) -> Any:
+        return call_model(self.model, batch, forward=self.forward, device=device_of(self.model))
+
+    def _disturbances(self, key: str, chosen: dict[str, TensorQuantizer]) -> list[Disturbance]:
+        """Return what quantizing ``chosen`` alone does to each layer that has some of them."""
+        wanted = {id(q) for q in chosen.values()}
+        found = []
+        for layer in self.layers:
+            own = [q for q in layer.quantizers.values() if id(q) in wanted]
+            if own:
+                found.append(Disturbance(key, layer.module, partial(_run_with, layer.module, own)))
+        return found
+
+    def _add(self, name: str, new: list[float]) -> None:
+        known = self.sums.get(name, [0.0] * len(new))
+        self.sums[name] = [a + b for a, b in zip(known, new, strict=True)]
+
+    def _required_sums(self) -> dict[str, list[float]]:
+        if not self.sums:
+            raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
+        return self.sums
+
+    def _show(self, work: Iterator[None], batches: Batches, runs: int) -> None:
+        """Do the work behind a bar; it yields once for each of ``runs`` of each batch."""
+        total = None if batches.total is None else batches.total * runs
+        shown = progress_bar(
+            work, description=_WHERE, total=total, unit="run", enabled=self.progress
+        )
+        for _ in shown:
+            pass
+
+
+def _run_with(
+    module: nn.Module, chosen: list[TensorQuantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module by itself with some quantizers on."""
+    with quantizing(chosen, chosen):
+        return module.forward(*args, **kwargs)
+
+
+def _report(found: _Measured, groups: list[_Group], mode: str, scope: str) -> SensitivityReport:
+    rows = [
+        SensitivityRow(g.name, found.values[g.name], g.layers, tuple(g.quantizers))
+        for g in groups
+        if g.name in found.values
+    ]
+    # What hurts alone, or helps by its absence, is to be excluded first.
+    largest_first = found.rising == (mode == "all_but")
+    rows.sort(key=lambda row: _key(row.value, largest_first))
+    return SensitivityReport(
+        rows=tuple(rows),
+        metric=found.metric,
+        unit=found.unit,
+        rising=found.rising,
+        mode=mode,
+        scope=scope,
+        baseline=found.baseline,
+        reference=found.reference,
+        unseen=tuple(g.name for g in groups if g.name not in found.values),
+    )
+
+
+def _key(value: float, largest_first: bool) -> float:
+    """Return the place of a value; NaN, the output of a broken layer, comes first."""
+    if math.isnan(value):
+        return -math.inf
+    return -value if largest_first else value
