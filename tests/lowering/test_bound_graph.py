@@ -77,6 +77,31 @@ def test_other_shapes_are_bound_besides(int8: TracedModel, x: Tensor) -> None:
         assert torch.equal(int8(images), plain(int8, images))
 
 
+class TwoImages(nn.Module):
+    """Multiplies a convolution of one image by another image, in code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.conv(x) * y
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_error_is_raised_and_not_printed_besides(
+    copied: bool, x: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = TwoImages().eval()
+    torchq.quantize_(model)
+    torchq.calibrate(model, [(x, x)], progress=False)
+    int8 = torchq.deploy(model)
+    int8 = copy.deepcopy(int8) if copied else int8
+    with pytest.raises(RuntimeError, match="must match the size"):
+        int8(x, x[..., :9])
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
 def test_many_shapes_stay_bound_and_the_oldest_goes(
     int8: TracedModel, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,8 @@ class TracedModel(fx.GraphModule):
         code = super().recompile()
         cls: Any = type(self)  # torch makes a class for each graph
         cls.forward = forward_with_bound_graphs(cls.forward)
+        # That of torch prints each error in the code to stderr before it raises it.
+        cls.__call__ = nn.Module.__call__
         self.bound_graphs = BoundGraphs()
         return code
 
