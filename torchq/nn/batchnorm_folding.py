@@ -15,8 +15,6 @@ from torchq.functional import quantize
 from torchq.fusion.linear_map.kernel_algebra import fold_affine_after
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["OutputScaling"]
-
 #: The fraction of weight codes that may differ after a fold, by rounding.
 CHANGED_CODES = 1e-4
 

@@ -27,19 +27,6 @@ from torchq.nn.subclasses import (
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import Registry, qualified_name
 
-__all__ = [
-    "NO_OUTPUT",
-    "QuantModule",
-    "QUANTIZED",
-    "register",
-    "quantized_as",
-    "quantized_class",
-    "convert_",
-    "revert_",
-    "change_class",
-    "is_weight_quantizer",
-]
-
 #: Float class -> quantized class; :func:`quantized_as` finds those of subclasses.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 

@@ -29,8 +29,6 @@ from torchq.nn.modules.operators import (
 )
 from torchq.utils import qualified_name
 
-__all__ = ["OperatorOwner", "RewrittenGraph", "replace_nodes_"]
-
 _META = "torchq_operators"
 _FUNCTIONS: dict[type[nn.Module], Callable[..., Any]] = {
     Add: torch.add,

@@ -39,15 +39,6 @@ from torchq.nn.operator_graphs import OperatorOwner, replace_nodes_
 from torchq.nn.operator_routes import MARK, Recorder, Route, base_name
 from torchq.utils import qualified_name
 
-__all__ = [
-    "RewrittenForward",
-    "add_recorded_children_",
-    "recording_operators",
-    "replace_operators_",
-    "replace_recorded_operators_",
-    "trace_forward",
-]
-
 _TRACED = ("_eval_run", "_train_run", "_constants", "_stale")
 
 

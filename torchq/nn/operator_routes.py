@@ -17,8 +17,6 @@ from torch import Tensor, fx, nn
 from torchq.graph import operator_kind
 from torchq.nn.modules.operators import Tap
 
-__all__ = ["MARK", "Recorder", "Route", "Visit", "base_name"]
-
 #: The first character of the names of sites; those of nodes of a trace do not have it.
 MARK = "@"
 

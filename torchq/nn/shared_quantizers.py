@@ -15,8 +15,6 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["share_quantizers_", "shared_groups"]
-
 
 def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer:
     """Put the first of several quantizers in the place of the others, in place, and return it.

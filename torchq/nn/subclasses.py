@@ -14,8 +14,6 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["changes_nothing", "is_parametrized_class", "parametrized_like", "unparametrized"]
-
 # What decides the result of a module, beside the methods that its class adds to nn.Module.
 _COMPUTING = frozenset(
     ["forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"]

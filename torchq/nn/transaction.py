@@ -10,8 +10,6 @@ from torch import nn
 from torchq.nn.convert import change_class
 from torchq.utils import undone_on_error
 
-__all__ = ["unchanged_on_error"]
-
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:

@@ -21,8 +21,6 @@ from torchq.errors import ConfigError
 from torchq.nn import TensorQuantizer
 from torchq.workflow.record import swap_record
 
-__all__ = ["embed_record_", "read_file", "record_in"]
-
 _KEY = "torchq_record"
 # Bytes of an archive that are checked at once.
 _CHUNK = 1 << 20

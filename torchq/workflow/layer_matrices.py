@@ -12,8 +12,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["input_matrix", "output_matrix", "weight_from_matrix", "weight_matrix"]
-
 
 def _groups(layer: Any) -> int:
     return int(getattr(layer, "groups", 1))

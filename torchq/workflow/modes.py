@@ -11,15 +11,6 @@ from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, modes_kept
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
 
-__all__ = [
-    "disabled",
-    "freeze_",
-    "is_quantized",
-    "quantizers",
-    "select_quantizers",
-    "weight_quantizers",
-]
-
 
 def is_quantized(model: nn.Module) -> bool:
     """Return True if ``model`` has a quantizer, whatever its mode.

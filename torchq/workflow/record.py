@@ -37,8 +37,6 @@ from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers
 
-__all__ = ["apply_record_", "public_state", "swap_record", "with_all_shared"]
-
 _VERSION = 2
 _MODES = frozenset(["off", "observe", "quantize", "observe+quantize"])
 _SLOTS = ("input", "weight", "output")

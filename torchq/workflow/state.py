@@ -20,8 +20,6 @@ from torchq.workflow.foreign_files import read_file, record_in
 from torchq.workflow.modes import quantizers
 from torchq.workflow.record import apply_record_, public_state, swap_record, with_all_shared
 
-__all__ = ["load", "load_model", "save"]
-
 # A tensor that stands for a floating-point one of any shape.
 _ANY = torch.empty(0, device="cpu", dtype=torch.float32)
 

@@ -10,8 +10,6 @@ from torch import nn
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import NotebookText, table, wrap
 
-__all__ = ["LayerRow", "Summary", "SummaryRow", "summary"]
-
 _SIMULATED = (
     "simulated: tensors are rounded to these formats but stored and computed in floating point"
 )

@@ -25,8 +25,6 @@ from torchq.graph import call_model, tensors_in
 from torchq.nn.calls.functions import OTHER_PRODUCTS, CallSite, Function, function_of, operand
 from torchq.utils import evaluating, twin_of
 
-__all__ = ["FoundCalls", "find_calls", "find_calls_alone", "weights_read"]
-
 #: Why a layer of attention that calls torch's function cannot be quantized.
 WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
 

@@ -15,18 +15,6 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn.modules.operators import ScaledDotProductAttention
 
-__all__ = [
-    "FUNCTIONS",
-    "OTHER_PRODUCTS",
-    "CallSite",
-    "Function",
-    "equivalent_class",
-    "function_of",
-    "operand",
-    "site_descriptors",
-    "with_operands",
-]
-
 
 @dataclass(frozen=True)
 class Function:

@@ -23,8 +23,6 @@ from torchq.nn.operator_routes import MARK, Route, base_name
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
-__all__ = ["Call", "ComputedCall", "QuantCall", "RoutedModule", "route_calls_"]
-
 
 class Call(nn.Module):
     """Place of one function call in the forward of its parent; it is never called itself."""

@@ -22,15 +22,6 @@ from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing
 
-__all__ = [
-    "ProjectedAttention",
-    "QuantMultiheadAttention",
-    "QuantScaledDotProductAttention",
-    "additive_mask",
-    "attend",
-    "is_passive",
-]
-
 
 def is_passive(quantizer: nn.Module) -> bool:
     """Return True if ``quantizer`` returns its input unchanged and observes nothing."""

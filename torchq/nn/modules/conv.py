@@ -14,15 +14,6 @@ from torchq.nn.convert import NO_OUTPUT, QuantModule, register
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing, qualified_name
 
-__all__ = [
-    "QuantConv1d",
-    "QuantConv2d",
-    "QuantConv3d",
-    "QuantConvTranspose1d",
-    "QuantConvTranspose2d",
-    "QuantConvTranspose3d",
-]
-
 
 class _QuantConv(OutputScaling, QuantModule):
     """Base of the convolutions: ``conv(input_quantizer(x), weight_quantizer(weight)) + bias``.

@@ -8,16 +8,6 @@ from torch import nn
 
 from torchq.nn.convert import change_class
 
-__all__ = [
-    "FROZEN_NORMS",
-    "FrozenBatchNorm1d",
-    "FrozenBatchNorm2d",
-    "FrozenBatchNorm3d",
-    "FrozenSyncBatchNorm",
-    "freeze_norm_",
-    "unfreeze_norm_",
-]
-
 M = TypeVar("M", bound="_Frozen")
 
 

@@ -15,30 +15,6 @@ from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = [
-    "InputQuantized",
-    "QuantAdaptiveAvgPool1d",
-    "QuantAdaptiveAvgPool2d",
-    "QuantAdaptiveAvgPool3d",
-    "QuantAvgPool1d",
-    "QuantAvgPool2d",
-    "QuantAvgPool3d",
-    "QuantELU",
-    "QuantHardsigmoid",
-    "QuantHardswish",
-    "QuantIdentity",
-    "QuantInstanceNorm1d",
-    "QuantInstanceNorm2d",
-    "QuantInstanceNorm3d",
-    "QuantLeakyReLU",
-    "QuantMaxPool1d",
-    "QuantMaxPool2d",
-    "QuantMaxPool3d",
-    "QuantMish",
-    "QuantSiLU",
-    "QuantSigmoid",
-]
-
 
 class InputQuantized(QuantModule):
     """Base of modules that quantize their first argument and then run the float forward on it."""

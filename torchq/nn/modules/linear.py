@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.nn.convert import QuantModule, register
 
-__all__ = ["QuantBilinear", "QuantEmbedding", "QuantEmbeddingBag", "QuantLinear"]
-
 
 @register(nn.Linear)
 class QuantLinear(OutputScaling, QuantModule, nn.Linear):

@@ -18,24 +18,6 @@ from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = [
-    "Add",
-    "Cat",
-    "MatMul",
-    "Mul",
-    "OPERATORS",
-    "QuantAdd",
-    "QuantCat",
-    "QuantMatMul",
-    "QuantMul",
-    "QuantTap",
-    "ScaledDotProductAttention",
-    "Tap",
-    "operator_name",
-    "operator_named",
-    "stand_in",
-]
-
 
 class Add(nn.Module):
     """The operator ``input + other`` as a module."""

@@ -28,8 +28,6 @@ from torchq.nn.modules.recurrent_flow import RecurrentFlow, State
 from torchq.nn.modules.recurrent_steps import StepQuantizer, hidden_descriptor
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["QuantGRU", "QuantLSTM", "QuantRNN", "QuantRecurrent"]
-
 
 class QuantRecurrent(RecurrentFlow, QuantModule, nn.RNNBase):
     """Base of the quantized recurrent layers; state dicts have the keys of torch's layer.

@@ -13,8 +13,6 @@ from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.modules.recurrent_steps import hidden_descriptor
 
-__all__ = ["QuantGRUCell", "QuantLSTMCell", "QuantRNNCell"]
-
 
 class _QuantCell(QuantModule, nn.RNNCellBase):
     """Base of the cells; with every quantizer off it is torch's own forward, bit for bit."""

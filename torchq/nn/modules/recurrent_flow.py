@@ -10,8 +10,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq.errors import QuantizationError
 
-__all__ = ["RecurrentFlow", "State"]
-
 State = tuple[Tensor, ...]
 
 

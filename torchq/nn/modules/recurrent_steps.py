@@ -11,8 +11,6 @@ from torchq.descriptor import QuantDescriptor
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
-__all__ = ["StepQuantizer", "hidden_descriptor"]
-
 
 def hidden_descriptor(input: QuantDescriptor | None) -> QuantDescriptor | None:
     """Return how a hidden state is quantized where inputs are quantized as ``input`` says.

@@ -6,8 +6,6 @@ from torch import nn
 
 from torchq.nn.convert import QuantModule, register
 
-__all__ = ["QuantTransformerEncoder", "QuantTransformerEncoderLayer"]
-
 
 @register(nn.TransformerEncoderLayer)
 class QuantTransformerEncoderLayer(QuantModule, nn.TransformerEncoderLayer):
