@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import torchq
 from torchq.errors import ConfigError, QuantizationError
 from torchq.nn import replace_operators_
-from torchq.nn.transaction import unchanged_on_error
+from torchq.nn.convert import unchanged_on_error
 
 
 class Block(nn.Module):

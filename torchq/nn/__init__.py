@@ -31,6 +31,8 @@ from torchq.nn.convert import (
 from torchq.nn.modules.attention import (
     QuantMultiheadAttention,
     QuantScaledDotProductAttention,
+    QuantTransformerEncoder,
+    QuantTransformerEncoderLayer,
 )
 from torchq.nn.modules.conv import (
     QuantConv1d,
@@ -83,9 +85,15 @@ from torchq.nn.modules.operators import (
     ScaledDotProductAttention,
     Tap,
 )
-from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
-from torchq.nn.modules.recurrent_cells import QuantGRUCell, QuantLSTMCell, QuantRNNCell
-from torchq.nn.modules.transformer import QuantTransformerEncoder, QuantTransformerEncoderLayer
+from torchq.nn.modules.recurrent import (
+    QuantGRU,
+    QuantGRUCell,
+    QuantLSTM,
+    QuantLSTMCell,
+    QuantRecurrent,
+    QuantRNN,
+    QuantRNNCell,
+)
 from torchq.nn.operator_graphs import OperatorOwner
 from torchq.nn.operator_modules import (
     RewrittenForward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -25,7 +26,7 @@ from torchq.nn.subclasses import (
     unparametrized,
 )
 from torchq.nn.tensor_quantizer import TensorQuantizer
-from torchq.utils import Registry, qualified_name
+from torchq.utils import Registry, qualified_name, undone_on_error
 
 #: Float class -> quantized class; :func:`quantized_as` finds those of subclasses.
 QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
@@ -389,3 +390,35 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def is_weight_quantizer(module: QuantModule, quantizer: nn.Module) -> bool:
     """Return True if ``quantizer`` quantizes a weight of ``module``."""
     return any(q is quantizer for q, _ in module.quantized_weights())
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Give ``model`` its classes, attributes, children and tensors back if the block raises.
+
+    Every exception counts, also KeyboardInterrupt. Numbers that the block wrote into a tensor in
+    place are not undone.
+
+    Args:
+        model: the block may convert its modules, and replace their attributes, children,
+            parameters and buffers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> try:
+        ...     with unchanged_on_error(model):
+        ...         report = torchq.quantize_(model)
+        ...         raise KeyboardInterrupt
+        ... except KeyboardInterrupt:
+        ...     print(type(model[0]).__name__)
+        Linear
+    """
+    classes = [(module, type(module)) for module in model.modules()]
+    try:
+        with undone_on_error(model):
+            yield
+    except BaseException:
+        for module, cls in classes:
+            if type(module) is not cls:
+                change_class(module, cls)
+        raise

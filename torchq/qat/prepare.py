@@ -15,7 +15,7 @@ from torchq.errors import ConfigError
 from torchq.fusion import FuseReport, fuse_
 from torchq.fusion.modules import is_norm
 from torchq.graph import move_to
-from torchq.nn.transaction import unchanged_on_error
+from torchq.nn.convert import unchanged_on_error
 from torchq.qat.optim import param_groups
 from torchq.swap import SwapReport, quantize_
 from torchq.utils import NotebookText, Pattern, device_of, evaluating

@@ -20,7 +20,7 @@ from torchq.nn import (
     revert_,
     route_calls_,
 )
-from torchq.nn.transaction import unchanged_on_error
+from torchq.nn.convert import unchanged_on_error
 from torchq.swap.cost import costs_of_placements
 from torchq.swap.decision import Decision
 from torchq.swap.decisions import SwapReport
@@ -207,7 +207,7 @@ def apply_(model: nn.Module, report: SwapReport) -> None:
     Args:
         model: the model.
         report: its plan. A call that fails leaves some of its modules converted; see
-            :func:`torchq.nn.transaction.unchanged_on_error`.
+            :func:`torchq.nn.convert.unchanged_on_error`.
     """
     routed = frozenset(id(d.module) for d in report.replaced if d.calls)
     insert_([operator for operator, _ in report.operators], routed)

@@ -29,10 +29,10 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
+from torchq.nn.convert import unchanged_on_error
 from torchq.nn.modules.operators import OPERATORS, operator_named
 from torchq.nn.operator_modules import add_recorded_children_
 from torchq.nn.subclasses import unparametrized
-from torchq.nn.transaction import unchanged_on_error
 from torchq.swap.apply import name_quantizers
 from torchq.utils import modules_with_names, qualified_name, set_submodule, twin_of
 from torchq.workflow.modes import quantizers

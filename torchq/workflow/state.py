@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.nn.transaction import unchanged_on_error
+from torchq.nn.convert import unchanged_on_error
 from torchq.swap.apply import name_quantizers
 from torchq.utils import deployed_part, qualified_name, replacing, unwrapped
 from torchq.workflow.foreign_files import read_file, record_in

@@ -23,8 +23,7 @@ from torchq.nn import (
     QuantRNN,
     QuantRNNCell,
 )
-from torchq.nn.modules.recurrent import QuantRecurrent
-from torchq.nn.modules.recurrent_flow import RecurrentFlow, State
+from torchq.nn.modules.recurrent import QuantRecurrent, RecurrentFlow, State
 
 __all__ = ["DeployedRecurrent", "DeployedRecurrentCell"]
 

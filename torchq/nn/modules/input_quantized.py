@@ -26,64 +26,35 @@ class InputQuantized(QuantModule):
         return super().forward(self.input_quantizer(input), *args, **kwargs)
 
 
-@register(nn.MaxPool1d)
-class QuantMaxPool1d(InputQuantized, nn.MaxPool1d):
-    """Quantized-input :class:`torch.nn.MaxPool1d`."""
+def _twin(float_class: type[nn.Module]) -> type[InputQuantized]:
+    """Make and register the twin of a class that takes one tensor and needs no more than its base.
+
+    Pickles look it up under its name in this module.
+    """
+    name = float_class.__name__
+    doc = f"Quantized-input :class:`torch.nn.{name}`."
+    body = {"__doc__": doc, "__module__": __name__}
+    return register(float_class)(type(f"Quant{name}", (InputQuantized, float_class), body))
 
 
-@register(nn.MaxPool2d)
-class QuantMaxPool2d(InputQuantized, nn.MaxPool2d):
-    """Quantized-input :class:`torch.nn.MaxPool2d`."""
-
-
-@register(nn.MaxPool3d)
-class QuantMaxPool3d(InputQuantized, nn.MaxPool3d):
-    """Quantized-input :class:`torch.nn.MaxPool3d`."""
-
-
-@register(nn.AvgPool1d)
-class QuantAvgPool1d(InputQuantized, nn.AvgPool1d):
-    """Quantized-input :class:`torch.nn.AvgPool1d`."""
-
-
-@register(nn.AvgPool2d)
-class QuantAvgPool2d(InputQuantized, nn.AvgPool2d):
-    """Quantized-input :class:`torch.nn.AvgPool2d`."""
-
-
-@register(nn.AvgPool3d)
-class QuantAvgPool3d(InputQuantized, nn.AvgPool3d):
-    """Quantized-input :class:`torch.nn.AvgPool3d`."""
-
-
-@register(nn.AdaptiveAvgPool1d)
-class QuantAdaptiveAvgPool1d(InputQuantized, nn.AdaptiveAvgPool1d):
-    """Quantized-input :class:`torch.nn.AdaptiveAvgPool1d`."""
-
-
-@register(nn.AdaptiveAvgPool2d)
-class QuantAdaptiveAvgPool2d(InputQuantized, nn.AdaptiveAvgPool2d):
-    """Quantized-input :class:`torch.nn.AdaptiveAvgPool2d`."""
-
-
-@register(nn.AdaptiveAvgPool3d)
-class QuantAdaptiveAvgPool3d(InputQuantized, nn.AdaptiveAvgPool3d):
-    """Quantized-input :class:`torch.nn.AdaptiveAvgPool3d`."""
-
-
-@register(nn.InstanceNorm1d)
-class QuantInstanceNorm1d(InputQuantized, nn.InstanceNorm1d):
-    """Quantized-input :class:`torch.nn.InstanceNorm1d`."""
-
-
-@register(nn.InstanceNorm2d)
-class QuantInstanceNorm2d(InputQuantized, nn.InstanceNorm2d):
-    """Quantized-input :class:`torch.nn.InstanceNorm2d`."""
-
-
-@register(nn.InstanceNorm3d)
-class QuantInstanceNorm3d(InputQuantized, nn.InstanceNorm3d):
-    """Quantized-input :class:`torch.nn.InstanceNorm3d`."""
+QuantMaxPool1d = _twin(nn.MaxPool1d)
+QuantMaxPool2d = _twin(nn.MaxPool2d)
+QuantMaxPool3d = _twin(nn.MaxPool3d)
+QuantAvgPool1d = _twin(nn.AvgPool1d)
+QuantAvgPool2d = _twin(nn.AvgPool2d)
+QuantAvgPool3d = _twin(nn.AvgPool3d)
+QuantAdaptiveAvgPool1d = _twin(nn.AdaptiveAvgPool1d)
+QuantAdaptiveAvgPool2d = _twin(nn.AdaptiveAvgPool2d)
+QuantAdaptiveAvgPool3d = _twin(nn.AdaptiveAvgPool3d)
+QuantInstanceNorm1d = _twin(nn.InstanceNorm1d)
+QuantInstanceNorm2d = _twin(nn.InstanceNorm2d)
+QuantInstanceNorm3d = _twin(nn.InstanceNorm3d)
+QuantELU = _twin(nn.ELU)
+QuantHardsigmoid = _twin(nn.Hardsigmoid)
+QuantHardswish = _twin(nn.Hardswish)
+QuantLeakyReLU = _twin(nn.LeakyReLU)
+QuantMish = _twin(nn.Mish)
+QuantSigmoid = _twin(nn.Sigmoid)
 
 
 @register(nn.Identity)
@@ -91,31 +62,6 @@ class QuantIdentity(InputQuantized, nn.Identity):
     """Identity that quantizes its input: a quantization point to place in a model."""
 
     is_marker = True
-
-
-@register(nn.ELU)
-class QuantELU(InputQuantized, nn.ELU):
-    """Quantized-input :class:`torch.nn.ELU`."""
-
-
-@register(nn.Hardsigmoid)
-class QuantHardsigmoid(InputQuantized, nn.Hardsigmoid):
-    """Quantized-input :class:`torch.nn.Hardsigmoid`."""
-
-
-@register(nn.Hardswish)
-class QuantHardswish(InputQuantized, nn.Hardswish):
-    """Quantized-input :class:`torch.nn.Hardswish`."""
-
-
-@register(nn.LeakyReLU)
-class QuantLeakyReLU(InputQuantized, nn.LeakyReLU):
-    """Quantized-input :class:`torch.nn.LeakyReLU`."""
-
-
-@register(nn.Mish)
-class QuantMish(InputQuantized, nn.Mish):
-    """Quantized-input :class:`torch.nn.Mish`."""
 
 
 @register(nn.SiLU)
@@ -160,8 +106,3 @@ class QuantSiLU(InputQuantized, nn.SiLU):
             return super().forward(input)
         x = self.input_quantizer(input)
         return x * gate(torch.sigmoid(x))
-
-
-@register(nn.Sigmoid)
-class QuantSigmoid(InputQuantized, nn.Sigmoid):
-    """Quantized-input :class:`torch.nn.Sigmoid`."""
