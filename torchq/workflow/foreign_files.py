@@ -82,17 +82,7 @@ def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: A
 
 
 def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
-    """Take the record out of a state dict.
-
-    Args:
-        state: tensors by name; the entry of the record is removed.
-
-    Returns:
-        The path of the module that the record is about, and the record; None if there is none.
-
-    Raises:
-        ConfigError: The entry is no JSON text.
-    """
+    """Take the record out of a state dict."""
     keys = [key for key in state if key == _KEY or key.endswith(f".{_KEY}")]
     if not keys:
         return None
@@ -105,17 +95,7 @@ def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
-    """Return what a file or a folder of weights holds, without running code from it.
-
-    Args:
-        path: a file that ``torch.save`` wrote, a ``.safetensors`` file, or a folder that
-            ``save_pretrained`` of Hugging Face wrote.
-        map_location: as for :func:`torch.load`.
-
-    Raises:
-        ConfigError: The content is damaged, or of no known kind.
-        OSError: The file cannot be read.
-    """
+    """Return what a file or a folder of weights holds, without running code from it."""
     path = Path(path)
     if path.is_dir():
         return _read_folder(path, map_location)
@@ -137,10 +117,6 @@ def _check_archive(file: BinaryIO) -> None:
     """Check a zip archive for damage, and for parts that would take more memory than the file.
 
     ``torch.load`` does neither. It also reads a format without archive, which is left to it.
-
-    Raises:
-        ValueError: The parts are larger than the file.
-        Exception: The archive is damaged.
     """
     is_archive = file.read(4) == b"PK\x03\x04"
     size = file.seek(0, os.SEEK_END)
@@ -184,9 +160,6 @@ def _read_safetensors(data: bytes, map_location: Any) -> dict[str, Tensor]:
     """Return the tensors of a file in the safetensors format, version 0.
 
     Source: https://github.com/huggingface/safetensors, section "Format" of its README.
-
-    Raises:
-        Exception: The content is damaged.
     """
     size = int.from_bytes(data[:8], "little")
     header: Mapping[str, Any] = json.loads(data[8 : 8 + size])

@@ -135,14 +135,6 @@ def with_all_shared(
     """Return a record that names every slot of a shared quantizer, as some of torchq 0.2.0 do not.
 
     They name the first slot of each module alone. The ranges tell where the quantizer stands too.
-
-    Args:
-        record: from a file.
-        state: the tensors of the file.
-        prefix: what the names of these tensors have before the paths of the record.
-
-    Raises:
-        ConfigError: The record is damaged, or of another version.
     """
     checked = _Record.read(record)
     groups = [list(group) for group in checked.shared]

@@ -215,11 +215,7 @@ def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Compare names, shapes and kinds of tensors with those of ``model``.
-
-    Raises:
-        QuantizationError: They differ.
-    """
+    """Compare names, shapes and kinds of tensors with those of ``model``."""
     own = model.state_dict()
     problems = [f"{key} is missing" for key in own if key not in state]
     # A quantizer adopts these factors, which only some files have.
@@ -269,11 +265,7 @@ def _difference(own: Any, given: Any) -> str:
 
 
 def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Check each range for its quantizer.
-
-    Raises:
-        ConfigError: A range is no floating-point tensor, negative, NaN, infinite or misshapen.
-    """
+    """Check each range for its quantizer."""
     weights = {
         id(quantizer): weight
         for module in model.modules()
@@ -302,11 +294,7 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:
-    """Check the sign that a quantizer chose; a tensor without numbers has any.
-
-    Raises:
-        ConfigError: The sign of the codes is impossible.
-    """
+    """Check the sign that a quantizer chose; a tensor without numbers has any."""
     sign = state.get(f"{prefix}unsigned")
     if sign is None or sign.is_meta:
         possible = True
@@ -320,12 +308,7 @@ def _check_sign(prefix: str, state: Mapping[str, Tensor]) -> None:
 
 
 def _factor_problem(layer: nn.Module | None, factors: Tensor | None) -> str:
-    """Return what makes factors unfit to multiply the input of ``layer``; empty if nothing does.
-
-    Args:
-        layer: None or one without weights takes any shape.
-        factors: of the input; None and tensors without numbers are fit.
-    """
+    """Return what makes factors unfit to multiply the input of ``layer``; empty if nothing does."""
     if factors is None:
         return ""
     if not factors.is_floating_point():
