@@ -94,8 +94,8 @@ from torchq.nn.modules.recurrent import (
     QuantRNN,
     QuantRNNCell,
 )
-from torchq.nn.operator_graphs import OperatorOwner
 from torchq.nn.operator_modules import (
+    OperatorOwner,
     RewrittenForward,
     recording_operators,
     replace_operators_,

@@ -18,7 +18,7 @@ from torchq.graph import rewrite_forward
 from torchq.nn.calls.functions import CallSite, Function, function_of, operand, with_operands
 from torchq.nn.convert import QuantModule, change_class, register
 from torchq.nn.modules.operators import ScaledDotProductAttention
-from torchq.nn.operator_graphs import OperatorOwner
+from torchq.nn.operator_modules import OperatorOwner
 from torchq.nn.operator_routes import MARK, Route, base_name
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
