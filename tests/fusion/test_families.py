@@ -14,6 +14,7 @@ from tests.fusion.blocks import all_cases
 from tests.fusion.blocks.repvgg import CustomL2Block
 from tests.fusion.blocks.repvit import Classifier
 from tests.fusion.blocks.timm_levit import DistilledClassifier
+from tests.fusion.blocks.vanillanet import VanillaNet
 from tests.fusion.blocks.yolov7 import ImplicitHead
 from tests.fusion.common import error, norms, outputs, randomized
 from torchq.fusion import fuse_
@@ -63,6 +64,21 @@ def test_family_is_merged_exactly(case: str) -> None:
     assert again.fused == ()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert len(state) == len(model.state_dict())
+
+
+@pytest.mark.parametrize("slope", [1.0, 0.5])
+def test_all_of_a_vanillanet_is_merged_once_its_slope_is_one(slope: float) -> None:
+    torch.manual_seed(0)
+    model = randomized(VanillaNet().double())
+    model.act_learn = slope
+    x = torch.randn(2, 3, 16, 20, dtype=torch.float64)
+    want = outputs(model, x)
+    report = fuse_(model)
+    assert report.refused == ()
+    assert norms(model) == []
+    assert error(outputs(model, x), want) <= TOL64
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == (3 if slope == 1 else 5)
+    assert model.deploy is (slope == 1)
 
 
 def no_gradients(*args: Any) -> NoReturn:

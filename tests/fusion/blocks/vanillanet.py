@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,9 +38,42 @@ class VanillaBlock(nn.Module):
         return self.act(self.pool(x))
 
 
+class VanillaNet(nn.Module):
+    def __init__(self, dims: tuple[int, ...] = (8, 12), classes: int = 5) -> None:
+        super().__init__()
+        first, last = dims[0], dims[-1]
+        self.act_learn, self.deploy = 1.0, False
+        self.stem1 = nn.Sequential(nn.Conv2d(3, first, 4, stride=4), nn.BatchNorm2d(first))
+        self.stem2 = nn.Sequential(
+            nn.Conv2d(first, first, 1), nn.BatchNorm2d(first), VanillaActivation(first)
+        )
+        self.stages = nn.ModuleList(VanillaBlock(*pair) for pair in pairwise(dims))
+        self.cls1 = nn.Sequential(
+            nn.AdaptiveAvgPool2d((1, 1)),
+            nn.Dropout(0.1),
+            nn.Conv2d(last, classes, 1),
+            nn.BatchNorm2d(classes),
+        )
+        self.cls2 = nn.Sequential(nn.Conv2d(classes, classes, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.deploy:
+            x = self.stem(x)
+        else:
+            x = self.stem2(F.leaky_relu(self.stem1(x), self.act_learn))
+        for stage in self.stages:
+            x = stage(x)
+        if self.deploy:
+            x = self.cls(x)
+        else:
+            x = self.cls2(F.leaky_relu(self.cls1(x), self.act_learn))
+        return x.flatten(1)
+
+
 CASES = {
     "vanillanet-activation": Case(
         lambda: VanillaActivation(8), 8, "vanillanet-activation", "weight"
     ),
     "vanillanet": Case(lambda: VanillaBlock(8, 12), 8, "vanillanet-block", "conv"),
+    "vanillanet-whole": Case(VanillaNet, 3, "vanillanet", "stem"),
 }

@@ -14,6 +14,7 @@ __all__ = [
     "ImplicitHeadRule",
     "RepGhostRule",
     "VanillaActivationRule",
+    "VanillaNetRule",
 ]
 
 
@@ -72,6 +73,31 @@ class VanillaActivationRule(BlockRule):
         layer = merge(linear, in_channels=channels).make()
         remove(block, ["bn", "bias"])
         block.weight, block.bias = layer.weight, layer.bias
+        block.deploy = True
+        return None
+
+
+class VanillaNetRule(BlockRule):
+    """A stem and a classifier of two convolutions each, which merge where the slope between is 1.
+
+    The blocks in the middle have a rule of their own.
+    """
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Merge ``stem1`` and ``stem2``, ``cls1`` and ``cls2`` of ``block``, in place."""
+        conv, norm, activation = block.stem2
+        pool, dropout, *classifier = block.cls1
+
+        def stem(x: Tensor) -> Any:
+            return norm(conv(F.leaky_relu(block.stem1(x), block.act_learn)))
+
+        def classify(x: Tensor) -> Any:
+            return block.cls2(F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn))
+
+        first, last = merge(stem, block.stem1[0]), merge(classify, classifier[0])
+        remove(block, ["stem1", "stem2", "cls1", "cls2"])
+        block.stem = nn.Sequential(first.make(), activation)
+        block.cls = nn.Sequential(pool, dropout, last.make())
         block.deploy = True
         return None
 

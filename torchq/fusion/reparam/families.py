@@ -16,6 +16,7 @@ from torchq.fusion.reparam.custom_rules import (
     ImplicitHeadRule,
     RepGhostRule,
     VanillaActivationRule,
+    VanillaNetRule,
 )
 from torchq.fusion.reparam.rule import BLOCKS, BlockRule
 
@@ -285,6 +286,13 @@ FAMILIES: tuple[BlockRule, ...] = (
         bypass=("pool", "act"),
         lacks=("conv",),
         flags={"deploy": True},
+        loose=True,
+    ),
+    VanillaNetRule(
+        name="vanillanet",
+        has=("stem1", "stem2", "cls1", "cls2", "act_learn", "deploy"),
+        branches=("stem1", "stem2", "cls1", "cls2"),
+        writes="stem",
         loose=True,
     ),
     VanillaActivationRule(
