@@ -10,8 +10,6 @@ from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
 from torchq.onnx.retarget import retarget_onnx
 from torchq.onnx.targets import OnnxTarget
-from torchq.onnx.timing.report import LayerTime, TimedNode, TimeReport
-from torchq.onnx.timing.timing import time_onnx
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
 
@@ -19,17 +17,13 @@ __all__ = [
     "ExportReport",
     "InspectReport",
     "LayerAgreement",
-    "LayerTime",
     "NodePlacement",
     "OnnxTarget",
     "OutputAgreement",
-    "TimeReport",
-    "TimedNode",
     "VerifyReport",
     "export_onnx",
     "inspect_onnx",
     "retarget_onnx",
     "round_biases_",
-    "time_onnx",
     "verify_onnx",
 ]
