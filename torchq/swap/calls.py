@@ -25,7 +25,6 @@ from torchq.nn import (
 )
 from torchq.nn.calls.find import WHOLE_ATTENTION
 from torchq.swap.decision import Decision
-from torchq.swap.unused import NOT_CALLED, with_unread_noted
 from torchq.utils import modules_with_names
 
 __all__ = ["ByRules", "decide_calls"]
@@ -85,7 +84,7 @@ def decide_calls(
         else:
             result[place + 1 : place + 1] = new
     if found is None:
-        return with_unread_noted(model, result)
+        return result
     return _without_unused(result, found)
 
 
@@ -134,6 +133,9 @@ def _without_unused(decisions: list[Decision], found: Mapping[int, FoundCalls]) 
         result.append(d)
     return result
 
+
+#: The note about a layer that a run on the example did not call.
+NOT_CALLED = "not called in the run on the example"
 
 _IN_GRAPH = (
     "its forward is a graph of torch.fx, whose copies would lose the quantizers of a call: "
