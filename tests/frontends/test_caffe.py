@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.frontends.caffe_writer import caffemodel, delimited, varint
 from torchq.errors import FrontendError
-from torchq.frontends.caffe.text import parse_text
+from torchq.frontends.caffe.messages import parse_text
 
 FOLDER = Path(__file__).parent / "caffe_files"
 

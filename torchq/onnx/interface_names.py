@@ -56,7 +56,9 @@ def output_names_of(model: nn.Module) -> list[str] | None:
 
 def fixes_batch(model: nn.Module) -> bool:
     """Return True if the file that a model was read from fixes the first size of an input."""
-    shapes = getattr(model, "input_shapes", None) if isinstance(model, fx.GraphModule) else None
+    if not isinstance(model, fx.GraphModule) or not getattr(model, "checks_sizes", False):
+        return False  # Caffe and MXNet take any batch, whatever the file states
+    shapes = getattr(model, "input_shapes", None)
     return any(shape and shape[0] is not None for shape in shapes or ())
 
 

@@ -5,7 +5,6 @@ A reader of messages, an importer, converters of layers, and the functions that 
 
 from torchq.frontends.caffe import converters
 from torchq.frontends.caffe.importer import from_caffe
-from torchq.frontends.caffe.node import CaffeLayer
-from torchq.frontends.caffe.registry import CONVERTERS, converter
+from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer, converter
 
 __all__ = ["CONVERTERS", "CaffeLayer", "converter", "converters", "from_caffe"]

@@ -11,10 +11,9 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError
 from torchq.frontends.building import GraphBuilder, Value
+from torchq.frontends.caffe.messages import read_weights
 from torchq.frontends.caffe.network import Layer, Network, Output, read_network
-from torchq.frontends.caffe.node import CaffeLayer
-from torchq.frontends.caffe.registry import CONVERTERS
-from torchq.frontends.caffe.weights import read_weights
+from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer
 
 #: Layers that measure or write, and give nothing that a network computes with.
 _DROPPED = re.compile(r"\w*Loss|Accuracy|Silence|HDF5Output|DetectionEvaluate")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchq.errors import FrontendError
-from torchq.frontends.caffe.text import Message, parse_text
+from torchq.frontends.caffe.messages import Message, parse_text
 
 #: (number of a layer, number of its output). Inputs of the network have negative layer numbers.
 Output = tuple[int, int]

@@ -1,16 +1,17 @@
-"""One layer of a Caffe network as converters see it."""
+"""One layer of a Caffe network as converters see it, and their registry."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value
+from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value, entering
+from torchq.frontends.caffe.messages import Message
 from torchq.frontends.caffe.network import Layer
-from torchq.frontends.caffe.text import Message
+from torchq.utils import Registry
 
 #: Fields that say how Caffe computes or trains, not what a network computes.
 _IGNORED = re.compile(r"\w*_filler|engine|force_nd_im2col|moving_average_fraction|label_map_file")
@@ -172,3 +173,21 @@ class CaffeLayer(FileNode):
         """Return an axis, counted from the end where it is negative and the size is known."""
         axis, ndim = settings.integer(name, default), self.ndims[0]
         return axis if axis >= 0 or ndim is None else axis + ndim
+
+
+Converter = Callable[[CaffeLayer], "Value | Sequence[Value]"]
+
+#: From the type of a layer to its converter.
+CONVERTERS: Registry[str, Converter] = Registry("Caffe layer")
+
+
+def converter(*types: str) -> Callable[[Converter], Converter]:
+    """Enter the decorated function as the converter of types of layers.
+
+    Args:
+        types: names such as ``"Convolution"``.
+
+    Raises:
+        ConfigError: one of the types has a converter already.
+    """
+    return entering(CONVERTERS, types)

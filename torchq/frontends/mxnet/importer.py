@@ -11,12 +11,10 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError
 from torchq.frontends.building import Constant, GraphBuilder, Value
-from torchq.frontends.mxnet.converters.outputs import LOSSES
-from torchq.frontends.mxnet.ndim import infer_ndims
-from torchq.frontends.mxnet.node import SymbolContext
+from torchq.frontends.mxnet.converters.layers import LOSSES
+from torchq.frontends.mxnet.node import CONVERTERS, SymbolContext
 from torchq.frontends.mxnet.params import read_params
-from torchq.frontends.mxnet.registry import CONVERTERS
-from torchq.frontends.mxnet.symbol import Symbol, read_symbol
+from torchq.frontends.mxnet.symbol import Symbol, infer_ndims, read_symbol
 
 
 def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:

@@ -1,14 +1,15 @@
-"""One node of a symbol as converters see it; its attributes are text that stands for values."""
+"""One node of a symbol as converters see it, and their registry."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value
+from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value, entering
+from torchq.utils import Registry
 
 #: Attributes that say how MXNet computes or trains, not what a network computes.
 _IGNORED = re.compile(
@@ -163,3 +164,30 @@ class SymbolContext(FileNode):
             if found:
                 return found[1]
         return self.name
+
+
+Converter = Callable[[SymbolContext], "Value | Sequence[Value]"]
+
+#: From the name of an operator to its converter.
+CONVERTERS: Registry[str, Converter] = Registry("MXNet operator")
+
+
+def converter(*op_types: str) -> Callable[[Converter], Converter]:
+    """Enter the decorated function as the converter of operators.
+
+    Args:
+        op_types: names such as ``"Convolution"``.
+
+    Raises:
+        ConfigError: one of the operators has a converter already.
+    """
+    return entering(CONVERTERS, op_types)
+
+
+def identity(function: Callable[..., object], *op_types: str) -> None:
+    """Enter operators without attributes that one function of all inputs computes."""
+
+    def convert(node: SymbolContext) -> Value:
+        return node.call(function, *node.inputs)
+
+    converter(*op_types)(convert)

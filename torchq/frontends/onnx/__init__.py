@@ -5,9 +5,8 @@ An importer, a registry of converters, and the functions that converted graphs c
 
 from torchq.frontends.building import Constant, Ints, Value
 from torchq.frontends.onnx import converters
-from torchq.frontends.onnx.context import NodeContext
+from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter, identity
 from torchq.frontends.onnx.importer import from_onnx
-from torchq.frontends.onnx.registry import CONVERTERS, converter, identity
 
 __all__ = [
     "CONVERTERS",

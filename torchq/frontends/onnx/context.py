@@ -1,15 +1,141 @@
-"""One node of an ONNX file as converters see it."""
+"""What converters see of an ONNX file: one node, the graph under construction, the registry."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
-from torchq.frontends.building import Constant, FileNode, Ints, Value, stack_ints
-from torchq.frontends.onnx.builder import GraphBuilder
+from torchq.frontends import building
+from torchq.frontends.building import Constant, FileNode, Ints, Value, entering, stack_ints
+from torchq.nn import TensorQuantizer
+from torchq.utils import Registry
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How a tensor of a file is quantized.
+
+    Attributes:
+        scale: float32, one number or one for each index of ``axis``; with blocks one for each
+            block, and as many dimensions as the tensor.
+        zero_point: of the element type of the codes, the shape of ``scale``.
+        axis: of the scales, or that the blocks lie along.
+        bits: of the codes, 0 for those of the element type.
+        block_size: elements of one block, 0 without blocks.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    axis: int
+    bits: int = 0
+    block_size: int = 0
+
+    def permuted(self, order: Sequence[int]) -> Quantization:
+        """Return how the tensor is quantized after its dimensions were put into another order."""
+        axis = list(order).index(self.axis % len(order))
+        if not self.block_size:
+            return replace(self, axis=axis)
+        parts = [part.permute(*order) for part in (self.scale, self.zero_point)]
+        return replace(self, scale=parts[0], zero_point=parts[1], axis=axis)
+
+    def equals(self, other: Quantization) -> bool:
+        """Return True if both give the same codes."""
+        same = (
+            self.zero_point.dtype == other.zero_point.dtype
+            and (self.bits, self.block_size) == (other.bits, other.block_size)
+            and self.scale.shape == other.scale.shape
+        )
+        same = same and (self.axis == other.axis or self.scale.numel() == 1)
+        return (
+            same
+            and torch.equal(self.scale, other.scale)
+            and torch.equal(self.zero_point, other.zero_point)
+        )
+
+
+class GraphBuilder(building.GraphBuilder):
+    """What has been converted so far.
+
+    Args:
+        where: how errors begin.
+        convert: converts the nodes of a sub-graph into a builder, and returns its outputs.
+
+    Attributes:
+        shapes, dtypes: of the tensors of the file, as far as they are known.
+        readers: how often each tensor is read.
+        codes: of a node that makes codes its source and how the source is quantized.
+        dequantized: of a node that makes codes the values of the codes.
+        quantizers: of a node that calls a quantizer its source and the quantizer.
+        weights: how a constant is quantized in the file.
+        shaped: of a node that computes a whole shape the value that has it, where the number of its
+            dimensions is not known.
+        four_bits: constants of int4 or uint4, which are tensors of int8 or uint8.
+    """
+
+    checks_sizes = True
+
+    def __init__(self, where: str, convert: Callable[[GraphBuilder, Any], list[Value]]) -> None:
+        super().__init__(where)
+        self._convert = convert
+        self.shapes: dict[str, list[int | None]] = {}
+        self.dtypes: dict[str, torch.dtype | None] = {}
+        self.readers: collections.Counter[str] = collections.Counter()
+        self.codes: dict[fx.Node, tuple[Value, Quantization]] = {}
+        self.dequantized: dict[fx.Node, Value] = {}
+        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
+        self.weights: dict[Constant, Quantization] = {}
+        self.shaped: dict[Value, fx.Node] = {}
+        self.four_bits: set[Constant] = set()
+
+    def convert_nodes(self, graph: Any) -> list[Value]:
+        """Convert the nodes of a sub-graph in place, and return its outputs."""
+        return self._convert(self, graph)
+
+    def inside(self) -> GraphBuilder:
+        """Return a builder for a sub-graph, which knows the constants of this one.
+
+        Parameters are shared. What this graph computes is not known there.
+        """
+        inner = GraphBuilder(self.where, self._convert)
+        inner.share_parameters(self)
+        known = self.values.items()
+        inner.values = {n: v for n, v in known if v is None or isinstance(v, Constant)}
+        inner.shapes, inner.dtypes = dict(self.shapes), dict(self.dtypes)
+        inner.readers, inner.weights = self.readers, self.weights
+        inner.four_bits = self.four_bits
+        return inner
+
+    def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
+        """Give a constant to the linear layer that ``node`` calls as its bias.
+
+        Returns:
+            the node; None if it calls no linear layer without a bias, or something else reads its
+            result.
+        """
+        if node.op != "call_module" or node.users:
+            return None
+        layer = self.root.get_submodule(str(node.target))
+        if type(layer) is not nn.Linear or layer.bias is not None:
+            return None
+        if (
+            tuple(value.tensor.shape) != (layer.out_features,)
+            or value.tensor.dtype != layer.weight.dtype
+        ):
+            return None
+        if sum(other is node for other in self.values.values()) > 1 or self._reads(node) > 1:
+            return None
+        layer.bias = self.parameter(value)
+        return node
+
+    def _reads(self, node: fx.Node) -> int:
+        """Return how many inputs of nodes and outputs of the file read the value of ``node``."""
+        names = {name for name, value in self.values.items() if value is node}
+        return sum(self.readers[name] for name in names)
 
 
 class NodeContext(FileNode):
@@ -139,3 +265,71 @@ class NodeContext(FileNode):
             return int(shape[axis])  # type: ignore[arg-type]
         source = self.tensor(self.inputs[index])
         return self.builder.graph.call_method("size", (source, axis))
+
+
+Converter = Callable[["NodeContext"], "Value | Sequence[Value]"]
+
+#: The element types that torch computes with on every device.
+NUMBERS = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A converter and what it accepts.
+
+    Attributes:
+        convert: from one node of the file to its outputs.
+        dtypes: element types of inputs and outputs that the operator can be converted for, None for
+            any that torch has.
+    """
+
+    convert: Converter
+    dtypes: frozenset[torch.dtype] | None = NUMBERS
+
+
+#: From (domain, operator) to its entry. The domain of ONNX's own operators is "".
+CONVERTERS: Registry[tuple[str, str], Entry] = Registry("ONNX operator")
+
+
+def converter(
+    *op_types: str, domain: str = "", dtypes: frozenset[torch.dtype] | None = NUMBERS
+) -> Callable[[Converter], Converter]:
+    """Enter the decorated function as the converter of operators.
+
+    Args:
+        op_types: names such as ``"Conv"``.
+        domain: of the operators, ``""`` for ONNX's own.
+        dtypes: element types of inputs and outputs that the converter can handle; None for any that
+            torch has.
+
+    Raises:
+        ConfigError: one of the operators has a converter already.
+    """
+    keys = [(domain, op_type) for op_type in op_types]
+    return entering(CONVERTERS, keys, lambda function: Entry(function, dtypes))
+
+
+def identity(
+    op_type: str,
+    function: Callable[..., object],
+    dtypes: frozenset[torch.dtype] | None = NUMBERS,
+) -> None:
+    """Enter an operator without attributes that one torch function computes."""
+
+    def convert(node: NodeContext) -> Value:
+        return node.call(function, *node.inputs)
+
+    CONVERTERS.add(("", op_type), Entry(convert, dtypes))

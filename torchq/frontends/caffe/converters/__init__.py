@@ -1,12 +1,8 @@
 """The converters: importing this package enters them into the registry."""
 
-from torchq.frontends.caffe.converters import (
-    activations,
+from torchq.frontends.caffe.converters import (  # noqa: F401
     arithmetic,
     detection,
     layers,
     movement,
-    pooling,
 )
-
-__all__ = ["activations", "arithmetic", "detection", "layers", "movement", "pooling"]

@@ -1,17 +1,16 @@
-"""Arithmetic on values, element by element or along axes."""
+"""Arithmetic and norms."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.building import Constant, Value
-from torchq.frontends.caffe.functions import arithmetic
-from torchq.frontends.caffe.node import CaffeLayer
-from torchq.frontends.caffe.registry import converter
+from torchq.frontends.caffe.node import CaffeLayer, converter
 
 _ELTWISE: dict[str, Callable[..., Tensor]] = {
     "PROD": torch.mul,
@@ -29,13 +28,13 @@ def _absolute(layer: CaffeLayer) -> Value:
 def _power(layer: CaffeLayer) -> Value:
     settings = layer.settings("power_param")
     numbers = (settings.number("power", 1.0), settings.number("scale", 1.0))
-    return layer.call(arithmetic.power, layer.inputs[0], *numbers, settings.number("shift", 0.0))
+    return layer.call(power, layer.inputs[0], *numbers, settings.number("shift", 0.0))
 
 
 @converter("Exp", "Log")
 def _exp_and_log(layer: CaffeLayer) -> Value:
     settings = layer.settings(f"{layer.op_type.lower()}_param")
-    function = arithmetic.exponential if layer.op_type == "Exp" else arithmetic.logarithm
+    function = exponential if layer.op_type == "Exp" else logarithm
     numbers = (settings.number("base", -1.0), settings.number("scale", 1.0))
     return layer.call(function, layer.inputs[0], *numbers, settings.number("shift", 0.0))
 
@@ -51,7 +50,7 @@ def _eltwise(layer: CaffeLayer) -> Value:
     if kind == "SUM" and any(factor != 1 for factor in factors):
         if len(factors) != len(layer.inputs):
             layer.refuse(f"got {len(factors)} factors for {len(layer.inputs)} inputs")
-        return layer.call(arithmetic.weighted_sum, list(layer.inputs), factors)
+        return layer.call(weighted_sum, list(layer.inputs), factors)
     return functools.reduce(lambda a, b: layer.call(_ELTWISE[kind], a, b), layer.inputs)
 
 
@@ -63,7 +62,7 @@ def _scale(layer: CaffeLayer) -> Value:
     given = len(layer.inputs) > 1
     scale = layer.inputs[1] if given else layer.blob(0, "weight")
     bias = layer.blob(0 if given else 1, "bias") if with_bias else None
-    return layer.call(arithmetic.affine, layer.inputs[0], scale, bias, axis)
+    return layer.call(affine, layer.inputs[0], scale, bias, axis)
 
 
 @converter("Bias")
@@ -72,7 +71,7 @@ def _bias(layer: CaffeLayer) -> Value:
     axis = settings.integer("axis", 1)
     settings.integer("num_axes", 1)
     bias = layer.inputs[1] if len(layer.inputs) > 1 else layer.blob(0, "bias")
-    return layer.call(arithmetic.affine, layer.inputs[0], None, bias, axis)
+    return layer.call(affine, layer.inputs[0], None, bias, axis)
 
 
 @converter("Axpy")
@@ -91,7 +90,7 @@ def _local_response(layer: CaffeLayer) -> Value:
     if size % 2 == 0:
         layer.refuse(f"local_size is {size}; expected an odd number")
     if region == "WITHIN_CHANNEL":
-        return layer.call(arithmetic.within_channel, layer.inputs[0], size, alpha, beta)
+        return layer.call(within_channel, layer.inputs[0], size, alpha, beta)
     return layer.module(nn.LocalResponseNorm(size, alpha, beta, k), layer.inputs[0])
 
 
@@ -100,7 +99,7 @@ def _mean_variance(layer: CaffeLayer) -> Value:
     settings = layer.settings("mvn_param")
     options = (settings.flag("normalize_variance", True), settings.flag("across_channels", False))
     eps = settings.number("eps", 1e-9)
-    return layer.call(arithmetic.mean_variance, layer.inputs[0], *options, eps)
+    return layer.call(mean_variance, layer.inputs[0], *options, eps)
 
 
 @converter("Normalize")
@@ -109,7 +108,7 @@ def _normalize(layer: CaffeLayer) -> Value:
     across, eps = settings.flag("across_spatial", True), settings.number("eps", 1e-10)
     settings.flag("channel_shared", True)
     scale = layer.vector(0, "weight")
-    return layer.call(arithmetic.normalize, layer.inputs[0], scale, across, eps)
+    return layer.call(normalize, layer.inputs[0], scale, across, eps)
 
 
 @converter("Reduction")
@@ -118,7 +117,7 @@ def _reduction(layer: CaffeLayer) -> Value:
     kind = settings.choice("operation", "SUM", "ASUM", "SUMSQ", "MEAN", first=1)
     axis, factor = settings.integer("axis", 0), settings.number("coeff", 1.0)
     layer.result_ndim = axis if axis >= 0 else None
-    return layer.call(arithmetic.reduce, layer.inputs[0], kind, axis, factor)
+    return layer.call(reduce, layer.inputs[0], kind, axis, factor)
 
 
 @converter("ArgMax")
@@ -127,7 +126,7 @@ def _arg_max(layer: CaffeLayer) -> Value:
     count, values = settings.integer("top_k", 1), settings.flag("out_max_val", False)
     axis = settings.integer("axis") if settings.has("axis") else None
     layer.result_ndim = 3 if axis is None else layer.ndims[0]
-    return layer.call(arithmetic.arg_max, layer.inputs[0], count, axis, values)
+    return layer.call(arg_max, layer.inputs[0], count, axis, values)
 
 
 @converter("Parameter")
@@ -135,3 +134,104 @@ def _parameter(layer: CaffeLayer) -> Value:
     found = layer.blob(0, "weight")
     layer.result_ndim = found.tensor.dim()
     return Constant(found.tensor, found.name, trainable=True)
+
+
+def above(x: Tensor, limit: float) -> Tensor:
+    """Return 1 where ``x`` is above a limit, else 0."""
+    return (x > limit).to(x.dtype)
+
+
+def along(part: Tensor, ndim: int, axis: int) -> Tensor:
+    """Return a tensor whose dimensions line up with those from ``axis`` on of a larger one."""
+    axis = axis % ndim
+    behind = ndim - axis - part.dim()
+    return part.reshape((*part.shape, *[1] * behind))
+
+
+def affine(x: Tensor, scale: Tensor | None, bias: Tensor | None, axis: int) -> Tensor:
+    """Return ``x * scale + bias``, both lined up with the dimensions of ``x`` from ``axis`` on."""
+    if scale is not None:
+        x = x * along(scale, x.dim(), axis)
+    return x if bias is None else x + along(bias, x.dim(), axis)
+
+
+def weighted_sum(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    """Return the sum of tensors, each times its factor."""
+    total = tensors[0] * factors[0]
+    for tensor, factor in zip(tensors[1:], factors[1:], strict=True):
+        total = total + tensor * factor
+    return total
+
+
+def power(x: Tensor, power: float, scale: float, shift: float) -> Tensor:
+    """Return ``(shift + scale * x) ** power``."""
+    y = x if scale == 1 else x * scale
+    y = y if shift == 0 else y + shift
+    return y if power == 1 else y**power
+
+
+def exponential(x: Tensor, base: float, scale: float, shift: float) -> Tensor:
+    """Return ``base ** (shift + scale * x)``; a base of -1 stands for e."""
+    inner = shift + scale * x
+    return torch.exp(inner) if base == -1 else torch.pow(base, inner)
+
+
+def logarithm(x: Tensor, base: float, scale: float, shift: float) -> Tensor:
+    """Return the logarithm of ``shift + scale * x``; a base of -1 stands for e."""
+    found = torch.log(shift + scale * x)
+    return found if base == -1 else found / torch.log(torch.tensor(base)).to(found)
+
+
+def batch_norm(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Return channels normalized by fixed statistics."""
+    return F.batch_norm(x, mean, variance, eps=eps)
+
+
+def mean_variance(x: Tensor, variance: bool, across: bool, eps: float) -> Tensor:
+    """Return channels, or whole samples, with mean 0, and with variance 1 if asked for."""
+    axes = list(range(1 if across else 2, x.dim()))
+    y = x - x.mean(axes, keepdim=True)
+    if not variance:
+        return y
+    return y / ((y * y).mean(axes, keepdim=True).sqrt() + eps)
+
+
+def within_channel(x: Tensor, size: int, alpha: float, beta: float) -> Tensor:
+    """Return ``x`` divided by a power of the mean square around each place."""
+    squares = F.avg_pool2d(x * x, size, 1, (size - 1) // 2)
+    return x * (1 + alpha * squares) ** -beta
+
+
+def normalize(x: Tensor, scale: Tensor, across_spatial: bool, eps: float) -> Tensor:
+    """Return ``x`` divided by its norm over each sample, or each place, then scaled."""
+    axes = list(range(1, x.dim())) if across_spatial else [1]
+    y = x / torch.sqrt((x * x).sum(axes, keepdim=True) + eps)
+    return y * along(scale, x.dim(), 1)
+
+
+def reduce(x: Tensor, kind: str, axis: int, factor: float) -> Tensor:
+    """Return a sum over all dimensions from ``axis`` on, times a factor.
+
+    Args:
+        x: of any shape.
+        kind: of the elements (``"SUM"``, ``"MEAN"``), their magnitudes (``"ASUM"``) or their
+            squares (``"SUMSQ"``).
+        axis: the first one that disappears.
+        factor: of the result.
+    """
+    axes = list(range(axis % x.dim(), x.dim()))
+    y = {"ASUM": x.abs(), "SUMSQ": x * x}.get(kind, x)
+    return (y.mean(axes) if kind == "MEAN" else y.sum(axes)) * factor
+
+
+def arg_max(x: Tensor, count: int, axis: int | None, values: bool) -> Tensor:
+    """Return the places of the largest elements, or their values.
+
+    Without an axis, the elements of each sample are one line, and places come before values.
+    """
+    if axis is not None:
+        found, places = torch.topk(x, count, axis)
+        return found if values else places.to(x.dtype)
+    found, places = torch.topk(x.flatten(1), count, 1)
+    places = places.to(x.dtype).unsqueeze(1)
+    return torch.cat([places, found.unsqueeze(1)], 1) if values else places

@@ -1,16 +1,18 @@
-"""The layers of SSD."""
+"""The layers of SSD detectors."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 from torchq.frontends.building import Value
-from torchq.frontends.caffe.functions.detection import (
-    DetectionOptions,
-    Detections,
-    PriorBoxes,
-    PriorOptions,
-)
-from torchq.frontends.caffe.node import CaffeLayer, Settings
-from torchq.frontends.caffe.registry import converter
+from torchq.frontends.building.functions import kept_boxes, ranked
+from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
 
 
 def _ratios(settings: Settings) -> list[float]:
@@ -71,3 +73,192 @@ def _detection_output(layer: CaffeLayer) -> Value:
     )
     layer.result_ndim = 4
     return layer.module(Detections(options), *layer.inputs[:3])
+
+
+@dataclass(frozen=True)
+class PriorOptions:
+    """How default boxes are laid out.
+
+    Attributes:
+        min_sizes, max_sizes: sides of squares in pixels; none or equally many maxima.
+        ratios: of width to height, without 1.
+        clip: cut boxes off at the image.
+        variances: one, or one for each coordinate.
+        image: width and height, 0 for those of the image that the network reads.
+        steps: pixels between boxes in x and y, 0 to divide the image by the number of places.
+        offset: of the first box, in steps.
+    """
+
+    min_sizes: tuple[float, ...]
+    max_sizes: tuple[float, ...]
+    ratios: tuple[float, ...]
+    clip: bool
+    variances: tuple[float, ...]
+    image: tuple[int, int]
+    steps: tuple[float, float]
+    offset: float
+
+
+def _sides(options: PriorOptions) -> list[tuple[float, float]]:
+    """Return width and height of the boxes of one place, in Caffe's order."""
+    result = []
+    for number, small in enumerate(options.min_sizes):
+        result.append((small, small))
+        if options.max_sizes:
+            side = math.sqrt(small * options.max_sizes[number])
+            result.append((side, side))
+        for ratio in options.ratios:
+            root = math.sqrt(ratio)
+            result.append((small * root, small / root))
+    return result
+
+
+class PriorBoxes(nn.Module):
+    """Default boxes of a map: corners as fractions of the image, and variances.
+
+    It takes sizes instead of tensors, so that a graph shows that the boxes do not depend on data.
+
+    Args:
+        options: how the boxes are laid out.
+    """
+
+    def __init__(self, options: PriorOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self,
+        features: Sequence[int],
+        image: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Return (1, 2, boxes * 4).
+
+        Args:
+            features: shape of the map.
+            image: shape of the images.
+            dtype: of the result.
+            device: of the result.
+        """
+        options = self.options
+        rows, columns = features[2:]
+        width, height = options.image[0] or image[3], options.image[1] or image[2]
+        distance_x, distance_y = (
+            options.steps[0] or width / columns,
+            options.steps[1] or height / rows,
+        )
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        x = (torch.arange(columns).to(**kind) + options.offset) * distance_x
+        y = (torch.arange(rows).to(**kind) + options.offset) * distance_y
+        half = torch.tensor(_sides(options)).to(**kind) / 2
+        grid = (rows, columns, half.shape[0])
+        left = (x.view(1, -1, 1) - half[:, 0]).expand(grid) / width
+        right = (x.view(1, -1, 1) + half[:, 0]).expand(grid) / width
+        top = (y.view(-1, 1, 1) - half[:, 1]).expand(grid) / height
+        bottom = (y.view(-1, 1, 1) + half[:, 1]).expand(grid) / height
+        boxes = torch.stack([left, top, right, bottom], -1).reshape(1, 1, -1)
+        if options.clip:
+            boxes = boxes.clamp(0, 1)
+        repeated = options.variances * (4 // len(options.variances))
+        spread = torch.tensor(repeated).to(**kind).repeat(boxes.shape[2] // 4)
+        return torch.cat([boxes, spread.view(1, 1, -1)], 1)
+
+
+@dataclass(frozen=True)
+class DetectionOptions:
+    """How detections are chosen.
+
+    Attributes:
+        classes: how many there are, the background included.
+        shared: one box for all classes.
+        background: the class that is no detection, -1 for none.
+        code: ``"CORNER"``, ``"CENTER_SIZE"`` or ``"CORNER_SIZE"``: what locations say.
+        scaled: locations are not yet multiplied by the variances.
+        confidence: the least score.
+        overlap: boxes that overlap more with a better one are dropped.
+        candidates: boxes of each class that are compared, -1 for all.
+        kept: detections of each image, -1 for all.
+    """
+
+    classes: int
+    shared: bool
+    background: int
+    code: str
+    scaled: bool
+    confidence: float
+    overlap: float
+    candidates: int
+    kept: int
+
+
+class Detections(nn.Module):
+    """The choice of detections among decoded boxes.
+
+    Args:
+        options: how they are chosen.
+    """
+
+    def __init__(self, options: DetectionOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, locations: Tensor, scores: Tensor, priors: Tensor) -> Tensor:
+        """Return detections as (1, 1, count, 7): image, class, score and corners of a box.
+
+        Classes come in order, each with its best boxes first. A batch without detections gives one
+        row of -1.
+
+        Args:
+            locations: (N, boxes * 4), or four for each class.
+            scores: (N, boxes * classes).
+            priors: of :class:`PriorBoxes`.
+        """
+        options, count = self.options, priors.shape[2] // 4
+        labels = [label for label in range(options.classes) if label != options.background]
+        places = 1 if options.shared else options.classes
+        corners, spread = priors[0].reshape(2, count, 1, 4)
+        decoded = _decode(locations.reshape(-1, count, places, 4), corners, spread, options)
+        decoded = decoded.transpose(1, 2)
+        if not options.shared:
+            decoded = decoded[:, labels]
+        confidence = scores.reshape(-1, count, options.classes)[:, :, labels].transpose(1, 2)
+        compared = min(options.candidates, count) if options.candidates > -1 else count
+        confidence, order = ranked(confidence, compared)
+        index = order.unsqueeze(-1).expand(-1, -1, -1, 4)
+        boxes = decoded.expand(-1, len(labels), -1, -1).gather(2, index)
+        kept = self._kept(boxes, confidence)
+        image = torch.arange(kept.shape[0]).to(scores).view(-1, 1, 1).expand(kept.shape)
+        label = torch.tensor(labels).to(scores).view(1, -1, 1).expand(kept.shape)
+        rows = torch.cat([torch.stack([image, label, confidence], -1), boxes], -1).reshape(-1, 7)
+        # The last row stands for no detection.
+        rows = torch.cat([rows, torch.full_like(rows[:1], -1.0)])
+        found = torch.cat([kept.reshape(-1), ~kept.any().reshape(1)])
+        return rows[torch.nonzero(found).squeeze(1)].unsqueeze(0).unsqueeze(0)
+
+    def _kept(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        """Return which boxes (N, classes, boxes, 4), the best first, are detections."""
+        options = self.options
+        flat = kept_boxes(
+            boxes.flatten(0, 1), scores.flatten(0, 1).unsqueeze(1), options.overlap,
+            options.confidence,
+        )  # fmt: skip
+        kept = flat.reshape(scores.shape).flatten(1)
+        if options.kept > -1:
+            most = min(options.kept, kept.shape[1])
+            _, best = ranked(torch.where(kept, scores.flatten(1), -torch.inf), most)
+            kept = kept & (torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0)
+        return kept.reshape(scores.shape)
+
+
+def _decode(x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions) -> Tensor:
+    """Return the corners of boxes from what the network says about default boxes."""
+    x = x if options.scaled else x * spread
+    if options.code == "CORNER":
+        return prior + x
+    size = prior[..., 2:] - prior[..., :2]
+    if options.code == "CORNER_SIZE":
+        return prior + x * torch.cat([size, size], -1)
+    middle = (prior[..., 2:] + prior[..., :2]) / 2 + x[..., :2] * size
+    half = torch.exp(x[..., 2:]) * size / 2
+    return torch.cat([middle - half, middle + half], -1)

@@ -1,4 +1,4 @@
-"""Layers with weights: convolutions, inner products, embeddings, norms by stored statistics."""
+"""Convolutions, inner products, pooling and activations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from torchq.frontends.building import Value
-from torchq.frontends.caffe.functions import arithmetic, movement
-from torchq.frontends.caffe.node import CaffeLayer, Settings
-from torchq.frontends.caffe.registry import converter
+from torchq.frontends.building.functions import pool
+from torchq.frontends.caffe.converters import arithmetic, movement
+from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
 
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {
@@ -161,3 +161,97 @@ def _mergeable(layer: CaffeLayer, channels: int) -> CaffeLayer | None:
     scale.check_all_read()
     fits = scale.blobs[0].numel() == channels and len(scale.blobs) == 1 + with_bias
     return scale if plain and fits else None
+
+
+@converter("Pooling")
+def _pooling(layer: CaffeLayer) -> Value:
+    settings = layer.settings("pooling_param")
+    kind = settings.choice("pool", "MAX", "AVE", "STOCHASTIC")
+    if kind == "STOCHASTIC" or len(layer.layer.tops) > 1:
+        layer.refuse("stochastic pooling, and the places of maxima, are not supported")
+    if settings.flag("global_pooling", False):
+        for name in ("kernel_size", "stride", "pad"):
+            settings.integers(name)
+        return layer.module(
+            nn.AdaptiveMaxPool2d(1) if kind == "MAX" else nn.AdaptiveAvgPool2d(1), layer.inputs[0]
+        )
+    kernel = sizes(layer, settings, 2, "kernel_size", "kernel", -1)
+    stride = sizes(layer, settings, 2, "stride", "stride", 1)
+    pad = sizes(layer, settings, 2, "pad", "pad", 0)
+    up = settings.choice("round_mode", "CEIL", "FLOOR") == "CEIL"
+    up = settings.flag("ceil_mode", up)
+    parts = list(zip(kernel, stride, pad, strict=True))
+    if any(p >= k for k, _, p in parts):
+        layer.refuse(f"pad is {pad}; expected less than the kernel {kernel}")
+    # Without padding Caffe keeps a last window that begins behind the input, torch does not.
+    outside = up and not any(pad) and any(s > k for k, s, _ in parts)
+    if outside or any(2 * p > k for k, _, p in parts):
+        if up and any(pad):
+            layer.refuse(f"a pad of {pad} with a kernel of {kernel} is not supported")
+        name = {"MAX": "max", "AVE": "avg"}[kind]
+        convention = "full" if up else "valid"
+        return layer.call(pool, layer.inputs[0], name, kernel, stride, pad, convention, True, 2)
+    table: dict[str, type[Any]] = {"MAX": nn.MaxPool2d, "AVE": nn.AvgPool2d}
+    return layer.module(table[kind](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
+
+
+_PLAIN = {"Sigmoid": nn.Sigmoid, "TanH": nn.Tanh, "ReLU6": nn.ReLU6, "BNLL": nn.Softplus}
+
+
+@converter(*_PLAIN)
+def _plain(layer: CaffeLayer) -> Value:
+    return layer.module(_PLAIN[layer.op_type](), layer.inputs[0])
+
+
+@converter("ReLU")
+def _relu(layer: CaffeLayer) -> Value:
+    slope = layer.settings("relu_param").number("negative_slope", 0.0)
+    return layer.module(nn.LeakyReLU(slope) if slope else nn.ReLU(), layer.inputs[0])
+
+
+@converter("PReLU")
+def _prelu(layer: CaffeLayer) -> Value:
+    layer.settings("prelu_param").flag("channel_shared", False)
+    slope = layer.vector(0, "weight")
+    module = nn.PReLU(slope.tensor.numel())
+    module.weight = layer.builder.parameter(slope)
+    return layer.module(module, layer.inputs[0])
+
+
+@converter("ELU")
+def _elu(layer: CaffeLayer) -> Value:
+    return layer.module(nn.ELU(layer.settings("elu_param").number("alpha", 1.0)), layer.inputs[0])
+
+
+@converter("Swish")
+def _swish(layer: CaffeLayer) -> Value:
+    beta = layer.settings("swish_param").number("beta", 1.0)
+    if beta == 1.0:
+        return layer.module(nn.SiLU(), layer.inputs[0])
+    gate = layer.call(torch.sigmoid, layer.call(torch.mul, layer.inputs[0], beta))
+    return layer.call(torch.mul, layer.inputs[0], gate)
+
+
+@converter("Clip")
+def _clip(layer: CaffeLayer) -> Value:
+    settings = layer.settings("clip_param")
+    return layer.call(torch.clamp, layer.inputs[0], settings.number("min"), settings.number("max"))
+
+
+@converter("Threshold")
+def _threshold(layer: CaffeLayer) -> Value:
+    limit = layer.settings("threshold_param").number("threshold", 0.0)
+    return layer.call(arithmetic.above, layer.inputs[0], limit)
+
+
+@converter("Softmax")
+def _softmax(layer: CaffeLayer) -> Value:
+    axis = layer.axis(layer.settings("softmax_param"))
+    return layer.module(nn.Softmax(axis), layer.inputs[0])
+
+
+@converter("Dropout")
+def _dropout(layer: CaffeLayer) -> Value:
+    settings = layer.settings("dropout_param")
+    settings.flag("scale_train", True)
+    return layer.module(nn.Dropout(settings.number("dropout_ratio", 0.5)), layer.inputs[0])

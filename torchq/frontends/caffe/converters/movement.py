@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from torchq.frontends.building import Value
-from torchq.frontends.caffe.functions import movement
-from torchq.frontends.caffe.node import CaffeLayer
-from torchq.frontends.caffe.registry import converter
+from torchq.frontends.caffe.node import CaffeLayer, converter
 
 
 @converter("Split")
@@ -32,7 +33,7 @@ def _slice(layer: CaffeLayer) -> list[Value]:
     points, count = settings.integers("slice_point"), len(layer.layer.tops)
     if points and len(points) != count - 1:
         layer.refuse(f"got {len(points)} slice points for {count} outputs")
-    return layer.call_parts(count, movement.slice_parts, layer.inputs[0], axis, points, count)
+    return layer.call_parts(count, slice_parts, layer.inputs[0], axis, points, count)
 
 
 @converter("Flatten")
@@ -44,7 +45,7 @@ def _flatten(layer: CaffeLayer) -> Value:
         return layer.module(nn.Flatten(), layer.inputs[0])
     ndim = layer.ndims[0]
     layer.result_ndim = None if ndim is None else ndim - (end % ndim - start % ndim)
-    return layer.call(movement.flatten, layer.inputs[0], start, end)
+    return layer.call(flatten, layer.inputs[0], start, end)
 
 
 @converter("Reshape")
@@ -53,7 +54,7 @@ def _reshape(layer: CaffeLayer) -> Value:
     shape = settings.settings("shape").integers("dim")
     axis, count = settings.integer("axis", 0), settings.integer("num_axes", -1)
     layer.result_ndim = len(shape) if (axis, count) == (0, -1) else None
-    return layer.call(movement.reshape, layer.inputs[0], shape, axis, count)
+    return layer.call(reshape, layer.inputs[0], shape, axis, count)
 
 
 @converter("Permute")
@@ -61,27 +62,27 @@ def _permute(layer: CaffeLayer) -> Value:
     order = layer.settings("permute_param").integers("order")
     if layer.ndims[0] == len(order):
         return layer.call(torch.permute, layer.inputs[0], order)
-    return layer.call(movement.permute, layer.inputs[0], order)
+    return layer.call(permute, layer.inputs[0], order)
 
 
 @converter("Crop")
 def _crop(layer: CaffeLayer) -> Value:
     settings = layer.settings("crop_param")
     axis, offsets = settings.integer("axis", 2), settings.integers("offset")
-    return layer.call(movement.crop, layer.inputs[0], layer.inputs[1], axis, offsets)
+    return layer.call(crop, layer.inputs[0], layer.inputs[1], axis, offsets)
 
 
 @converter("Tile")
 def _tile(layer: CaffeLayer) -> Value:
     settings = layer.settings("tile_param")
     axis, count = settings.integer("axis", 1), settings.integer("tiles")
-    return layer.call(movement.tile, layer.inputs[0], axis, count)
+    return layer.call(tile, layer.inputs[0], axis, count)
 
 
 @converter("ShuffleChannel")
 def _shuffle(layer: CaffeLayer) -> Value:
     groups = layer.settings("shuffle_channel_param").integer("group", 1)
-    return layer.call(movement.shuffle_channels, layer.inputs[0], groups)
+    return layer.call(shuffle_channels, layer.inputs[0], groups)
 
 
 @converter("Upsample")
@@ -101,4 +102,88 @@ def _interp(layer: CaffeLayer) -> Value:
     like = layer.input(1)
     if max(pads) > 0 or min(factors) < 1:
         layer.refuse(f"got pads {pads} and factors {factors}; expected crops, and factors above 0")
-    return layer.call(movement.interpolate, layer.inputs[0], like, size, factors, pads)
+    return layer.call(interpolate, layer.inputs[0], like, size, factors, pads)
+
+
+def whole_numbers(x: Tensor) -> Tensor:
+    """Return indices as whole numbers."""
+    return x.long()
+
+
+def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
+    """Return ``x`` with ``count`` sizes from ``axis`` on replaced by a shape.
+
+    0 keeps a size, -1 is the rest; a count of -1 replaces all.
+    """
+    sizes = list(x.shape)
+    start = axis if axis >= 0 else len(sizes) + axis + 1
+    end = len(sizes) if count == -1 else start + count
+    own = sizes[start:end]
+    chosen = [own[i] if size == 0 else size for i, size in enumerate(shape)]
+    return x.reshape([*sizes[:start], *chosen, *sizes[end:]])
+
+
+def flatten(x: Tensor, start: int, end: int) -> Tensor:
+    """Return ``x`` with the dimensions from ``start`` to ``end`` as one."""
+    return torch.flatten(x, start, end)
+
+
+def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return ``x`` with its dimensions in an order; those that it leaves out come behind."""
+    return x.permute([*order, *[axis for axis in range(x.dim()) if axis not in order]])
+
+
+def slice_parts(x: Tensor, axis: int, points: Sequence[int], count: int) -> tuple[Tensor, ...]:
+    """Return parts of ``x`` between points along ``axis``, or ``count`` equal ones."""
+    return torch.tensor_split(x, list(points) if points else count, axis)
+
+
+def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
+    """Return the part of ``x`` that has the sizes of ``like`` from ``axis`` on."""
+    axes = range(axis % x.dim(), x.dim())
+    starts = list(offsets) * len(axes) if len(offsets) == 1 else list(offsets) or [0] * len(axes)
+    for place, start in zip(axes, starts, strict=True):
+        x = x.narrow(place, start, like.shape[place])
+    return x
+
+
+def tile(x: Tensor, axis: int, count: int) -> Tensor:
+    """Return ``x`` repeated along one axis."""
+    repeats = [1] * x.dim()
+    repeats[axis] = count
+    return x.repeat(repeats)
+
+
+def shuffle_channels(x: Tensor, groups: int) -> Tensor:
+    """Return channels of groups interleaved."""
+    return F.channel_shuffle(x, groups)
+
+
+def interpolate(
+    x: Tensor,
+    like: Tensor | None,
+    size: Sequence[int],
+    factors: Sequence[int],
+    pads: Sequence[int],
+) -> Tensor:
+    """Return images resized bilinearly, with their corners kept in place.
+
+    Args:
+        x: (N, C, H, W).
+        like: gives the size, None for the other arguments.
+        size: height and width, 0 where factors give it.
+        factors: by which sizes less 1 are divided, then multiplied.
+        pads: added to the sizes first, before and behind; they are not positive.
+    """
+    before, behind = pads
+    height, width = (n + before + behind for n in x.shape[2:])
+    x = F.pad(x, [before, behind, before, behind])
+    shrink, zoom = factors
+    if like is not None:
+        new = list(like.shape[2:])
+    elif all(size):
+        new = list(size)
+    else:
+        new = [((n - 1) // shrink + 1) for n in (height, width)]
+        new = [n + (n - 1) * (zoom - 1) for n in new]
+    return F.interpolate(x, new, mode="bilinear", align_corners=True)

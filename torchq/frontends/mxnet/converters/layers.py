@@ -1,16 +1,19 @@
-"""Layers with a weight: convolutions, fully connected and recurrent layers, embeddings."""
+"""Layers, pooling, norms, activations, the operator RNN, and the ends of networks."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from torchq.frontends.building import Constant, Value
-from torchq.frontends.mxnet.functions import movement
-from torchq.frontends.mxnet.node import SymbolContext
-from torchq.frontends.mxnet.registry import converter
+from torchq.frontends.building.functions import pool, root
+from torchq.frontends.mxnet.converters import arithmetic, movement
+from torchq.frontends.mxnet.node import SymbolContext, converter
 
 _CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSE: dict[int, type[Any]] = {
@@ -110,3 +113,413 @@ def _embedding(node: SymbolContext) -> Value:
     module.weight = node.builder.parameter(weight)
     indices = node.call(movement.rows, node.inputs[0], sizes[0])
     return node.module(module, indices, name=node.layer_name())
+
+
+_POOLS: dict[str, dict[int, type[Any]]] = {
+    "max": {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d},
+    "avg": {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d},
+}
+_GLOBAL: dict[str, dict[int, type[Any]]] = {
+    "max": {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d},
+    "avg": {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d},
+}
+
+
+@converter("Pooling", "Pooling_v1")
+def _pooling(node: SymbolContext) -> Value:
+    kind, p = node.text("pool_type", "max"), node.integer("p_value", 2)
+    node.expect("layout", "NCW", "NCHW", "NCDHW")
+    kernel = node.ints("kernel", [])
+    spatial = len(kernel)
+    stride, pad = node.ints("stride", []) or [1] * spatial, node.ints("pad", []) or [0] * spatial
+    convention = node.text("pooling_convention", "valid")
+    include = node.flag("count_include_pad", True)
+    if kind not in ("max", "avg", "sum", "lp") or convention not in ("valid", "full"):
+        node.refuse(f"got a pooling of type {kind!r} and convention {convention!r}")
+    if node.flag("global_pool", False):
+        table = _GLOBAL.get(kind, {})
+        ndim = node.ndim(0)
+        if ndim is not None and ndim - 2 in table:
+            return node.module(table[ndim - 2](1), node.inputs[0])
+        return node.call(global_pool, node.inputs[0], kind, p)
+    if not 1 <= spatial <= 3 or {len(stride), len(pad)} != {spatial}:
+        node.refuse(f"got the kernel {kernel}, stride {stride}, pad {pad}; expected 1 to 3 sizes")
+    if kind not in _POOLS or not _as_torch(kernel, stride, pad, convention):
+        return node.call(pool, node.inputs[0], kind, kernel, stride, pad, convention, include, p)
+    ceil_mode = convention == "full"
+    counted = {} if kind == "max" else {"count_include_pad": include}
+    module = _POOLS[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)
+    return node.module(module, node.inputs[0])
+
+
+def _as_torch(kernel: list[int], stride: list[int], pad: list[int], convention: str) -> bool:
+    """Return True if a module of torch has the same windows, for inputs of any size.
+
+    Where sizes are rounded up, torch leaves out a last window that begins in the padding, MXNet
+    does not. It cannot begin there if the stride and the padding fit into the window.
+    """
+    parts = list(zip(kernel, stride, pad, strict=True))
+    fits = all(2 * p <= k for k, _, p in parts)
+    if convention == "full":
+        return fits and all(s + p <= k for k, s, p in parts)
+    return fits and convention == "valid"
+
+
+@converter("UpSampling")
+def _upsampling(node: SymbolContext) -> Value:
+    scale, kind = node.integer("scale"), node.text("sample_type", "nearest")
+    channels = node.integer("num_filter", 0)
+    node.attr("multi_input_mode")
+    if kind == "nearest":
+        if len(node.inputs) != 1:
+            node.refuse(f"got {len(node.inputs)} inputs; expected one")
+        return node.module(nn.Upsample(scale_factor=scale, mode="nearest"), node.inputs[0])
+    if kind != "bilinear":
+        node.refuse(f"sample_type is {kind!r}; expected nearest or bilinear")
+    weight = node.parameter(1, "weight")
+    kernel, pad = 2 * scale - scale % 2, -(-(scale - 1) // 2)
+    channels = weight.tensor.shape[0]
+    module = nn.ConvTranspose2d(
+        channels, channels, kernel, scale, pad, groups=channels, bias=False, device="meta"
+    )
+    module.weight = node.builder.parameter(weight)
+    return node.module(module, node.inputs[0], name=node.layer_name())
+
+
+@converter("_contrib_AdaptiveAvgPooling2D")
+def _adaptive(node: SymbolContext) -> Value:
+    size = node.ints("output_size", []) or [1]
+    return node.module(nn.AdaptiveAvgPool2d((size[0], size[-1])), node.inputs[0])
+
+
+@converter("_contrib_BilinearResize2D")
+def _bilinear_resize(node: SymbolContext) -> Value:
+    node.expect("mode", "size")
+    align = node.flag("align_corners", True)
+    height, width = node.attr("scale_height"), node.attr("scale_width")
+    scales = None
+    if height is not None and width is not None:
+        scales = [node.number("scale_height"), node.number("scale_width")]
+    size = node.integer("height", 1), node.integer("width", 1)
+    return node.call(resize_bilinear, node.inputs[0], *size, scales, align)
+
+
+@converter("Crop")
+def _crop(node: SymbolContext) -> Value:
+    like = node.input(1)
+    size, offset = node.ints("h_w", [0, 0]), node.ints("offset", [0, 0])
+    center = node.flag("center_crop", False)
+    if isinstance(like, Constant) or (like is None and 0 in size):
+        node.refuse("got no size to crop to")
+    return node.call(crop, node.inputs[0], like, size, offset, center)
+
+
+_BATCH: dict[int, type[Any]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+_INSTANCE: dict[int, type[Any]] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+
+
+@converter("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm")
+def _batch_norm(node: SymbolContext) -> Value:
+    eps, momentum = node.number("eps", 1e-3), node.number("momentum", 0.9)
+    axis, fixed = node.integer("axis", 1), node.flag("fix_gamma", True)
+    for name in ("use_global_stats", "key", "ndev", "min_calib_range", "max_calib_range"):
+        node.attr(name)  # inference always uses the global statistics
+    if node.outputs > 1:
+        node.refuse("its mean and variance are read, which is not supported")
+    parts = [node.parameter(i + 1, what) for i, what in enumerate(_STATES)]
+    if len({part.tensor.shape for part in parts}) != 1 or parts[0].tensor.dim() != 1:
+        shapes = [tuple(part.tensor.shape) for part in parts]
+        node.refuse(f"its parameters have the shapes {shapes}; expected equal ones")
+    gamma, beta, mean, variance = parts
+    ones = torch.ones_like(gamma.tensor)
+    ndim = node.ndim(0)
+    if ndim is None or ndim not in _BATCH or axis not in (1, 1 - ndim):
+        scale = node.call(torch.ones_like, gamma) if fixed else gamma
+        return node.call(
+            arithmetic.batch_norm, node.inputs[0], scale, beta, mean, variance, eps, axis
+        )
+    module = _BATCH[ndim](len(ones), eps, 1 - momentum)
+    weight = node.builder.parameter(gamma, "fixed", ones) if fixed else None
+    module.weight = node.builder.parameter(gamma) if weight is None else weight
+    module.weight.requires_grad_(not fixed)
+    module.bias = node.builder.parameter(beta)
+    module.running_mean, module.running_var = mean.tensor.clone(), variance.tensor.clone()
+    return node.module(module, node.inputs[0], name=node.layer_name())
+
+
+_STATES = ("gamma", "beta", "moving mean", "moving variance")
+
+
+@converter("InstanceNorm")
+def _instance_norm(node: SymbolContext) -> Value:
+    eps, ndim = node.number("eps", 1e-3), node.ndim(0)
+    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
+    if ndim is None or ndim not in _INSTANCE:
+        return node.call(arithmetic.instance_norm, node.inputs[0], gamma, beta, eps)
+    module = _INSTANCE[ndim](gamma.tensor.numel(), eps, affine=True)
+    module.weight, module.bias = node.builder.parameter(gamma), node.builder.parameter(beta)
+    return node.module(module, node.inputs[0], name=node.layer_name())
+
+
+@converter("LayerNorm")
+def _layer_norm(node: SymbolContext) -> Value:
+    eps, axis = node.number("eps", 1e-5), node.integer("axis", -1)
+    node.expect("output_mean_var", "False", "0")
+    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
+    if axis not in (-1, (node.ndim(0) or 0) - 1):
+        return node.call(arithmetic.layer_norm, node.inputs[0], gamma, beta, eps, axis)
+    module = nn.LayerNorm(gamma.tensor.numel(), eps)
+    module.weight, module.bias = node.builder.parameter(gamma), node.builder.parameter(beta)
+    return node.module(module, node.inputs[0], name=node.layer_name())
+
+
+@converter("GroupNorm")
+def _group_norm(node: SymbolContext) -> Value:
+    groups, eps = node.integer("num_groups", 1), node.number("eps", 1e-5)
+    node.expect("output_mean_var", "False", "0")
+    gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
+    return node.call(arithmetic.group_norm, node.inputs[0], gamma, beta, groups, eps)
+
+
+@converter("LRN")
+def _local_response(node: SymbolContext) -> Value:
+    module = nn.LocalResponseNorm(
+        node.integer("nsize"),
+        node.number("alpha", 1e-4),
+        node.number("beta", 0.75),
+        node.number("knorm", 2.0),
+    )
+    return node.module(module, node.inputs[0])
+
+
+@converter("L2Normalization")
+def _l2_normalization(node: SymbolContext) -> Value:
+    mode, eps = node.text("mode", "instance"), node.number("eps", 1e-10)
+    if mode not in ("instance", "channel", "spatial"):
+        node.refuse(f"mode is {mode!r}; expected instance, channel or spatial")
+    return node.call(arithmetic.l2_normalize, node.inputs[0], mode, eps)
+
+
+_CLASSES: dict[str, tuple[type[Any], dict[str, str]]] = {
+    "lstm": (nn.LSTM, {}),
+    "gru": (nn.GRU, {}),
+    "rnn_tanh": (nn.RNN, {"nonlinearity": "tanh"}),
+    "rnn_relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+
+
+@converter("RNN")
+def _rnn(node: SymbolContext) -> list[Value]:
+    mode = node.text("mode")
+    if mode not in _CLASSES:
+        node.refuse(f"mode is {mode!r}; expected one of {', '.join(_CLASSES)}")
+    for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
+        node.expect(name)
+    node.expect("use_sequence_length", "False", "0")
+    node.expect("lstm_state_clip_nan", "False", "0")
+    node.flag("state_outputs", False)
+    x, states = node.inputs[0], [node.tensor(value) for value in node.inputs[2:]]
+    module = _layers(node, mode)
+    path = node.builder.add_module(node.name, module.eval(), node.op_type)
+    initial = (states[0], states[1]) if mode == "lstm" else states[0]
+    result = node.builder.graph.call_module(path, (node.tensor(x), initial))
+    y, last = (node.call(operator.getitem, result, index) for index in (0, 1))
+    if mode != "lstm":
+        return [y, last]
+    assert isinstance(last, fx.Node)
+    return [y, *(node.call(operator.getitem, last, index) for index in (0, 1))]
+
+
+def _layers(node: SymbolContext, mode: str) -> nn.Module:
+    """Return torch's layers with the weights of the vector.
+
+    It holds all matrices, of the input and of the state for each direction of each layer, and then
+    all biases in this order. The gates have the order of torch.
+    """
+    packed, size = node.parameter(1, "weight").tensor.reshape(-1), node.integer("state_size")
+    layers, both = node.integer("num_layers"), node.flag("bidirectional", False)
+    directions = 2 if both else 1
+    cls, options = _CLASSES[mode]
+    gates = {"lstm": 4, "gru": 3}.get(mode, 1) * size
+    later = (layers - 1) * directions * gates * (size * directions + size + 2)
+    first = packed.numel() - later
+    inputs, rest = divmod(first, directions * gates)
+    inputs -= size + 2
+    if rest or inputs < 1:
+        node.refuse(f"its weight has {packed.numel()} numbers, which fit no size of the input")
+    p = node.number("p", 0.0)
+    module = cls(inputs, size, layers, dropout=p if layers > 1 else 0.0, bidirectional=both,
+                 **options)  # fmt: skip
+    ends = [f"l{i}{end}" for i in range(layers) for end in ("", "_reverse")[:directions]]
+    names = [f"weight_{kind}_{end}" for end in ends for kind in ("ih", "hh")]
+    names += [f"bias_{kind}_{end}" for end in ends for kind in ("ih", "hh")]
+    with torch.no_grad():
+        for name in names:
+            parameter = getattr(module, name)
+            parameter.copy_(packed[: parameter.numel()].view(parameter.shape))
+            packed = packed[parameter.numel() :]
+    return module
+
+
+_ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "softrelu": nn.Softplus,
+    "softsign": nn.Softsign,
+}
+
+
+def _simple(op_type: str, kind: str) -> None:
+    @converter(op_type)
+    def convert(node: SymbolContext) -> Value:
+        return node.module(_ACTIVATIONS[kind](), node.inputs[0])
+
+
+for _kind in ("relu", "sigmoid", "tanh", "softsign"):
+    _simple(_kind, _kind)
+
+
+@converter("Activation")
+def _activation(node: SymbolContext) -> Value:
+    kind = node.text("act_type")
+    if kind not in _ACTIVATIONS:
+        node.refuse(f"act_type is {kind!r}; expected one of {', '.join(_ACTIVATIONS)}")
+    return node.module(_ACTIVATIONS[kind](), node.inputs[0])
+
+
+@converter("LeakyReLU")
+def _leaky_relu(node: SymbolContext) -> Value:
+    kind = node.text("act_type", "leaky")
+    slope = node.number("slope", 0.25)
+    bounds = node.number("lower_bound", 0.125), node.number("upper_bound", 0.334)
+    if kind == "leaky":
+        return node.module(nn.LeakyReLU(slope), node.inputs[0])
+    if kind == "rrelu":
+        return node.module(nn.RReLU(*bounds), node.inputs[0])
+    if kind == "elu":
+        return node.module(nn.ELU(slope), node.inputs[0])
+    if kind in ("selu", "gelu"):
+        return node.module(nn.SELU() if kind == "selu" else nn.GELU(), node.inputs[0])
+    if kind != "prelu":
+        node.refuse(f"act_type is {kind!r}; expected leaky, elu, selu, gelu, prelu or rrelu")
+    gamma = node.parameter(1, "slope")
+    module = nn.PReLU(gamma.tensor.numel())
+    module.weight = node.builder.parameter(gamma, "flat", gamma.tensor.reshape(-1))
+    return node.module(module, node.inputs[0])
+
+
+@converter("hard_sigmoid")
+def _hard_sigmoid(node: SymbolContext) -> Value:
+    alpha, beta = node.number("alpha", 0.2), node.number("beta", 0.5)
+    return node.call(arithmetic.hard_sigmoid, node.inputs[0], alpha, beta)
+
+
+@converter("softmax", "log_softmax", "softmin")
+def _softmax(node: SymbolContext) -> Value:
+    axis, temperature = node.integer("axis", -1), node.number("temperature", 1.0)
+    node.expect("use_length", "False", "0")
+    node.expect("dtype", "float32")
+    x = node.inputs[0]
+    divisor = -temperature if node.op_type == "softmin" else temperature
+    if divisor != 1.0:
+        x = node.call(torch.div, x, divisor)
+    return node.module(nn.LogSoftmax(axis) if node.op_type[0] == "l" else nn.Softmax(axis), x)
+
+
+@converter("SoftmaxActivation")
+def _softmax_activation(node: SymbolContext) -> Value:
+    mode = node.text("mode", "instance")
+    if mode not in ("instance", "channel"):
+        node.refuse(f"mode is {mode!r}; expected instance or channel")
+    return node.module(nn.Softmax(1 if mode == "channel" else -1), node.inputs[0])
+
+
+@converter("Dropout")
+def _dropout(node: SymbolContext) -> Value:
+    node.expect("mode", "training")
+    node.expect("axes", "()", "[]")
+    return node.module(nn.Dropout(node.number("p", 0.5)), node.inputs[0])
+
+
+#: Operators whose inputs after the first serve training alone.
+LOSSES = (
+    "SoftmaxOutput",
+    "Softmax",
+    "LinearRegressionOutput",
+    "MAERegressionOutput",
+    "LogisticRegressionOutput",
+    "SVMOutput",
+)
+
+
+@converter("SoftmaxOutput", "Softmax")
+def _softmax_output(node: SymbolContext) -> Value:
+    for name in ("ignore_label", "use_ignore"):
+        node.attr(name)  # they change the gradient, not the result
+    if node.flag("multi_output", False):
+        return node.module(nn.Softmax(1), node.inputs[0])
+    if node.flag("preserve_shape", False):
+        return node.module(nn.Softmax(-1), node.inputs[0])
+    if node.ndim(0) == 2:
+        return node.module(nn.Softmax(1), node.inputs[0])
+    return node.call(arithmetic.softmax_rows, node.inputs[0])
+
+
+@converter("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput")
+def _unchanged(node: SymbolContext) -> Value:
+    for name in ("margin", "regularization_coefficient", "use_linear"):
+        node.attr(name)
+    return node.inputs[0]
+
+
+@converter("LogisticRegressionOutput")
+def _logistic(node: SymbolContext) -> Value:
+    return node.module(nn.Sigmoid(), node.inputs[0])
+
+
+@converter("MakeLoss", "make_loss", "_copy", "identity", "_copyto", "_CrossDeviceCopy")
+def _passed_on(node: SymbolContext) -> Value:
+    return node.inputs[0]
+
+
+@converter("BlockGrad", "stop_gradient")
+def _block_gradient(node: SymbolContext) -> Value:
+    return node.call(torch.Tensor.detach, node.inputs[0])
+
+
+def global_pool(x: Tensor, kind: str, p: int) -> Tensor:
+    """Return the maximum, mean, sum or p-norm of each channel; its dimensions are kept as 1."""
+    axes = list(range(2, x.dim()))
+    if kind == "max":
+        return torch.amax(x, axes, keepdim=True)
+    if kind == "avg":
+        return torch.mean(x, axes, keepdim=True)
+    if kind == "sum":
+        return torch.sum(x, axes, keepdim=True)
+    return root(torch.sum(x**p, axes, keepdim=True), p)
+
+
+def resize_bilinear(
+    x: Tensor, height: int, width: int, scales: Sequence[float] | None, align_corners: bool
+) -> Tensor:
+    """Return images of ``height`` and ``width``, or scaled by ``scales``, rounded down."""
+    if scales is not None:
+        height, width = int(scales[0] * x.shape[2]), int(scales[1] * x.shape[3])
+    return F.interpolate(x, (height, width), mode="bilinear", align_corners=align_corners)
+
+
+def crop(
+    x: Tensor, like: Tensor | None, size: Sequence[int], offset: Sequence[int], center: bool
+) -> Tensor:
+    """Return a window of images, of ``size`` or of the size of ``like``."""
+    height, width = like.shape[2:] if like is not None else size
+    top, left = offset
+    if center:
+        top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
+    return x[:, :, top : top + height, left : left + width]

@@ -1,21 +1,14 @@
-"""The converters, one file for each family of operators.
-
-Importing this package fills the registry.
-"""
+"""The converters: importing this package enters them into the registry."""
 
 from torchq.frontends.onnx.converters import (  # noqa: F401
-    activations,
-    arithmetic,
     control,
     convolutions,
+    elementwise,
     indexing,
-    matmul,
+    layers,
     movement,
-    normalization,
-    pooling,
     quantization,
     recurrent,
     reductions,
-    shapes,
     vision,
 )

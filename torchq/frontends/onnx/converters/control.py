@@ -1,14 +1,14 @@
-"""Control flow: the operator If."""
+"""The operator If."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor, fx, nn
+
 from torchq.frontends.building import Constant, Ints, Value
-from torchq.frontends.onnx.branches import branch_module, names_from_outside
-from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.functions.control import Conditional
-from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.context import GraphBuilder, NodeContext, converter
 
 
 @converter("If", dtypes=None)
@@ -37,3 +37,63 @@ def _decided_by_the_network(node: NodeContext, branches: list[Any]) -> list[Valu
     if isinstance(condition, Ints):  # sizes decide: a flag, which exporters know while they trace
         condition = condition.items[0]
     return node.module_parts(counts[0], Conditional(*modules), condition, *arguments)
+
+
+def names_from_outside(graph: Any) -> list[str]:
+    """Return the names that a sub-graph reads and does not compute, in order.
+
+    Args:
+        graph: an ``onnx.GraphProto``; its own sub-graphs count too.
+    """
+    own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+    own |= {name for node in graph.node for name in node.output}
+    return list(dict.fromkeys(name for name in _read(graph) if name and name not in own))
+
+
+def _read(graph: Any) -> Iterator[str]:
+    for node in graph.node:
+        yield from node.input
+        for attribute in node.attribute:
+            if attribute.type == attribute.GRAPH:
+                yield from names_from_outside(attribute.g)
+    yield from (output.name for output in graph.output)
+
+
+def branch_module(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphModule:
+    """Return a sub-graph as a module that takes the values of ``names``.
+
+    Args:
+        outer: what the graph around it has collected; parameters are shared with it.
+        graph: an ``onnx.GraphProto``.
+        names: values of ``outer`` that the network computes.
+    """
+    inner = outer.inside()
+    for name in names:
+        node = inner.input(name)
+        node.meta["onnx_name"] = name
+        inner.values[name] = node
+    end = NodeContext(inner, "output", "output", 1, {}, [], [], [])
+    outputs = [end.tensor(value) for value in inner.convert_nodes(graph)]
+    found = [output.name for output in graph.output]
+    return inner.finish(outputs, graph.name or "Branch", names, found, [None] * len(names))
+
+
+class Conditional(nn.Module):
+    """Calls one of two modules, whichever a condition says: the ONNX operator If.
+
+    Args:
+        then_branch: called where the condition holds.
+        else_branch: called where it does not; takes the same arguments.
+    """
+
+    is_traced_whole = True
+
+    def __init__(self, then_branch: nn.Module, else_branch: nn.Module) -> None:
+        super().__init__()
+        self.then_branch, self.else_branch = then_branch, else_branch
+
+    def forward(self, condition: Tensor | bool, *values: Any) -> Any:
+        """Return what the chosen branch makes of ``values``."""
+        if isinstance(condition, Tensor):
+            condition = bool(condition.reshape(-1)[0])
+        return (self.then_branch if condition else self.else_branch)(*values)

@@ -1,8 +1,4 @@
-"""Quantized files.
-
-Pairs of QuantizeLinear and DequantizeLinear become quantizers, integer operators become float ones
-between such pairs.
-"""
+"""Quantized files: pairs of QuantizeLinear and DequantizeLinear become quantizers."""
 
 from __future__ import annotations
 
@@ -14,11 +10,8 @@ from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends.building import Constant, Value
-from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.functions import quantization
+from torchq.frontends.onnx.context import NUMBERS, NodeContext, Quantization, converter
 from torchq.frontends.onnx.reader import dtype_of
-from torchq.frontends.onnx.registry import NUMBERS, converter
-from torchq.frontends.onnx.values import Quantization
 from torchq.functional import range_from_qparams, scale_from_amax
 from torchq.nn import TensorQuantizer, convert_
 
@@ -154,7 +147,7 @@ def _quantize(node: NodeContext) -> Value:
         node.refuse("codes of four bits that the network computes are not supported")
     axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
     result = node.call(
-        quantization.quantize_linear,
+        quantize_linear,
         node.inputs[0],
         node.inputs[1],
         node.input(2),
@@ -176,9 +169,7 @@ def _dequantize(node: NodeContext) -> Value:
         source, given = node.builder.codes[value]
         if given.equals(found) and node.dtype(1) in (torch.float32, None):
             return _fake_quantized(node, source, found, value)
-    result = node.call(
-        quantization.dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size
-    )
+    result = node.call(dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size)
     if isinstance(result, Constant) and found is not None and isinstance(value, Constant):
         origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
         result = Constant(result.tensor, "", origin)
@@ -201,7 +192,7 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
     else:
         scale, zero_point = Constant(found.scale), Constant(found.zero_point)
         result = node.call(
-            quantization.fake_quantize_linear,
+            fake_quantize_linear,
             source,
             scale,
             zero_point,
@@ -217,3 +208,86 @@ def _quantizer_name(node: NodeContext) -> str:
     name = re.sub(r"[./_]DequantizeLinear(_\d+)?$", "", node.name)
     name = re.sub(r"[./]+", "_", name)  # a path of its own: the layer may take the path of the name
     return name if name.endswith("quantizer") else f"{name}_quantizer"
+
+
+def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
+    """Return a scale or zero point in a shape that broadcasts against ``x``.
+
+    One number, one for each index of ``axis``, or blocks.
+    """
+    if block_size:
+        return part.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
+    if part.numel() == 1:
+        return part.reshape(())
+    shape = [1] * x.dim()
+    shape[axis % x.dim()] = -1
+    return part.view(shape)
+
+
+def quantize_linear(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    axis: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``saturate(round(x / scale) + zero_point)``, ties to even.
+
+    FP8 types round their own way.
+    """
+    scale = aligned(scale, x, axis, block_size)
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        ratio = x.float() / scale.float()
+        return torch.where(ratio.isnan(), ratio, ratio.clamp(-largest, largest)).to(dtype)
+    codes = torch.round(x / scale)
+    if zero_point is not None:
+        codes = codes + aligned(zero_point, x, axis, block_size).to(codes.dtype)
+    bounds = torch.iinfo(dtype)
+    return codes.clamp(bounds.min, bounds.max).to(dtype)
+
+
+def dequantize_linear(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block_size: int
+) -> Tensor:
+    """Return ``(codes - zero_point) * scale`` in the element type of the scale."""
+    scale = aligned(scale, codes, axis, block_size)
+    values = codes.to(torch.int64) if not codes.dtype.is_floating_point else codes.float()
+    if zero_point is not None:
+        zero_point = aligned(zero_point, codes, axis, block_size)
+        exact = torch.float32 if zero_point.dtype.is_floating_point else torch.int64
+        values = values - zero_point.to(exact)
+    return values.to(scale.dtype) * scale
+
+
+class _FakeQuantizeLinear(torch.autograd.Function):
+    """QuantizeLinear and DequantizeLinear with a straight-through gradient.
+
+    1 inside the range, 0 outside.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
+    ) -> Tensor:
+        zero_point, scale = (aligned(part, x, axis).float() for part in (zero_point, scale))
+        bounds = torch.iinfo(dtype)
+        codes = torch.round(x.float() / scale) + zero_point
+        ctx.save_for_backward((codes >= bounds.min) & (codes <= bounds.max))
+        return ((codes.clamp(bounds.min, bounds.max) - zero_point) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.saved_tensors[0], None, None, None, None
+
+
+def fake_quantize_linear(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
+) -> Tensor:
+    """Return ``x`` quantized and dequantized.
+
+    Trainable, with a straight-through gradient to ``x``.
+    """
+    result: Tensor = _FakeQuantizeLinear.apply(x, scale, zero_point, axis, dtype)
+    return result

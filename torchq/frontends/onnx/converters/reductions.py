@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torchq.frontends.building import Ints, Value
-from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.registry import converter
+from torchq.frontends.onnx.context import NodeContext, converter
 
 
 def reduce_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.frontends.building import Value
-from torchq.frontends.building.suppression import non_max_suppression
-from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.functions import boxes, vision
-from torchq.frontends.onnx.registry import converter
+from torchq.frontends.building.functions import non_max_suppression, write_operator
+from torchq.frontends.onnx.context import NodeContext, converter
 
 
 @converter("Resize")
 def _resize(node: NodeContext) -> Value:
-    options = vision.ResizeOptions(
+    options = ResizeOptions(
         node.attr("mode", "nearest"),
         node.attr("coordinate_transformation_mode", "half_pixel"),
         node.attr("nearest_mode", "round_prefer_floor"),
@@ -41,7 +43,7 @@ def _resize(node: NodeContext) -> Value:
 
 
 def _resized(
-    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: vision.ResizeOptions
+    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
 ) -> Value:
     simple = _as_upsample(node, factors, sizes, axes, options)
     if simple is not None:
@@ -49,11 +51,11 @@ def _resized(
     policy = node.attr("keep_aspect_ratio_policy", "stretch")
     roi = node.input(1) if options.coordinates == "tf_crop_and_resize" else None
     values = dataclasses.astuple(options)
-    return node.call(vision.resize, node.inputs[0], factors, sizes, axes, policy, roi, values)
+    return node.call(resize, node.inputs[0], factors, sizes, axes, policy, roi, values)
 
 
 def _as_upsample(
-    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: vision.ResizeOptions
+    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
 ) -> Value:
     """Return a call of torch's own resizing of images where it computes the same, else None."""
     shape = node.shape(0)
@@ -86,7 +88,7 @@ def _as_upsample(
     return node.call(F.interpolate, node.inputs[0], list(size), None, mode[0], mode[1])
 
 
-def _torch_mode(options: vision.ResizeOptions) -> tuple[str, bool | None] | None:
+def _torch_mode(options: ResizeOptions) -> tuple[str, bool | None] | None:
     """Return mode and ``align_corners`` of ``F.interpolate``, None where torch has no such mode."""
     if options.mode == "nearest":
         same = options.coordinates == "asymmetric" and options.nearest == "floor"
@@ -107,7 +109,7 @@ def _grid_sample(node: NodeContext) -> Value:
     if mode == "bicubic" and node.ndim(0) != 4:
         node.refuse("cubic sampling of volumes is not supported")
     padding, align = node.attr("padding_mode", "zeros"), bool(node.attr("align_corners", 0))
-    return node.call(vision.grid_sample, *node.inputs, mode, padding, align)
+    return node.call(grid_sample, *node.inputs, mode, padding, align)
 
 
 @converter("NonMaxSuppression")
@@ -132,6 +134,243 @@ def _roi_align(node: NodeContext) -> Value:
     default = "half_pixel" if node.version >= 16 else "output_half_pixel"
     half = node.attr("coordinate_transformation_mode", default) == "half_pixel"
     options = (node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0), half)
-    return node.call(
-        boxes.roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max"
-    )
+    return node.call(roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max")
+
+
+@dataclass(frozen=True)
+class ResizeOptions:
+    """The attributes of the ONNX operator Resize; see there."""
+
+    mode: str = "nearest"
+    coordinates: str = "half_pixel"
+    nearest: str = "round_prefer_floor"
+    cubic_a: float = -0.75
+    exclude_outside: bool = False
+    extrapolation: float = 0.0
+    antialias: bool = False
+
+
+def resize(
+    x: Tensor,
+    scales: Sequence[float] | Tensor | None,
+    sizes: Sequence[int] | Tensor | None,
+    axes: Sequence[int],
+    policy: str,
+    roi: Tensor | None,
+    options: tuple[str, str, str, float, bool, float, bool],
+) -> Tensor:
+    """Return ``x`` resized along ``axes``, one axis after the other.
+
+    Args:
+        x: any shape.
+        scales: for each axis, or None.
+        sizes: for each axis, where scales are None.
+        axes: the resized ones.
+        policy: what keeps the aspect ratio with sizes: ``"stretch"``, ``"not_larger"`` or
+            ``"not_smaller"``.
+        roi: (2 * axes,) normalised bounds for ``tf_crop_and_resize``.
+        options: the fields of :class:`ResizeOptions`.
+    """
+    settings = ResizeOptions(*options)
+    own = [x.shape[axis] for axis in axes]
+    if sizes is not None:
+        wanted = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+        factors = [w / n for w, n in zip(wanted, own, strict=True)]
+        if policy != "stretch":
+            factor = min(factors) if policy == "not_larger" else max(factors)
+            factors = [factor] * len(own)
+            wanted = [math.floor(factor * n + 0.5) for n in own]
+    else:
+        assert scales is not None
+        factors = scales.tolist() if isinstance(scales, Tensor) else list(scales)
+        wanted = [math.floor(n * factor) for n, factor in zip(own, factors, strict=True)]
+    bounds = None if roi is None else roi.tolist()
+    for place, axis in enumerate(axes):
+        span = (0.0, 1.0) if bounds is None else (bounds[place], bounds[len(axes) + place])
+        crops = settings.coordinates == "tf_crop_and_resize"
+        if wanted[place] != own[place] or factors[place] != 1.0 or crops:
+            x = _resize_axis(x, axis, wanted[place], factors[place], span, settings)
+    return x
+
+
+def _coordinates(
+    count: int, size: int, factor: float, span: tuple[float, float], options: ResizeOptions
+) -> Tensor:
+    """Return where each new element lies in the old axis."""
+    at = torch.arange(count, dtype=torch.float64)
+    length = factor * size
+    mode = options.coordinates
+    if mode == "align_corners":
+        return (
+            at * (size - 1) / (length - 1)
+            if length != 1
+            else torch.zeros(count, dtype=torch.float64)
+        )
+    if mode == "asymmetric":
+        return at / factor
+    if mode == "tf_crop_and_resize":
+        if count > 1:
+            return span[0] * (size - 1) + at * (span[1] - span[0]) * (size - 1) / (length - 1)
+        return torch.full((count,), 0.5 * (span[0] + span[1]) * (size - 1), dtype=torch.float64)
+    if mode == "pytorch_half_pixel" and count == 1:
+        return torch.full((count,), -0.5, dtype=torch.float64)
+    if mode == "half_pixel_symmetric":
+        adjustment = count / length
+        center = size / 2
+        return center * (1 - adjustment) + (at + 0.5) / factor - 0.5
+    return (at + 0.5) / factor - 0.5
+
+
+def _resize_axis(
+    x: Tensor,
+    axis: int,
+    count: int,
+    factor: float,
+    span: tuple[float, float],
+    options: ResizeOptions,
+) -> Tensor:
+    size = x.shape[axis]
+    where = _coordinates(count, size, factor, span, options)
+    if options.mode == "nearest":
+        places = _nearest(where, options.nearest).clamp(0, size - 1).long().to(x.device)
+        y = x.index_select(axis, places)
+    else:
+        places, weights = _taps(where, size, factor, options)
+        wide = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        matrix = torch.zeros(count, size, dtype=torch.float64)
+        matrix.scatter_add_(1, places, weights)
+        y = torch.movedim(wide, axis, -1) @ matrix.to(wide).t()
+        y = torch.movedim(y, -1, axis).to(x.dtype)
+    if options.coordinates != "tf_crop_and_resize":
+        return y
+    outside = ((where < 0) | (where > size - 1)).to(x.device)
+    shape = [1] * x.dim()
+    shape[axis] = count
+    return torch.where(outside.view(shape), torch.tensor(options.extrapolation, dtype=x.dtype), y)
+
+
+def _nearest(where: Tensor, mode: str) -> Tensor:
+    if mode == "floor":
+        return where.floor()
+    if mode == "ceil":
+        return where.ceil()
+    if mode == "round_prefer_ceil":
+        return (where + 0.5).floor()
+    return (where - 0.5).ceil()
+
+
+def _taps(where: Tensor, size: int, factor: float, options: ResizeOptions) -> tuple[Tensor, Tensor]:
+    """Return for each new element the old elements that it is made of, and their weights."""
+    scale = min(factor, 1.0) if options.antialias else 1.0
+    reach = 1.0 if options.mode == "linear" else 2.0
+    half = math.ceil(reach / scale)
+    base = where.floor()
+    offsets = torch.arange(-half + 1, half + 1, dtype=torch.float64)
+    places = base.unsqueeze(1) + offsets
+    distance = (places - where.unsqueeze(1)).abs() * scale
+    if options.mode == "linear":
+        weights = (1 - distance).clamp(min=0)
+    else:
+        weights = _cubic(distance, options.cubic_a)
+    inside = (places >= 0) & (places <= size - 1)
+    if options.exclude_outside:
+        weights = torch.where(inside, weights, 0.0)
+    if options.exclude_outside or options.antialias:
+        weights = weights / weights.sum(1, keepdim=True)
+    return places.clamp(0, size - 1).long(), weights
+
+
+def _cubic(d: Tensor, a: float) -> Tensor:
+    """Return Keys' cubic convolution kernel (1981, equation 4) at distances."""
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((d - 5) * d + 8) * d * a - 4 * a
+    return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
+
+
+def grid_sample(x: Tensor, grid: Tensor, mode: str, padding: str, align: bool) -> Tensor:
+    """Return values of images at normalised positions."""
+    return F.grid_sample(x, grid, mode, padding, align)
+
+
+def roi_align(
+    x: Tensor,
+    rois: Tensor,
+    batches: Tensor,
+    size: tuple[int, int],
+    ratio: int,
+    scale: float,
+    half_pixel: bool,
+    largest: bool,
+) -> Tensor:
+    """Return regions of feature maps resampled to one size (Mask R-CNN, He et al. 2017, 3).
+
+    Args:
+        x: (N, C, H, W).
+        rois: (regions, 4) as x1, y1, x2, y2.
+        batches: the image of each region.
+        size: height and width of the results.
+        ratio: samples along each side of a bin; 0 for as many as fit.
+        scale: from coordinates of regions to those of ``x``.
+        half_pixel: pixels lie at half coordinates.
+        largest: take the largest of the weighted samples instead of the mean.
+    """
+    if torch.onnx.is_in_onnx_export():
+        options = {
+            "output_height": size[0],
+            "output_width": size[1],
+            "sampling_ratio": ratio,
+            "spatial_scale": float(scale),
+            "mode": "max" if largest else "avg",
+            "coordinate_transformation_mode": "half_pixel" if half_pixel else "output_half_pixel",
+        }
+        shape = (rois.shape[0], x.shape[1], *size)
+        example = x.new_zeros(shape) if torch.jit.is_tracing() else None
+        return write_operator("RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example)
+    results = [
+        _align_one(
+            x[int(b)], roi * scale - (0.5 if half_pixel else 0.0), size, ratio, half_pixel, largest
+        )
+        for roi, b in zip(rois, batches, strict=True)
+    ]
+    return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
+
+
+def _align_one(
+    image: Tensor, roi: Tensor, size: tuple[int, int], ratio: int, half_pixel: bool, largest: bool
+) -> Tensor:
+    x1, y1, x2, y2 = roi.tolist()
+    width, height = x2 - x1, y2 - y1
+    if not half_pixel:
+        width, height = max(width, 1.0), max(height, 1.0)
+    (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
+    (columns, column_weights, nx) = _samples(x1, width, size[1], ratio, image.shape[2])
+    corners = [
+        [
+            image[:, rows[i]][:, :, columns[j]]
+            * (row_weights[i][:, None] * column_weights[j]).to(image)
+            for j in (0, 1)
+        ]
+        for i in (0, 1)
+    ]
+    shape = (image.shape[0], size[0], ny, size[1], nx)
+    if largest:
+        stacked = torch.stack([part for pair in corners for part in pair]).amax(0)
+        return stacked.view(shape).amax((2, 4))
+    return (corners[0][0] + corners[0][1] + corners[1][0] + corners[1][1]).view(shape).mean((2, 4))
+
+
+def _samples(
+    start: float, length: float, bins: int, ratio: int, size: int
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return two neighbours and their weights for every sample, and the samples in a bin."""
+    count = ratio if ratio > 0 else max(1, math.ceil(length / bins))
+    at = start + (torch.arange(bins * count, dtype=torch.float64) + 0.5) * (length / bins / count)
+    outside = (at < -1.0) | (at > size)
+    at = at.clamp(min=0)
+    low = at.floor().long()
+    last = low >= size - 1
+    low = torch.where(last, size - 1, low)
+    high = torch.where(last, size - 1, low + 1)
+    fraction = torch.where(last, 0.0, at - low)
+    alive = (~outside).double()
+    return [low, high], [(1 - fraction) * alive, fraction * alive], count

@@ -1,19 +1,18 @@
-"""Elementwise arithmetic, comparisons, logic and changes of type."""
+"""Elementwise arithmetic, comparisons, logic, changes of type, and activations."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 from torchq.frontends.building import Constant, Ints, Value
-from torchq.frontends.onnx.context import NodeContext
-from torchq.frontends.onnx.functions import elementwise
+from torchq.frontends.onnx.context import NodeContext, converter, identity
 from torchq.frontends.onnx.reader import dtype_of
-from torchq.frontends.onnx.registry import converter, identity
 
 _UNARY: dict[str, Callable[..., Any]] = {
     "Abs": torch.abs,
@@ -141,12 +140,12 @@ def _div(node: NodeContext) -> Value:
         return node.sizes([node.arithmetic(operator.floordiv, a, b) for a, b in pairs], scalar)
     if node.floating(0):
         return node.call(torch.div, node.inputs[0], scalar_or_value(node, 1))
-    return node.call(elementwise.divide, *node.inputs)
+    return node.call(divide, *node.inputs)
 
 
 @converter("Mod")
 def _mod(node: NodeContext) -> Value:
-    return node.call(elementwise.remainder, *node.inputs, bool(node.attr("fmod", 0)))
+    return node.call(remainder, *node.inputs, bool(node.attr("fmod", 0)))
 
 
 @converter("Pow")
@@ -154,7 +153,7 @@ def _pow(node: NodeContext) -> Value:
     exponent = scalar_or_value(node, 1)
     if node.floating(0) and isinstance(exponent, (int, float)):
         return node.call(torch.pow, node.inputs[0], exponent)
-    return node.call(elementwise.power, *node.inputs)
+    return node.call(power, *node.inputs)
 
 
 @converter("Max", "Min", "Sum", "Mean")
@@ -164,10 +163,10 @@ def _variadic(node: NodeContext) -> Value:
     if node.op_type == "Sum" and len(node.inputs) == 2:
         return node.call(torch.add, *node.inputs)
     functions = {
-        "Max": elementwise.maximum,
-        "Min": elementwise.minimum,
-        "Sum": elementwise.total,
-        "Mean": elementwise.mean_of,
+        "Max": maximum,
+        "Min": minimum,
+        "Sum": total,
+        "Mean": mean_of,
     }
     return node.call(functions[node.op_type], list(node.inputs))
 
@@ -204,7 +203,7 @@ def _where(node: NodeContext) -> Value:
     columns = [items for items in (taken, node.ints(1), node.ints(2)) if items is not None]
     if is_sizes and len(columns) == 3 and len(set(map(len, columns))) == 1:
         rows = zip(*columns, strict=True)
-        items = [node.arithmetic(elementwise.choose, *row) for row in rows]
+        items = [node.arithmetic(choose, *row) for row in rows]
         scalar = all(node.shape(index) == [] for index in range(3))
         return node.sizes(items, scalar, node.dtype(1))
     return node.call(torch.where, *node.inputs)
@@ -243,9 +242,7 @@ def _convert_type(node: NodeContext, dtype: torch.dtype) -> Value:
             flags = [node.arithmetic(operator.ne, item, 0) for item in value.items]
             return node.sizes(flags, value.scalar, dtype)
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        return node.call(
-            elementwise.cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1))
-        )
+        return node.call(cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1)))
     if node.dtype(0) is dtype:
         return node.inputs[0]
     return node.call(torch.Tensor.to, node.inputs[0], dtype)
@@ -256,3 +253,205 @@ def _identity(node: NodeContext) -> Value:
     if node.builder.dtypes.get(node.input_names[0], 0) is None:
         node.refuse("torch has no type for its elements")
     return node.inputs[0]
+
+
+_PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "Relu": nn.ReLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+    "Softplus": nn.Softplus,
+    "Softsign": nn.Softsign,
+    "HardSwish": nn.Hardswish,
+    "Mish": nn.Mish,
+}
+
+
+@converter(*_PLAIN)
+def _plain(node: NodeContext) -> Value:
+    return node.module(_PLAIN[node.op_type](), node.inputs[0])
+
+
+@converter("LeakyRelu")
+def _leaky_relu(node: NodeContext) -> Value:
+    return node.module(nn.LeakyReLU(node.attr("alpha", 0.01)), node.inputs[0])
+
+
+@converter("Elu")
+def _elu(node: NodeContext) -> Value:
+    return node.module(nn.ELU(node.attr("alpha", 1.0)), node.inputs[0])
+
+
+@converter("Selu")
+def _selu(node: NodeContext) -> Value:
+    for name, number in (("alpha", 1.6732632), ("gamma", 1.0507010)):
+        if abs(node.attr(name, number) - number) > 1e-6:
+            node.refuse(f"its {name} is {node.attr(name)}; expected {number}")
+    return node.module(nn.SELU(), node.inputs[0])
+
+
+@converter("Gelu")
+def _gelu(node: NodeContext) -> Value:
+    return node.module(nn.GELU(node.attr("approximate", "none")), node.inputs[0])
+
+
+@converter("Swish")
+def _swish(node: NodeContext) -> Value:
+    alpha = node.attr("alpha", 1.0)
+    if alpha == 1.0:
+        return node.module(nn.SiLU(), node.inputs[0])
+    gate = node.call(torch.sigmoid, node.call(torch.mul, node.inputs[0], alpha))
+    return node.call(torch.mul, node.inputs[0], gate)
+
+
+@converter("HardSigmoid")
+def _hard_sigmoid(node: NodeContext) -> Value:
+    alpha, beta = node.attr("alpha", 0.2), node.attr("beta", 0.5)
+    if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
+        return node.module(nn.Hardsigmoid(), node.inputs[0])
+    return node.call(hard_sigmoid, node.inputs[0], alpha, beta)
+
+
+@converter("PRelu")
+def _prelu(node: NodeContext) -> Value:
+    slope, shape = node.constant(1), node.shape(0)
+    if slope is not None and shape is not None and len(shape) >= 2:
+        channels = shape[1]
+        leading = slope.dim() == len(shape) - 1
+        per_channel = leading and slope.dim() > 0 and slope.numel() == slope.shape[0] == channels
+        if slope.numel() == 1 or per_channel:
+            module = nn.PReLU(slope.numel())
+            module.weight = nn.Parameter(slope.reshape(-1).clone())
+            return node.module(module, node.inputs[0])
+    return node.call(prelu, *node.inputs)
+
+
+@converter("Softmax", "LogSoftmax")
+def _softmax(node: NodeContext) -> Value:
+    axis = node.attr("axis", -1 if node.version >= 13 else 1)
+    modules = {"Softmax": nn.Softmax, "LogSoftmax": nn.LogSoftmax}
+    last = node.shape(0) is not None and axis in (-1, node.ndim(0) - 1)
+    if node.version >= 13 or last:
+        return node.module(modules[node.op_type](axis), node.inputs[0])
+    # Before opset 13 the axes from ``axis`` on count as one.
+    flat = node.call(torch.flatten, node.inputs[0], axis)
+    result = node.module(modules[node.op_type](-1), flat)
+    return node.call(torch.Tensor.view_as, result, node.inputs[0])
+
+
+@converter("Clip")
+def _clip(node: NodeContext) -> Value:
+    low = scalar_or_value(node, 1) if node.input(1) is not None else None
+    high = scalar_or_value(node, 2) if node.input(2) is not None else None
+    numbers = (int, float)
+    if isinstance(low, (*numbers, type(None))) and isinstance(high, (*numbers, type(None))):
+        return _clamp(node, -torch.inf if low is None else low, torch.inf if high is None else high)
+    return node.call(clip, node.inputs[0], node.input(1), node.input(2))
+
+
+def _clamp(node: NodeContext, low: float, high: float) -> Value:
+    if (low, high) == (0, 6) and node.floating(0):
+        return node.module(nn.ReLU6(), node.inputs[0])
+    if (low, high) == (0, torch.inf) and node.floating(0):
+        return node.module(nn.ReLU(), node.inputs[0])
+    bounds = [None if abs(bound) == torch.inf else bound for bound in (low, high)]
+    if bounds == [None, None]:
+        return node.inputs[0]
+    return node.call(torch.clamp, node.inputs[0], *bounds)
+
+
+@converter("Dropout")
+def _dropout(node: NodeContext) -> list[Value]:
+    training = node.input(2)
+    ratio = float(node.attr("ratio", 0.5))  # an attribute up to opset 11
+    if node.input(1) is not None:
+        ratio = float(node.known(1, "ratio"))
+    if training is not None and bool(node.known(2, "training mode")) and ratio > 0:
+        node.refuse("it drops values at random; expected inference")
+    result = node.module(nn.Dropout(ratio), node.inputs[0])
+    if len(node.output_names) < 2:
+        return [result]
+    return [result, node.call(torch.ones_like, node.inputs[0], dtype=torch.bool)]
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a / b``; integers are rounded toward zero."""
+    if a.is_floating_point():
+        return a / b
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def remainder(a: Tensor, b: Tensor, fmod: bool) -> Tensor:
+    """Return the remainder with the sign of ``b``, or of ``a`` where ``fmod`` is set."""
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
+
+
+def power(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a ** b`` in the element type of ``a``."""
+    if a.is_floating_point() and not b.is_floating_point():
+        return torch.pow(a, b.to(a.dtype))
+    return torch.pow(a, b).to(a.dtype)
+
+
+def maximum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise maximum of tensors that broadcast."""
+    return reduce(torch.maximum, tensors)
+
+
+def minimum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise minimum of tensors that broadcast."""
+    return reduce(torch.minimum, tensors)
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise sum of tensors that broadcast."""
+    return reduce(torch.add, tensors)
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elementwise mean of tensors that broadcast."""
+    return total(tensors) / len(tensors)
+
+
+def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
+    """Return ``min(max(x, low), high)``; the upper bound wins where the bounds cross."""
+    if low is not None:
+        x = torch.maximum(x, low.to(x.dtype))
+    return x if high is None else torch.minimum(x, high.to(x.dtype))
+
+
+def choose(flag: bool, first: int, second: int) -> int:
+    """Return the first number if the flag is set, else the second."""
+    return first if flag else second
+
+
+def prelu(x: Tensor, slope: Tensor) -> Tensor:
+    """Return ``x`` where it is not negative, else ``slope * x``.
+
+    The slope broadcasts from the right.
+    """
+    return torch.where(x < 0, slope * x, x)
+
+
+def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
+    """Return ``clamp(alpha * x + beta, 0, 1)``."""
+    return (x * alpha + beta).clamp(0, 1)
+
+
+def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """Return ``x`` as FP8 numbers, rounded to nearest even.
+
+    Values that round beyond the largest number become that number where ``saturate`` is set. Else
+    they become infinity in E5M2, and NaN in the formats without infinity (ONNX operator Cast, table
+    of FP8 conversions).
+    """
+    x = x.to(torch.float32)
+    largest = torch.finfo(dtype).max
+    fits = torch.where(x.isnan(), x, x.clamp(-largest, largest))
+    if saturate:
+        return fits.to(dtype)
+    # Half a step beyond the largest number, the tie included where its last bit is odd.
+    code = torch.tensor(largest).to(dtype).view(torch.uint8)
+    limit = largest + float(largest - (code - 1).view(dtype).float()) / 2
+    beyond = (x.abs() >= limit) if bool(code & 1) else (x.abs() > limit)
+    replaced = x.sign() * torch.inf if dtype is torch.float8_e5m2 else torch.full_like(x, torch.nan)
+    return torch.where(beyond, replaced, fits).to(dtype)

@@ -1,0 +1,454 @@
+"""The graph that a file is converted into, and one node of a file as converters see it."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, TypeVar, Union
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.errors import FrontendError
+from torchq.utils import Registry
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that is known at conversion.
+
+    Attributes:
+        tensor: the values; never changed in place.
+        name: of the tensor in the file, ``""`` for a computed one.
+        origin: the tensor of the file that this one was made from, which names modules.
+        trainable: nodes that read the tensor itself read a parameter, not a buffer.
+    """
+
+    tensor: Tensor
+    name: str = ""
+    origin: str = ""
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class Ints:
+    """A tensor that is computed from shapes, kept as its elements.
+
+    Keeping the elements apart keeps a dynamic size symbolic through chains such as Shape, Gather,
+    Concat, Reshape, and lets a condition on sizes be decided without a tensor.
+
+    Attributes:
+        items: numbers, and nodes that compute one number or flag.
+        scalar: True for a tensor without dimensions, False for a vector.
+        dtype: int64 or int32; bool for comparisons of sizes; float32 or float64 for sizes that were
+            cast and nothing else, so that the items are whole numbers.
+    """
+
+    items: tuple[int | fx.Node, ...]
+    scalar: bool = False
+    dtype: torch.dtype = torch.int64
+
+
+#: A node computes a tensor in every call. None is an optional input or output that is left out.
+Value = Union[fx.Node, Constant, Ints, None]
+
+
+def stack_ints(items: Sequence[int], scalar: bool, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return sizes as one tensor: a vector, or a number without dimensions."""
+    return torch.tensor(items[0] if scalar else list(items), dtype=dtype)
+
+
+_DEEPEST = 32
+
+
+def identifier(name: str, *, digits: bool = False) -> str:
+    """Return ``name`` as a Python identifier: generated code contains nothing else of a file.
+
+    Args:
+        name: any text.
+        digits: allow a plain number, as in paths of modules.
+    """
+    clean = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
+    if clean.isdigit() and digits:
+        return clean
+    if clean[0].isdigit():
+        clean = f"_{clean}"
+    return f"{clean}_" if keyword.iskeyword(clean) or hasattr(nn.Module, clean) else clean
+
+
+def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
+    """Return a path below ``root`` that nothing has taken.
+
+    Args:
+        root: its containers are plain :class:`torch.nn.Module` objects.
+        name: of a node or tensor; dots and slashes separate the steps of the path.
+        op_type: the operator, which exporters put behind the path of its module.
+    """
+    parts = [identifier(part, digits=True) for part in re.split(r"[./]+", name) if part]
+    if op_type and len(parts) > 1 and re.fullmatch(rf"{op_type}(_\d+)?", parts[-1]):
+        parts.pop()
+    parts = parts[-_DEEPEST:] or ["node"]
+    if _is_free(root, parts):
+        return ".".join(parts)
+    flat, count = "_".join(parts), 0
+    if flat[0].isdigit():
+        flat = f"_{flat}"
+    candidate = flat
+    while not _is_free(root, [candidate]):
+        count += 1
+        candidate = f"{flat}_{count}"
+    return candidate
+
+
+def _is_free(root: nn.Module, parts: list[str]) -> bool:
+    """Return True if something may be put at a path: every step before it is a plain container."""
+    parent = root
+    for part in parts[:-1]:
+        if not hasattr(parent, part):
+            return True
+        child = dict(parent.named_children()).get(part)
+        if type(child) is not nn.Module:
+            return False
+        parent = child
+    return not hasattr(parent, parts[-1])
+
+
+def parent_of(root: nn.Module, path: str) -> nn.Module:
+    """Return the module that the last step of a path belongs to; missing containers are made."""
+    parent = root
+    for part in path.split(".")[:-1]:
+        if part not in dict(parent.named_children()):
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    return parent
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def entering(
+    registry: Registry[Any, Any], keys: Iterable[Any], entry: Callable[[F], Any] | None = None
+) -> Callable[[F], F]:
+    """Return a decorator that enters a function under several keys.
+
+    Args:
+        registry: of the converters of one format.
+        keys: operators.
+        entry: makes an entry of the function, which by default is the entry itself.
+
+    Raises:
+        ConfigError: one of the keys is taken.
+    """
+
+    def enter(function: F) -> F:
+        for key in keys:
+            registry.add(key, function if entry is None else entry(function))
+        return function
+
+    return enter
+
+
+#: The key of ``GraphModule.meta`` under which torch looks for attributes that a copy shall have.
+_KEPT_BY_COPIES = "_user_preserved_attributes"
+
+
+class GraphBuilder:
+    """What has been converted so far.
+
+    Args:
+        where: how errors begin.
+
+    Attributes:
+        graph, root: the calls, and the modules and tensors that the calls name.
+        values: of the tensors of the file, by name.
+    """
+
+    #: The sizes that a file states bind, so that other inputs are an error.
+    checks_sizes = False
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.values: dict[str, Value] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._tensors: dict[int, fx.Node] = {}
+        self._kept: list[Tensor] = []
+
+    def share_parameters(self, other: GraphBuilder) -> None:
+        """Use the parameters of another builder for the same tensors of the file."""
+        self._parameters = other._parameters
+
+    def input(self, name: str) -> fx.Node:
+        """Return a new argument of ``forward``, named after an input of the file."""
+        base = wanted = identifier(name)
+        taken = {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
+        count = 1
+        while wanted in taken or wanted == "self":
+            count += 1
+            wanted = f"{base}_{count}"
+        return self.graph.placeholder(wanted)
+
+    def parameter(
+        self, value: Constant, key: str = "", tensor: Tensor | None = None
+    ) -> nn.Parameter:
+        """Return a parameter with the values of a constant, the same one for the same name.
+
+        Args:
+            value: the constant.
+            key: tells apart different forms of one tensor of the file, such as its transpose.
+            tensor: this form, by default the constant itself.
+        """
+        tensor = (value.tensor if tensor is None else tensor).contiguous()
+        if not value.name:
+            return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        found = self._parameters.get(f"{value.name}\0{key}")
+        if found is None:
+            found = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            self._parameters[f"{value.name}\0{key}"] = found
+        return found
+
+    def stored(self, value: Constant) -> fx.Node:
+        """Return a node that gives a constant: a parameter of the result, or a buffer."""
+        known = self._tensors.get(id(value.tensor))
+        if known is not None:
+            return known
+        # A slash separates parts of what belongs to one node, whose path a module may take later.
+        name = value.name.replace(".", "_") if "/" in value.name else value.name
+        path = free_path(self.root, name.replace("/", "_") or "constant")
+        parent, leaf = parent_of(self.root, path), path.rpartition(".")[2]
+        if value.trainable and value.tensor.is_floating_point():
+            parent.register_parameter(leaf, self.parameter(value))
+        else:
+            # Exporters ask for the memory that the shape says, not one element for all.
+            parent.register_buffer(leaf, value.tensor.contiguous())
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        if first is None:
+            node = self.graph.get_attr(path)
+        else:
+            with self.graph.inserting_before(first):
+                node = self.graph.get_attr(path)
+        self._tensors[id(value.tensor)] = node
+        self._kept.append(value.tensor)  # ids stay unique while tensors live
+        return node
+
+    def add_module(self, name: str, module: nn.Module, op_type: str) -> str:
+        """Put a module into the result under a path made from ``name``; return the path."""
+        path = free_path(self.root, name, op_type)
+        parent_of(self.root, path).add_module(path.rpartition(".")[2], module)
+        return path
+
+    def finish(
+        self,
+        outputs: Sequence[fx.Node],
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        input_shapes: Sequence[Sequence[int | None] | None],
+    ) -> fx.GraphModule:
+        """Return the result, in eval mode, without what no output needs.
+
+        Args:
+            outputs: what ``forward`` returns: one tensor, or a tuple of several.
+            name: of its class.
+            input_names: of the file.
+            output_names: of the file.
+            input_shapes: as far as the file states them, None for an open size or shape.
+        """
+        self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+        name = identifier(name)
+        draft = fx.GraphModule(self.root, self.graph, class_name=name)
+        draft.graph.eliminate_dead_code()
+        draft.graph.lint()
+        module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
+        facts = {
+            "input_names": list(input_names),
+            "input_shapes": list(input_shapes),
+            "output_names": list(output_names),
+            "checks_sizes": self.checks_sizes,
+        }
+        vars(module).update(facts)
+        module.meta[_KEPT_BY_COPIES] = facts
+        return module.eval()
+
+
+#: The largest constant, in elements, that is computed while a file is converted.
+MAX_FOLDED = 2**26
+
+
+class FileNode:
+    """One node: its inputs, its attributes, and the calls that a converter writes in its place.
+
+    Args:
+        builder: what collects the graph.
+        op_type: the operator.
+        name: of the node in the file, for errors and for the names of modules.
+        attributes: by name.
+        inputs: None for one that is left out.
+
+    Attributes:
+        format: nodes of the graph have the name and the operator of the file's node in
+            ``meta["<format>_name"]`` and ``meta["<format>_op"]``.
+    """
+
+    format: ClassVar[str] = "file"
+
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        op_type: str,
+        name: str,
+        attributes: dict[str, Any],
+        inputs: list[Value],
+    ) -> None:
+        self.builder = builder
+        self.op_type, self.name = op_type, name
+        self.attributes, self.inputs = attributes, inputs
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or ``default`` where the file does not give it."""
+        return self.attributes.get(name, default)
+
+    def required(self, name: str) -> Any:
+        """Return an attribute that the format requires.
+
+        Raises:
+            FrontendError: the file does not give it.
+        """
+        if name not in self.attributes:
+            self.refuse(f"the attribute {name!r} is missing")
+        return self.attributes[name]
+
+    def input(self, index: int) -> Value:
+        """Return an input, None where it is left out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise the error that this node cannot be converted."""
+        raise FrontendError(f"{self.builder.where}: {self.op_type} {self.name!r}: {reason}")
+
+    def constant(self, index: int) -> Tensor | None:
+        """Return an input that is known now, else None."""
+        value = self.input(index)
+        return value.tensor if isinstance(value, Constant) else None
+
+    def known(self, index: int, what: str) -> Tensor:
+        """Return an input that must be known now.
+
+        Raises:
+            FrontendError: the input is computed by the network.
+        """
+        tensor = self.constant(index)
+        if tensor is None:
+            self.refuse(f"its {what} is computed by the network; expected a constant")
+        return tensor
+
+    # What converters write.
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        """Call ``function`` in the forward of the result; at once where all arguments are known.
+
+        Args:
+            function: takes tensors for :class:`Constant` and :class:`Ints`; must be importable by
+                its name.
+            *args: values, numbers, strings and lists of these.
+            **kwargs: likewise.
+        """
+        if not self._has_nodes((args, kwargs)):
+            return self._folded(function, args, kwargs)
+        args, kwargs = self._as_arguments(args), self._as_arguments(kwargs)
+        node = self.builder.graph.call_function(function, tuple(args), dict(kwargs))
+        return self._noted(node, function)
+
+    def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
+        """Call a function that returns ``count`` tensors."""
+        return self._parts(count, self.call(function, *args))
+
+    def module_parts(self, count: int, module: nn.Module, *args: Value) -> list[Value]:
+        """Call a module that returns one tensor, or a tuple of ``count`` tensors."""
+        result = self.module(module, *args)
+        return [result] if count == 1 else self._parts(count, result)
+
+    def _parts(self, count: int, result: Any) -> list[Value]:
+        if isinstance(result, fx.Node):
+            return [self.call(operator.getitem, result, index) for index in range(count)]
+        return list(result)  # a tuple of constants
+
+    def module(self, module: nn.Module, *args: Value, name: str | None = None) -> Value:
+        """Call a module of the result; at once where all arguments are known.
+
+        Args:
+            module: put into the result in eval mode.
+            args: its arguments.
+            name: where to put it, by default the name of this node.
+        """
+        module.eval()
+        if not self._has_nodes(args):
+            return self._folded(module, args, {})
+        path = self.builder.add_module(name or self.name, module, self.op_type)
+        node = self.builder.graph.call_module(path, tuple(self._as_arguments(args)))
+        return self._noted(node, module)
+
+    def tensor(self, value: Value) -> fx.Node:
+        """Return a node that gives ``value``: constants become tensors of the result."""
+        if isinstance(value, fx.Node):
+            return value
+        if isinstance(value, Constant):
+            return self.builder.stored(value)
+        assert isinstance(value, Ints)
+        arguments: tuple[Any, ...] = (list(value.items), value.scalar)
+        if value.dtype is not torch.int64:
+            arguments = (*arguments, value.dtype)
+        node = self.builder.graph.call_function(stack_ints, arguments)
+        return self._noted(node, stack_ints)
+
+    def _noted(self, node: fx.Node, function: object) -> fx.Node:
+        node.meta[f"{self.format}_name"] = self.name
+        node.meta[f"{self.format}_op"] = self.op_type
+        if getattr(function, "__module__", "").startswith("torchq."):
+            # torch.fx keeps the call whole when it traces the result again.
+            node.meta["is_wrapped"] = True
+        return node
+
+    def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
+        with torch.no_grad():
+            result = function(*_as_tensors(args), **_as_tensors(kwargs))
+        if isinstance(result, (tuple, list)):
+            return tuple(Constant(part) for part in result)  # type: ignore[return-value]
+        if result.numel() > MAX_FOLDED and math.prod(result.stride() or (1,)):
+            self.refuse(
+                f"it makes a constant of {tuple(result.shape)}; "
+                f"expected one of at most {MAX_FOLDED} elements"
+            )
+        return Constant(result)
+
+    def _has_nodes(self, value: Any) -> bool:
+        if isinstance(value, (fx.Node, Ints)):
+            return True
+        if isinstance(value, dict):
+            return any(map(self._has_nodes, value.values()))
+        return isinstance(value, (tuple, list)) and any(map(self._has_nodes, value))
+
+    def _as_arguments(self, value: Any) -> Any:
+        if isinstance(value, (Constant, Ints)):
+            return self.tensor(value)
+        if isinstance(value, dict):
+            return {key: self._as_arguments(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._as_arguments(item) for item in value)
+        return value
+
+
+def _as_tensors(value: Any) -> Any:
+    """Replace constants by their tensors, in nested arguments."""
+    if isinstance(value, Constant):
+        return value.tensor
+    if isinstance(value, dict):
+        return {key: _as_tensors(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_as_tensors(item) for item in value)
+    return value

@@ -1,1 +1,0 @@
-"""Functions that converted graphs call where torch has none with ONNX's meaning."""
