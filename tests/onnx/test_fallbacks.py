@@ -43,6 +43,8 @@ def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(tmp_path: Path
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_what_a_forward_stores_while_it_is_traced_is_not_kept(dynamo: bool, tmp_path: Path) -> None:
+    if dynamo and torch.__version__ < (2, 10):
+        pytest.skip("torch 2.9 exports no forward that stores a tensor")
     model, x = calibrated(Remembers(), torch.randn(3, 6)), torch.randn(2, 6)
     shape, offsets = model.shape, model.offsets
     torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=dynamo, dynamic_batch=False)

@@ -369,12 +369,13 @@ def test_progress_and_logs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A bar by default, nothing without; never more than a line of log, at debug."""
+    shown, silent = net(), net()
     monkeypatch.setattr("torchq.utils.progress._DELAY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with caplog.at_level(logging.INFO):
-        torchq.calibrate(net(), data)
+        torchq.calibrate(shown, data)
     assert "calibrate" in (bar := capsys.readouterr()).err and "/3" in bar.err and bar.out == ""
-    torchq.calibrate(net(), data, progress=False)
+    torchq.calibrate(silent, data, progress=False)
     assert capsys.readouterr() == ("", "")
     assert caplog.records == []
 

@@ -264,7 +264,8 @@ def prepare(model: Any, where: str) -> Any:
 def _upgraded(model: Any, where: str, version: int) -> Any:
     """Return a model of an old opset in the oldest one that converters know."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-    slopes = [node.input[1] for node in model.graph.node if node.op_type == "PRelu"]
+    prelus = (node for node in model.graph.node if node.op_type == "PRelu")
+    slopes = [name for node in prelus for name in node.input[1:]]
     if version < 7 and any(sizes.get(name) != 1 for name in slopes):
         raise FrontendError(
             f"{where}: got opset {version}, where a PRelu has a slope of each channel; "
