@@ -620,7 +620,8 @@ class TensorQuantizer(nn.Module):
         if not self.calibrated:
             return "unknown"
         if self.amax.is_meta:
-            return f"meta{tuple(self.amax.shape)}"
+            shape = tuple(self.amax.shape)
+            return f"meta{shape}" if shape else "meta"
         low, high = torch.aminmax(self.amax.detach())
         if not self.descriptor.symmetric:
             assert self.amin is not None
