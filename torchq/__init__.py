@@ -24,50 +24,29 @@ from torchq import (
     recipes,
     workflow,
 )
-from torchq.analysis import (
-    compare,
-    doctor,
-    layer_errors,
-    mixed_precision,
-    report,
-    sensitivity,
-)
+from torchq.analysis import doctor, layer_errors, mixed_precision, report, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
-from torchq.frontends import from_caffe, from_mxnet, from_onnx
-from torchq.fusion import FuseReport, fuse_
-from torchq.nn import TensorQuantizer, register
+from torchq.frontends import from_onnx
+from torchq.fusion import fuse_
+from torchq.nn import TensorQuantizer
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
 from torchq.ptq import tune
-from torchq.swap import SwapReport, patch, plan, quantize_, restore_, targets
+from torchq.swap import patch, plan, quantize_, restore_
 from torchq.version import __version__
-from torchq.workflow import (
-    CalibrationReport,
-    calibrate,
-    disabled,
-    freeze_,
-    is_quantized,
-    load,
-    load_model,
-    save,
-    summary,
-)
+from torchq.workflow import calibrate, disabled, load, load_model, save, summary
 
 __all__ = [
-    "CalibrationReport",
-    "FuseReport",
     "QuantConfig",
     "QuantDescriptor",
     "Rule",
-    "SwapReport",
     "TensorQuantizer",
     "__version__",
     "analysis",
     "backends",
     "calib",
     "calibrate",
-    "compare",
     "deploy",
     "disabled",
     "doctor",
@@ -75,16 +54,12 @@ __all__ = [
     "errors",
     "export_onnx",
     "formats",
-    "freeze_",
-    "from_caffe",
-    "from_mxnet",
     "from_onnx",
     "frontends",
     "functional",
     "fuse_",
     "fusion",
     "inspect_onnx",
-    "is_quantized",
     "layer_errors",
     "load",
     "load_model",
@@ -97,13 +72,11 @@ __all__ = [
     "qat",
     "quantize_",
     "recipes",
-    "register",
     "report",
     "restore_",
     "save",
     "sensitivity",
     "summary",
-    "targets",
     "tune",
     "verify_onnx",
     "workflow",

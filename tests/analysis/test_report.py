@@ -230,7 +230,9 @@ def test_a_page_of_500_layers_is_small() -> None:
 
 def test_a_comparison_holds_both() -> None:
     (a, batches), (b, _) = planted(3), planted(6)
-    found = torchq.compare(a, b, batches, metric=accuracy, labels=("W3", "W6"), progress=False)
+    found = torchq.analysis.compare(
+        a, b, batches, metric=accuracy, labels=("W3", "W6"), progress=False
+    )
     assert [data["label"] for data in found.reports] == ["W3", "W6"]
     scores = [data["outputs"]["score"] for data in found.reports]
     assert scores[0] < scores[1]
@@ -270,7 +272,7 @@ def test_wrong_arguments_are_named_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a function metric"):
         torchq.report(model, batches, metric="sqnr", progress=False)
     with pytest.raises(ConfigError, match=r"Pass \[batch\] for one batch"):
-        torchq.compare(model, model, batches[0][0])
+        torchq.analysis.compare(model, model, batches[0][0])
 
 
 # --- in a browser -------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "layer_errors": torchq.layer_errors,
     "doctor": torchq.doctor,
     "report": partial(torchq.report, plan=False),
-    "compare": lambda model, *args, **options: torchq.compare(model, model, *args, **options),
+    "compare": lambda model, *args, **options: torchq.analysis.compare(
+        model, model, *args, **options
+    ),
     "mixed_precision": partial(torchq.mixed_precision, budget={"mean_bits": 6}),
 }
 

@@ -274,7 +274,7 @@ def test_weights_that_lie_elsewhere_are_named_in_the_line_that_loads(
     assert main([*argv, "--save", "a.pt", "--no-report"]) == 0
     line = capsys.readouterr().out.split("load it with\n")[1].splitlines()[0].strip()
     assert repr(str(moved)) in line
-    code = f"{line}; print(torchq.is_quantized(model))"
+    code = f"{line}; print(torchq.workflow.is_quantized(model))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
 

@@ -188,7 +188,7 @@ def test_quantize_reads_an_onnx_file(
     line = next(line for line in printed.splitlines() if "torchq.from_onnx(" in line)
     names: dict[str, object] = {}
     exec(line.strip(), names)
-    assert torchq.is_quantized(names["model"])
+    assert torchq.workflow.is_quantized(names["model"])
 
 
 def test_recipe_from_a_json_file(user_code: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,7 @@ def test_freezing() -> None:
     model = nn.Sequential(
         quant_nn.QuantLinear(2, 2, quant_desc_input=QuantDescriptor(learn_amax=True))
     )
-    torchq.freeze_(model)
+    torchq.workflow.freeze_(model)
     assert not any(p.requires_grad for p in model[0].input_quantizer.parameters())
 
 

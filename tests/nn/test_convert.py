@@ -57,7 +57,7 @@ def with_attribute() -> nn.Module:
         (
             nn.ReLU,
             r"torch.nn.modules.activation.ReLU: has no quantized twin; expected "
-            r"one of the registered classes. See torchq.register",
+            r"one of the registered classes. See torchq.nn.register",
         ),
         (lambda: OwnLinear(2, 2), "OwnLinear: has no quantized twin"),
         (lambda: QuantLinear(2, 2), "QuantLinear: has no quantized twin"),

@@ -68,7 +68,7 @@ def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
     result = tune(model, batches(), metric, max_drop=0.1, progress=False)
     assert result.kept and [t.change for t in result.table] == ["recipe int8"]
     assert metric.calls == 2 and result.float_metric == 0
-    assert not torchq.is_quantized(model) and torchq.is_quantized(result.model)
+    assert not torchq.workflow.is_quantized(model) and torchq.workflow.is_quantized(result.model)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert "recipe int8" in str(result) and "keeps the metric" in str(result)
 
@@ -112,7 +112,7 @@ def test_mixed_precision_with_the_fewest_bits_is_the_last_resort() -> None:
 @pytest.mark.usefixtures("quick_adaround")
 def test_transformers_get_what_applies_to_them() -> None:
     def metric(model: nn.Module) -> float:
-        return -float(torchq.is_quantized(model))
+        return -float(torchq.workflow.is_quantized(model))
 
     with pytest.warns(UserWarning, match="tune: the best of"):
         result = tune(

@@ -36,7 +36,7 @@ def test_the_twin_computes_what_the_float_model_did_and_shares_what_is_frozen() 
     assert twin.stem[0].weight is model.stem[0].weight
     assert twin.head.weight is not model.head.weight
     assert not any(p.requires_grad for p in twin.parameters()) and model.training
-    assert torchq.is_quantized(model)
+    assert torchq.workflow.is_quantized(model)
 
 
 @pytest.mark.parametrize(("temperature", "dim"), [(1.0, -1), (4.0, 1)])

@@ -253,4 +253,4 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     assert trainer.train().global_step == 3
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     assert any(name.endswith("weight_quantizer.amax") for name in moved)
-    assert torchq.is_quantized(model)
+    assert torchq.workflow.is_quantized(model)

@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         return x
 
 
-def quantize(model: nn.Module, pixels: int = PIXELS, **options: object) -> torchq.SwapReport:
+def quantize(model: nn.Module, pixels: int = PIXELS, **options: object) -> torchq.swap.SwapReport:
     x = torch.randn(1, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))
     return torchq.quantize_(model, example=x, **{"target": "onnxruntime", **options})
 

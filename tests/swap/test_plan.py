@@ -176,7 +176,7 @@ class OwnAttention(nn.MultiheadAttention):
         (
             Unused,
             "1",
-            r"no quantized twin of .*Unused, which .*pass example= .*torchq.register.*Unus",
+            r"no quantized twin of .*Unused, which .*pass example= .*torchq.nn.register.*Unus",
         ),
         (
             lambda: OwnAttention(4, 2),

@@ -23,7 +23,7 @@ def net() -> nn.Module:
     )
 
 
-def widths(report: torchq.SwapReport) -> dict[str, tuple[int, str | None]]:
+def widths(report: torchq.swap.SwapReport) -> dict[str, tuple[int, str | None]]:
     return {d.name: (d.weight.num_bits, d.rule) for d in report.replaced if d.weight is not None}
 
 

@@ -81,7 +81,7 @@ def test_freezing_lasts(generator: torch.Generator) -> None:
     torchq.quantize_(model, torchq.recipes.w4a4())
     torchq.calibrate(model, [x], progress=False)
     model[0].input_quantizer.observing = True
-    assert torchq.freeze_(model) == ("0.input_quantizer", "0.weight_quantizer")
+    assert torchq.workflow.freeze_(model) == ("0.input_quantizer", "0.weight_quantizer")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {n: q.amax.clone() for n, q in quantizers(model).items()}
     model.train()

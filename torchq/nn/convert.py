@@ -57,7 +57,7 @@ class QuantModule(nn.Module):
         >>> class Distance(torch.nn.Module):
         ...     def forward(self, a, b):
         ...         return a - b
-        >>> @torchq.register(Distance)
+        >>> @torchq.nn.register(Distance)
         ... class QuantDistance(torchq.nn.QuantModule, Distance):
         ...     input_slots, weight_slots = ("a", "b"), ()
         ...     def forward(self, a, b):
@@ -216,7 +216,7 @@ def register(float_class: type[nn.Module]) -> Callable[[Q], Q]:
         >>> class Scale(torch.nn.Linear):
         ...     def forward(self, x):
         ...         return 2 * super().forward(x)
-        >>> @torchq.register(Scale)
+        >>> @torchq.nn.register(Scale)
         ... class QuantScale(torchq.nn.QuantModule, Scale):
         ...     def forward(self, x):
         ...         x, weight = self.input_quantizer(x), self.weight_quantizer(self.weight)
@@ -341,7 +341,7 @@ def convert_(
     if twin is None:
         raise QuantizationError(
             f"{name}: has no quantized twin; expected one of the registered classes. "
-            "See torchq.register"
+            "See torchq.nn.register"
         )
     if "forward" in vars(module):
         raise QuantizationError(

@@ -30,7 +30,7 @@ def float_twin(model: nn.Module) -> nn.Module:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         >>> _ = torchq.quantize_(model)
-        >>> torchq.is_quantized(float_twin(model))
+        >>> torchq.workflow.is_quantized(float_twin(model))
         False
     """
     frozen = [p for p in model.parameters() if not p.requires_grad]

@@ -26,7 +26,7 @@ def no_twin(cls: type[nn.Module]) -> str:
     name = qualified_name(cls)
     return (
         f"{_NO_TWIN}{name}, which has parameters of its own; pass example= to find function calls "
-        f"with them, or register one with torchq.register({name})"
+        f"with them, or register one with torchq.nn.register({name})"
     )
 
 

@@ -17,8 +17,8 @@ def is_quantized(model: nn.Module) -> bool:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        >>> before, report = torchq.is_quantized(model), torchq.quantize_(model)
-        >>> before, torchq.is_quantized(model)
+        >>> before, report = torchq.workflow.is_quantized(model), torchq.quantize_(model)
+        >>> before, torchq.workflow.is_quantized(model)
         (False, True)
     """
     return any(isinstance(module, (QuantModule, TensorQuantizer)) for module in model.modules())

@@ -111,7 +111,8 @@ def compare(
         >>> for model, bits in zip(models, (8, 4)):
         ...     swapped = torchq.quantize_(model, torchq.recipes.integer(bits, bits))
         ...     calibrated = torchq.calibrate(model, batches, progress=False)
-        >>> found = torchq.compare(*models, batches, labels=("INT8", "INT4"), progress=False)
+        >>> labels = ("INT8", "INT4")
+        >>> found = torchq.analysis.compare(*models, batches, labels=labels, progress=False)
         >>> [data["label"] for data in found.reports]
         ['INT8', 'INT4']
     """

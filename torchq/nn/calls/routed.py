@@ -205,7 +205,7 @@ class _Router(TorchFunctionMode):
         name = qualified_name(type(self.module).float_class)
         raise QuantizationError(
             f"{name}: its forward {text}, as when it was quantized. Exclude it, or register a "
-            f"twin with torchq.register({name})"
+            f"twin with torchq.nn.register({name})"
         )
 
 
