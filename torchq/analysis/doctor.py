@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
 from torchq.analysis.checks import CHECKS, SEVERITIES, Finding, Patient, Severity
 from torchq.analysis.observation import observe
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
-from torchq.utils import NotebookText, device_of, progress_bar, uncompiled, unwrapped, wrap
+from torchq.utils import (
+    NotebookText,
+    check_batches,
+    device_of,
+    progress_bar,
+    uncompiled,
+    unwrapped,
+    wrap,
+)
 from torchq.workflow import quantizers, weight_quantizers
 
 _WHERE = "doctor"
@@ -133,11 +139,9 @@ def doctor(
         )
     seen = None
     if batches is not None:
-        stream = checked_batches(_WHERE, batches, num_batches)
+        check_batches(_WHERE, batches, num_batches)
         device = device_of(model)
-        shown = progress_bar(
-            islice(stream, num_batches), description=_WHERE, total=stream.total, enabled=progress
-        )
+        shown = progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
         seen = observe(
             model, known, shown, lambda b: call_model(model, b, forward=forward, device=device)
         )

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchq.analysis.batches import checked_batches
 from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
@@ -31,6 +29,7 @@ from torchq.graph import Forward, call_model, state_kept, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.utils import (
     NotebookText,
+    check_batches,
     device_of,
     evaluating,
     progress_bar,
@@ -215,14 +214,12 @@ def layer_errors(
         ['0', '1']
     """
     where, model = "layer_errors", unwrapped(model)
-    stream = checked_batches(where, batches, num_batches)
+    check_batches(where, batches, num_batches)
     layers = quantized_layers(model, where)
     measurement = _Measurement(layers, active_quantizers(model), sample)
     device = device_of(model)
     with torch.no_grad(), evaluating(model), state_kept(model):
-        shown = progress_bar(
-            islice(stream, num_batches), description=where, total=stream.total, enabled=progress
-        )
+        shown = progress_bar(batches, description=where, most=num_batches, enabled=progress)
         for batch in shown:
             measurement.run(partial(call_model, model, batch, forward=forward, device=device))
     return measurement.report()

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
 from torchq.analysis.costs import LayerFacts, check_budget, costs_of, gather_facts
 from torchq.analysis.formats import (
     FLOAT,
@@ -37,6 +36,7 @@ from torchq.utils import (
     copy_module,
     device_of,
     evaluating,
+    kept_batches,
     matches,
     table,
     uncompiled,
@@ -188,9 +188,7 @@ def mixed_precision(
     """
     check_budget(budget)
     check_formats(formats)
-    kept = list(checked_batches(_WHERE, batches))
-    if not kept:
-        raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
+    kept = kept_batches(_WHERE, batches)
     base = copy_module(unwrapped(model)).eval()
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))

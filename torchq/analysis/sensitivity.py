@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchq.analysis.batches import Batches, checked_batches
 from torchq.analysis.fisher import Disturbance, fisher_sums
 from torchq.analysis.layers import (
     QuantizedLayer,
@@ -29,6 +28,7 @@ from torchq.nn import TensorQuantizer
 from torchq.utils import (
     NotebookText,
     Pattern,
+    check_batches,
     device_of,
     evaluating,
     pattern_text,
@@ -221,19 +221,19 @@ def sensitivity(
     if mode not in ("only", "all_but"):
         raise ConfigError(f"{_WHERE}: got mode {mode!r}; expected 'only' or 'all_but'")
     model = unwrapped(model)
-    stream = checked_batches(_WHERE, batches, num_batches)
+    check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
     groups = _find_groups(model, layers, scope)
     run = _Measurement(model, layers, groups, mode, forward, num_batches, progress)
     with evaluating(model), state_kept(model):
         if metric == "fisher":
-            found = run.estimate(stream)
+            found = run.estimate(batches)
         else:
             chosen = find_metric(_WHERE, metric)
             if isinstance(chosen, Evaluation):
                 found = run.evaluate(chosen)
             else:
-                found = run.compare(chosen, stream)
+                found = run.compare(chosen, batches)
     return _report(found, groups, mode, scope if isinstance(scope, str) else "groups")
 
 
@@ -305,7 +305,7 @@ class _Measurement:
     def __post_init__(self) -> None:
         self.known = active_quantizers(self.model)
 
-    def compare(self, metric: Metric, batches: Batches) -> _Measured:
+    def compare(self, metric: Metric, batches: Iterable[Any]) -> _Measured:
         """Measure the outputs of each group, batch by batch."""
         cases = self._cases()
         reached: set[str] = set()
@@ -333,7 +333,7 @@ class _Measurement:
     def _comparisons(
         self,
         metric: Metric,
-        batches: Batches,
+        batches: Iterable[Any],
         cases: dict[str, list[TensorQuantizer]],
         reached: set[str],
     ) -> Iterator[None]:
@@ -372,7 +372,7 @@ class _Measurement:
         everything, nothing = values.pop(_EVERYTHING), values.pop(_NOTHING)
         return _Measured(metric.name, "", True, values, everything, nothing)
 
-    def estimate(self, batches: Batches) -> _Measured:
+    def estimate(self, batches: Iterable[Any]) -> _Measured:
         """Estimate the cost of each group from gradients."""
         if self.mode != "only":
             raise ConfigError(
@@ -387,7 +387,7 @@ class _Measurement:
         baseline = values.pop(_EVERYTHING)
         return _Measured("fisher", "nat", False, values, baseline, 0.0)
 
-    def _estimates(self, batches: Batches, disturbances: list[Disturbance]) -> Iterator[None]:
+    def _estimates(self, batches: Iterable[Any], disturbances: list[Disturbance]) -> Iterator[None]:
         for number, batch in enumerate(islice(batches, self.num_batches)):
             call = partial(self._call, batch)
             for name, new in fisher_sums(call, disturbances, batch_size(batch), number).items():
@@ -416,9 +416,11 @@ class _Measurement:
             raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
         return self.sums
 
-    def _show(self, work: Iterator[None], batches: Batches, runs: int) -> None:
+    def _show(self, work: Iterator[None], batches: Iterable[Any], runs: int) -> None:
         """Do the work behind a bar; it yields once for each of ``runs`` of each batch."""
-        total = None if batches.total is None else batches.total * runs
+        length = len(batches) if isinstance(batches, Sized) else None
+        known = [number for number in (length, self.num_batches) if number is not None]
+        total = min(known) * runs if known else None
         shown = progress_bar(
             work, description=_WHERE, total=total, unit="run", enabled=self.progress
         )

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.batches import checked_batches
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
@@ -27,7 +26,7 @@ from torchq.ptq.channels import restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import Group, all_sums
 from torchq.ptq.reports import report_text
-from torchq.utils import NotebookText, device_of, evaluating, progress_bar
+from torchq.utils import NotebookText, check_batches, device_of, evaluating, progress_bar
 
 __all__ = ["BiasReport", "correct_bias_"]
 
@@ -177,7 +176,7 @@ class _Stream:
     calls_once: frozenset[str] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
-        checked_batches("correct_bias_", self.batches, self.num_batches)
+        check_batches("correct_bias_", self.batches, self.num_batches)
         if isinstance(self.batches, Iterator):
             self.batches = list(islice(self.batches, self.num_batches))
 
@@ -199,10 +198,12 @@ class _Stream:
             for name, layer in layers.items():
                 hook = _mean_hook(sums, name, of_inputs, stop)
                 stack.callback(layer.register_forward_hook(hook).remove)
-            chosen = islice(self.batches, self.num_batches)
             what = next(iter(layers)) if len(layers) == 1 else "float model"
             for batch in progress_bar(
-                chosen, description=f"correct_bias_: {what}", total=None, enabled=self.progress
+                self.batches,
+                description=f"correct_bias_: {what}",
+                most=self.num_batches,
+                enabled=self.progress,
             ):
                 with suppress(_Reached):
                     call_model(self.model, batch, forward=self.forward, device=device)

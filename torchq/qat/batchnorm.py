@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -116,9 +115,8 @@ def reestimate_bn_(
         with torch.no_grad(), evaluating(model):
             _start_averaging(norms)
             count = 0
-            chosen = islice(batches, num_batches)
             for batch in progress_bar(
-                chosen, description="batch norm", total=num_batches, enabled=progress
+                batches, description="batch norm", most=num_batches, enabled=progress
             ):
                 call_model(model, batch, forward=forward, device=device_of(model))
                 count += 1

@@ -1,6 +1,6 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
-from torchq.utils.batches import check_batches
+from torchq.utils.batches import check_batches, kept_batches
 from torchq.utils.data import check_fields, parse_json, replacing, short_repr
 from torchq.utils.modules import (
     calls_are_recorded,
@@ -42,6 +42,7 @@ __all__ = [
     "deployed_part",
     "device_of",
     "evaluating",
+    "kept_batches",
     "markdown_table",
     "matches",
     "modules_with_names",

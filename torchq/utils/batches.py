@@ -1,14 +1,15 @@
-"""The one check of what functions take as batches."""
+"""The one check of what functions take as batches, and batches in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
-from torchq.errors import ConfigError
+from torchq.errors import CalibrationError, ConfigError
 
 
 def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
@@ -26,3 +27,12 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
             f"{where}: got a {type(batches).__name__} as batches; expected an iterable of batches. "
             "Pass [batch] for one batch"
         )
+
+
+def kept_batches(where: str, batches: Iterable[Any], num_batches: int | None = None) -> list[Any]:
+    """Return the batches as a list; no batch is an error. ``where`` is the function called."""
+    check_batches(where, batches, num_batches)
+    kept = list(islice(batches, num_batches))
+    if not kept:
+        raise CalibrationError(f"{where}: got no batch; expected at least one")
+    return kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
@@ -23,14 +24,16 @@ def progress_bar(
     items: Iterable[T],
     *,
     description: str,
+    most: int | None = None,
     total: int | None = None,
     enabled: bool = True,
     unit: str = "batch",
 ) -> Iterator[T]:
-    """Iterate over ``items`` behind a bar that shows the rate and the time left."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    yield from _bar(enabled, items, desc=description, total=total, unit=unit)
+    """Iterate over ``items``, ``most`` of them, behind a bar with the rate and the time left."""
+    if total is None:
+        length = len(items) if isinstance(items, Sized) else None
+        total = min((n for n in (length, most) if n is not None), default=None)
+    yield from _bar(enabled, islice(items, most), desc=description, total=total, unit=unit)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -338,13 +337,12 @@ def _run(
     show: bool,
 ) -> int:
     """Run ``model`` on the batches, perhaps with a bar, and return how many there were."""
-    length = len(batches) if isinstance(batches, Sized) else None
-    known = [number for number in (length, num_batches) if number is not None]
-    unbounded = num_batches is None and (length is None or length > _MANY)
+    few = isinstance(batches, Sized) and len(batches) <= _MANY
+    unbounded = num_batches is None and not few
     shown = progress_bar(
-        islice(batches, num_batches),
+        batches,
         description=f"calibrate{_ALL if unbounded else ''}",
-        total=min(known, default=None),
+        most=num_batches,
         enabled=show,
     )
     device, count = device_of(model), 0

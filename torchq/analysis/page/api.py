@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
 from torchq.analysis.mixed_precision import MixedPrecision
 from torchq.analysis.page.collect import collect
 from torchq.analysis.page.document import Report, check_path
-from torchq.errors import CalibrationError
 from torchq.graph import Forward
-from torchq.utils import uncompiled
+from torchq.utils import kept_batches, uncompiled
 
 
 @uncompiled()
@@ -131,7 +128,4 @@ def _checked(where: str, batches: Iterable[Any], num_batches: int | None, path: 
     """Return the batches after the checks that come before any work."""
     if path is not None:
         check_path(path)
-    kept = list(islice(checked_batches(where, batches, num_batches), num_batches))
-    if not kept:
-        raise CalibrationError(f"{where}: got no batch; expected at least one")
-    return kept
+    return kept_batches(where, batches, num_batches)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from itertools import islice
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,9 @@ def verify_onnx(
         unaltered = Outputs(runs.plain.outputs, measure)
         count = 0
         with torch.no_grad(), evaluating(model), file.simulation.active(model):
-            for batch in _shown(batches, num_batches, progress):
+            for batch in progress_bar(
+                batches, description="verify", most=num_batches, enabled=progress
+            ):
                 feeds = runs.plain.feeds(_file_inputs(model, batch))
                 expected = file.simulated(model, batch)
                 found = runs.add(feeds, expected, compare=file.for_onnxruntime)
@@ -170,15 +171,6 @@ class _Runs:
             wrong = too_different(results, found, self.plain.run, feeds) if compare else []
             self.misread.update((self.plain.outputs[number], None) for number in wrong)
         return found
-
-
-def _shown(batches: Iterable[Any], num_batches: int | None, progress: bool) -> Iterator[Any]:
-    """Yield the batches to compare, behind a bar."""
-    total = len(batches) if isinstance(batches, Sized) else num_batches
-    if total is not None and num_batches is not None:
-        total = min(total, num_batches)
-    chosen = islice(batches, num_batches)
-    return progress_bar(chosen, description="verify", total=total, enabled=progress)
 
 
 def _optimized(path: Path) -> Session | None:

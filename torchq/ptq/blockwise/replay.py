@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchq.analysis.batches import checked_batches
-from torchq.errors import CalibrationError
 from torchq.graph import Forward, call_model
 from torchq.nn import Add
 from torchq.ptq.blockwise.additions import AdditionWatch
@@ -27,7 +24,7 @@ from torchq.ptq.blockwise.forwards import replaced_forward
 from torchq.ptq.blockwise.output_watch import OutputWatch
 from torchq.ptq.blockwise.storage import TensorStore, map_tensors
 from torchq.ptq.modes import quantizers_off
-from torchq.utils import device_of
+from torchq.utils import device_of, kept_batches
 
 __all__ = ["Captured", "Replay", "RunOptions"]
 
@@ -94,10 +91,7 @@ class Replay:
         where: str,
     ) -> None:
         self.model, self.store = model, store
-        count = options.num_batches
-        self.batches = list(islice(checked_batches(where, batches, count), count))
-        if not self.batches:
-            raise CalibrationError(f"{where}: got no batch; expected at least one")
+        self.batches = kept_batches(where, batches, options.num_batches)
         self._forward = options.forward
         self._blocks: Sequence[Block] = ()
         self._additions = [m for m in model.modules() if isinstance(m, Add)]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.channels import largest_change
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.smoothing.channel_inputs import Inputs, observe_inputs
 from torchq.ptq.smoothing.factors import model_outputs, relative_error, restored_on_error
 from torchq.ptq.smoothing.groups import ChannelGroup, find_groups
-from torchq.utils import evaluating
+from torchq.utils import evaluating, kept_batches
 from torchq.workflow import quantizers
 
 __all__ = ["check_not_calibrated", "fold_all"]
@@ -63,9 +61,7 @@ def fold_all(
         What ``fold`` returned, in running order; the reasons for layers that were left alone; and
         the change of the output.
     """
-    kept = list(islice(checked_batches(where, batches, run.num_batches), run.num_batches))
-    if not kept:
-        raise CalibrationError(f"{where}: got no batch; expected at least one")
+    kept = kept_batches(where, batches, run.num_batches)
     with torch.no_grad(), evaluating(model), quantizers_off(model):
         groups, skipped = find_groups(model, kept[0])
         if not groups:

@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from torchq.analysis.batches import checked_batches
 from torchq.config import QuantConfig
 from torchq.errors import CalibrationError, ConfigError
 from torchq.ptq.tuning.search import Metric, Search, metric_of
 from torchq.ptq.tuning.settings import TunedConfig
 from torchq.ptq.tuning.trial import TuneTrial
 from torchq.recipes import int8
-from torchq.utils import NotebookText, copy_module, progress_bar, table
+from torchq.utils import NotebookText, copy_module, kept_batches, progress_bar, table
 from torchq.workflow import quantizers
 
 __all__ = ["TuneResult", "tune"]
@@ -106,9 +105,7 @@ def tune(
         >>> result.kept, len(result.table)
         (True, 1)
     """
-    kept_batches = list(checked_batches("tune", batches))
-    if not kept_batches:
-        raise CalibrationError("tune: got no batch; expected at least one")
+    kept = kept_batches("tune", batches)
     _check_metric(metric)
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
@@ -118,7 +115,7 @@ def tune(
     float_metric = metric_of(metric, copy_module(model).eval())
     if not math.isfinite(float_metric):
         raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
-    search = Search(model, kept_batches, metric, float_metric - max_drop)
+    search = Search(model, kept, metric, float_metric - max_drop)
     start = TunedConfig(recipe or int8())
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     trials = search.trials(start, deadline)
