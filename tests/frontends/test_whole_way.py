@@ -123,10 +123,7 @@ CASES: dict[str, tuple[Any, Any, type[nn.Module], int]] = {
 }
 
 
-EXPORTERS = [
-    pytest.param(True, id="export"),
-    pytest.param(False, id="torchscript"),
-]
+EXPORTERS = [pytest.param(True, id="export"), pytest.param(False, id="torchscript")]
 
 
 @pytest.mark.parametrize("name", CASES)

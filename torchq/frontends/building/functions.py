@@ -23,18 +23,11 @@ def pool(
     include_pad: bool,
     p: int,
 ) -> Tensor:
-    """Return the maxima, means, sums or p-norms of windows.
+    """Return the maxima, means, sums or p-norms of windows of ``x`` (N, C, ...).
 
-    Args:
-        x: (N, C, ...).
-        kind: ``"max"``, ``"avg"``, ``"sum"`` or ``"lp"``.
-        kernel: size of a window.
-        stride: between windows.
-        pad: on both sides.
-        convention: how many windows there are: ``"valid"`` rounds down; ``"full"`` rounds up, also
-            where the last window begins behind the padding.
-        include_pad: means count the padding, but not what lies behind it.
-        p: of the norm; an odd norm sums powers with their sign.
+    The convention ``"valid"`` rounds the number of windows down, ``"full"`` up, also where the last
+    one begins behind the padding. Means with ``include_pad`` count the padding, but not what lies
+    behind it. An odd norm sums powers with their sign.
     """
     padded: list[int] = []
     for axis, (k, s, side) in enumerate(zip(kernel, stride, pad, strict=True), start=2):
@@ -82,14 +75,8 @@ def write_operator(
 ) -> Tensor:
     """Write an operator of ONNX; call it only during an export, with either exporter.
 
-    Args:
-        op_type: the operator.
-        version: the first opset that has it.
-        inputs: of the operator.
-        attributes: of the operator.
-        sizes: of its result, for the exporter that is based on ``torch.export``.
-        dtype: of its result.
-        example: some result, for the TorchScript exporter, which runs the rest of the model on it.
+    The one that is based on ``torch.export`` needs the sizes of the result, that by TorchScript an
+    example, on which it runs the rest of the model.
     """
     if torch.jit.is_tracing():
         assert example is not None
@@ -140,16 +127,11 @@ def non_max_suppression(
     score_limit: Tensor | float | None,
     center_form: bool,
 ) -> Tensor:
-    """Return (batch, class, box) of the boxes that no better box of their class overlaps too much.
+    """Return (batch, class, box) of the boxes that no better box of a class overlaps too much.
 
-    Args:
-        boxes: (batch, boxes, 4): two opposite corners (y, x, y, x), or centre and size (x, y, w,
-            h).
-        scores: (batch, classes, boxes).
-        most: kept boxes of each class and batch at most.
-        iou_limit: a box that overlaps a better one by more than this share of their union goes.
-        score_limit: boxes with a score up to this go; None for all.
-        center_form: the second form of boxes.
+    Boxes (batch, boxes, 4) are two opposite corners (y, x, y, x), or centre and size (x, y, w, h);
+    scores are (batch, classes, boxes). ``most`` counts those of each class and batch; boxes with a
+    score up to ``score_limit`` go.
     """
     if torch.onnx.is_in_onnx_export():
         return _written_suppression(boxes, scores, most, iou_limit, score_limit, center_form)
@@ -254,12 +236,7 @@ def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
 
 
 def ranked(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest elements of the last dimension and their places; of equals the first.
-
-    Args:
-        scores: (..., elements).
-        count: how many are wanted.
-    """
+    """Return the largest elements of the last dimension and their places; of equals the first."""
     if torch.onnx.is_in_onnx_export():  # the operator TopK takes the first of equals as well
         return torch.topk(scores, count)
     values, places = torch.sort(scores, dim=-1, descending=True, stable=True)

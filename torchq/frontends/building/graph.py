@@ -66,12 +66,7 @@ _DEEPEST = 32
 
 
 def identifier(name: str, *, digits: bool = False) -> str:
-    """Return ``name`` as a Python identifier: generated code contains nothing else of a file.
-
-    Args:
-        name: any text.
-        digits: allow a plain number, as in paths of modules.
-    """
+    """Return ``name`` as a Python identifier: generated code contains nothing else of a file."""
     clean = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
     if clean.isdigit() and digits:
         return clean
@@ -83,10 +78,7 @@ def identifier(name: str, *, digits: bool = False) -> str:
 def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
     """Return a path below ``root`` that nothing has taken.
 
-    Args:
-        root: its containers are plain :class:`torch.nn.Module` objects.
-        name: of a node or tensor; dots and slashes separate the steps of the path.
-        op_type: the operator, which exporters put behind the path of its module.
+    Dots and slashes separate its steps; exporters put the operator behind the path of a module.
     """
     parts = [identifier(part, digits=True) for part in re.split(r"[./]+", name) if part]
     if op_type and len(parts) > 1 and re.fullmatch(rf"{op_type}(_\d+)?", parts[-1]):
@@ -133,16 +125,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def entering(
     registry: Registry[Any, Any], keys: Iterable[Any], entry: Callable[[F], Any] | None = None
 ) -> Callable[[F], F]:
-    """Return a decorator that enters a function under several keys.
-
-    Args:
-        registry: of the converters of one format.
-        keys: operators.
-        entry: makes an entry of the function, which by default is the entry itself.
-
-    Raises:
-        ConfigError: one of the keys is taken.
-    """
+    """Return a decorator that enters a function under several keys."""
 
     def enter(function: F) -> F:
         for key in keys:
@@ -157,15 +140,7 @@ _KEPT_BY_COPIES = "_user_preserved_attributes"
 
 
 class GraphBuilder:
-    """What has been converted so far.
-
-    Args:
-        where: how errors begin.
-
-    Attributes:
-        graph, root: the calls, and the modules and tensors that the calls name.
-        values: of the tensors of the file, by name.
-    """
+    """What has been converted so far."""
 
     #: The sizes that a file states bind, so that other inputs are an error.
     checks_sizes = False
@@ -196,13 +171,7 @@ class GraphBuilder:
     def parameter(
         self, value: Constant, key: str = "", tensor: Tensor | None = None
     ) -> nn.Parameter:
-        """Return a parameter with the values of a constant, the same one for the same name.
-
-        Args:
-            value: the constant.
-            key: tells apart different forms of one tensor of the file, such as its transpose.
-            tensor: this form, by default the constant itself.
-        """
+        """Return a parameter with the values of a constant, the same one for the same name."""
         tensor = (value.tensor if tensor is None else tensor).contiguous()
         if not value.name:
             return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
@@ -250,15 +219,7 @@ class GraphBuilder:
         output_names: Sequence[str],
         input_shapes: Sequence[Sequence[int | None] | None],
     ) -> fx.GraphModule:
-        """Return the result, in eval mode, without what no output needs.
-
-        Args:
-            outputs: what ``forward`` returns: one tensor, or a tuple of several.
-            name: of its class.
-            input_names: of the file.
-            output_names: of the file.
-            input_shapes: as far as the file states them, None for an open size or shape.
-        """
+        """Return the result, in eval mode, without what no output needs."""
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         name = identifier(name)
         draft = fx.GraphModule(self.root, self.graph, class_name=name)
@@ -281,19 +242,7 @@ MAX_FOLDED = 2**26
 
 
 class FileNode:
-    """One node: its inputs, its attributes, and the calls that a converter writes in its place.
-
-    Args:
-        builder: what collects the graph.
-        op_type: the operator.
-        name: of the node in the file, for errors and for the names of modules.
-        attributes: by name.
-        inputs: None for one that is left out.
-
-    Attributes:
-        format: nodes of the graph have the name and the operator of the file's node in
-            ``meta["<format>_name"]`` and ``meta["<format>_op"]``.
-    """
+    """One node: its inputs, its attributes, and the calls that a converter writes in its place."""
 
     format: ClassVar[str] = "file"
 
@@ -314,11 +263,7 @@ class FileNode:
         return self.attributes.get(name, default)
 
     def required(self, name: str) -> Any:
-        """Return an attribute that the format requires.
-
-        Raises:
-            FrontendError: the file does not give it.
-        """
+        """Return an attribute that the format requires."""
         if name not in self.attributes:
             self.refuse(f"the attribute {name!r} is missing")
         return self.attributes[name]
@@ -337,11 +282,7 @@ class FileNode:
         return value.tensor if isinstance(value, Constant) else None
 
     def known(self, index: int, what: str) -> Tensor:
-        """Return an input that must be known now.
-
-        Raises:
-            FrontendError: the input is computed by the network.
-        """
+        """Return an input that must be known now."""
         tensor = self.constant(index)
         if tensor is None:
             self.refuse(f"its {what} is computed by the network; expected a constant")
@@ -352,11 +293,7 @@ class FileNode:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         """Call ``function`` in the forward of the result; at once where all arguments are known.
 
-        Args:
-            function: takes tensors for :class:`Constant` and :class:`Ints`; must be importable by
-                its name.
-            *args: values, numbers, strings and lists of these.
-            **kwargs: likewise.
+        The function takes tensors for known values; it must be importable by its name.
         """
         if not self._has_nodes((args, kwargs)):
             return self._folded(function, args, kwargs)
@@ -379,13 +316,7 @@ class FileNode:
         return list(result)  # a tuple of constants
 
     def module(self, module: nn.Module, *args: Value, name: str | None = None) -> Value:
-        """Call a module of the result; at once where all arguments are known.
-
-        Args:
-            module: put into the result in eval mode.
-            args: its arguments.
-            name: where to put it, by default the name of this node.
-        """
+        """Call a module of the result; at once where all arguments are known."""
         module.eval()
         if not self._has_nodes(args):
             return self._folded(module, args, {})

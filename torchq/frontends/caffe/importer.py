@@ -54,13 +54,7 @@ def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
 
 
 class _Importer:
-    """Converts one network.
-
-    Args:
-        network: its description.
-        weights: the blobs of each layer.
-        where: how errors begin.
-    """
+    """Converts one network."""
 
     def __init__(self, network: Network, weights: dict[str, list[Tensor]], where: str) -> None:
         self._network, self._weights, self._where = network, weights, where

@@ -30,11 +30,7 @@ _ESCAPED = dict(zip("abfnrtv\\'\"", "\a\b\f\n\r\t\v\\'\"", strict=True))
 
 
 class Message:
-    """A message: the values of each field, in order.
-
-    Attributes:
-        values: scalars and messages by the name of their field.
-    """
+    """A message: the values of each field, in order."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Scalar | Message]] = {}
@@ -61,19 +57,7 @@ class Message:
 
 
 def parse_text(text: str, where: str) -> Message:
-    """Return the message that a text describes.
-
-    Args:
-        text: the text format; comments begin with ``#``.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the text is not in that format.
-
-    Example:
-        >>> parse_text('layer { name: "conv1" pad: 1 pad: 2 }', "net").message("layer").values
-        {'name': ['conv1'], 'pad': [1.0, 2.0]}
-    """
+    """Return the message that a text describes."""
     parser = _Parser(text, where)
     return parser.message(end="", depth=0)
 
@@ -164,15 +148,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def fields(data: memoryview, where: str) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield number and value of each field: whole numbers, or the bytes of anything else.
-
-    Args:
-        data: a message.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the bytes are no message.
-    """
+    """Yield number and value of each field: whole numbers, or the bytes of anything else."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at, where)
@@ -236,15 +212,7 @@ _LEGACY, _DATA, _SHAPE, _DOUBLE_DATA, _DIM = (1, 2, 3, 4), 5, 7, 8, 1
 
 
 def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
-    """Return the blobs of each layer that has some.
-
-    Args:
-        source: a path, or the bytes of a file.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the file cannot be read, or is no such message.
-    """
+    """Return the blobs of each layer that has some."""
     if not isinstance(source, bytes):
         path = Path(os.fspath(source))
         try:

@@ -46,15 +46,7 @@ _DATA = frozenset(
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer.
-
-    Attributes:
-        name: of the layer.
-        type: in the names of the current format, such as ``"InnerProduct"``.
-        bottoms: the values that it reads.
-        tops: the names of its outputs.
-        message: all of its fields.
-    """
+    """One layer."""
 
     name: str
     type: str
@@ -65,15 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers and inputs.
-
-    Attributes:
-        name: of the network.
-        inputs: name and shape of each input, the shape None where it is not stated.
-        layers: in order.
-        readers: how many layers read each value.
-        names: of each value.
-    """
+    """Layers and inputs."""
 
     name: str
     inputs: tuple[tuple[str, tuple[int, ...] | None], ...]
@@ -83,15 +67,7 @@ class Network:
 
 
 def read_network(source: Any, where: str) -> Network:
-    """Read the description of a network.
-
-    Args:
-        source: a path, or the text.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the file cannot be read, or describes no network.
-    """
+    """Read the description of a network."""
     message = parse_text(_text_of(source, where), where)
     old = message.messages("layers")
     layers = [*old, *message.messages("layer")]

@@ -18,12 +18,7 @@ _IGNORED = re.compile(r"\w*_filler|engine|force_nd_im2col|moving_average_fractio
 
 
 class Settings:
-    """The fields of one message of a layer, with their types checked.
-
-    Args:
-        message: the fields.
-        refuse: raises the error that names the layer.
-    """
+    """The fields of one message of a layer, with their types checked."""
 
     def __init__(self, message: Message, refuse: Callable[[str], NoReturn]) -> None:
         self._message, self._refuse = message, refuse
@@ -68,14 +63,7 @@ class Settings:
         return bool(value)
 
     def choice(self, name: str, *names: str, first: int = 0, default: str = "") -> str:
-        """Return one of the names of an enumeration.
-
-        Args:
-            name: of the field.
-            names: of the values, which files may give by number too.
-            first: the number of the first one.
-            default: where the field is not given, by default the first name.
-        """
+        """Return one of the names of an enumeration."""
         self._read.add(name)
         found = self._message.scalars(name)
         value = found[-1] if found else default or names[0]

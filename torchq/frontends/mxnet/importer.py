@@ -52,13 +52,7 @@ def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
 
 
 class _Importer:
-    """Converts one symbol.
-
-    Args:
-        symbol: the network.
-        params: its parameters by name.
-        where: how errors begin.
-    """
+    """Converts one symbol."""
 
     def __init__(self, symbol: Symbol, params: dict[str, Tensor], where: str) -> None:
         self._symbol, self._params, self._where = symbol, params, where

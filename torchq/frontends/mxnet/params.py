@@ -41,15 +41,7 @@ _MAX_DENSE = 2**28
 
 
 def read_params(source: Any, where: str) -> dict[str, Tensor]:
-    """Return the arrays of a file by name, without the prefixes ``arg:`` and ``aux:``.
-
-    Args:
-        source: a path, the bytes of a file, or a mapping from names to arrays.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the file cannot be read, or is not what its sizes say.
-    """
+    """Return the arrays of a file by name, without the prefixes ``arg:`` and ``aux:``."""
     if isinstance(source, Mapping):
         named = {str(name): torch.as_tensor(array) for name, array in source.items()}
     elif isinstance(source, bytes):
@@ -74,12 +66,7 @@ def _read_file(path: Path, where: str) -> dict[str, Tensor]:
 
 
 class _Reader:
-    """A position in the bytes of a file.
-
-    Args:
-        data: the file.
-        where: how errors begin.
-    """
+    """A position in the bytes of a file."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._at, self._where = memoryview(data), 0, where

@@ -20,14 +20,7 @@ _HIDDEN_STATES = {"BatchNorm": (3, ("_moving_mean", "_moving_var"))}
 
 @dataclass(frozen=True)
 class SymbolNode:
-    """One node of a symbol.
-
-    Attributes:
-        op: the operator; ``"null"`` for a variable.
-        name: of the node.
-        attributes: as text, as the file has them.
-        inputs: (number of a node, number of its output).
-    """
+    """One node of a symbol."""
 
     op: str
     name: str
@@ -42,27 +35,14 @@ class SymbolNode:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A network.
-
-    Attributes:
-        nodes: an operator comes after the operators that it reads.
-        heads: the outputs, as (number of a node, number of its output).
-    """
+    """A network."""
 
     nodes: tuple[SymbolNode, ...]
     heads: tuple[tuple[int, int], ...]
 
 
 def read_symbol(source: Any, where: str) -> Symbol:
-    """Read a symbol.
-
-    Args:
-        source: a path, or the JSON text.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the file cannot be read, or is not a symbol.
-    """
+    """Read a symbol."""
     try:
         data = parse_json(_text_of(source, where), where)
     except ConfigError as error:
@@ -173,12 +153,7 @@ _IMAGES = frozenset(
 
 
 def infer_ndims(symbol: Symbol, params: Mapping[str, Tensor]) -> dict[Output, int]:
-    """Return the number of dimensions of each output of a node that is known.
-
-    Args:
-        symbol: the network.
-        params: its parameters by name.
-    """
+    """Return the number of dimensions of each output of a node that is known."""
     known: dict[Output, int] = {}
     for number, node in enumerate(symbol.nodes):
         stated = _length(node.attributes.get("__shape__", ""))

@@ -23,13 +23,6 @@ def free_batch_(model: Any, where: str) -> None:
 
     The inputs whose first size is that of the first input are freed. A Reshape to a constant shape
     that repeats the batch copies it from its input instead.
-
-    Args:
-        model: an ``onnx.ModelProto`` without functions.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: an operator computes with the fixed batch; the text names it.
     """
     graph = model.graph
     stored = {tensor.name for tensor in graph.initializer}

@@ -18,22 +18,13 @@ from torchq.utils import Registry
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """How a tensor of a file is quantized.
+    """How a tensor of a file is quantized."""
 
-    Attributes:
-        scale: float32, one number or one for each index of ``axis``; with blocks one for each
-            block, and as many dimensions as the tensor.
-        zero_point: of the element type of the codes, the shape of ``scale``.
-        axis: of the scales, or that the blocks lie along.
-        bits: of the codes, 0 for those of the element type.
-        block_size: elements of one block, 0 without blocks.
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-    axis: int
-    bits: int = 0
-    block_size: int = 0
+    scale: Tensor  # float32: one number, one for each index of axis, or one for each block
+    zero_point: Tensor  # of the element type of the codes
+    axis: int  # of the scales, or that the blocks lie along
+    bits: int = 0  # 0 for those of the element type
+    block_size: int = 0  # 0 without blocks
 
     def permuted(self, order: Sequence[int]) -> Quantization:
         """Return how the tensor is quantized after its dimensions were put into another order."""
@@ -59,23 +50,7 @@ class Quantization:
 
 
 class GraphBuilder(building.GraphBuilder):
-    """What has been converted so far.
-
-    Args:
-        where: how errors begin.
-        convert: converts the nodes of a sub-graph into a builder, and returns its outputs.
-
-    Attributes:
-        shapes, dtypes: of the tensors of the file, as far as they are known.
-        readers: how often each tensor is read.
-        codes: of a node that makes codes its source and how the source is quantized.
-        dequantized: of a node that makes codes the values of the codes.
-        quantizers: of a node that calls a quantizer its source and the quantizer.
-        weights: how a constant is quantized in the file.
-        shaped: of a node that computes a whole shape the value that has it, where the number of its
-            dimensions is not known.
-        four_bits: constants of int4 or uint4, which are tensors of int8 or uint8.
-    """
+    """What has been converted so far."""
 
     checks_sizes = True
 
@@ -85,10 +60,12 @@ class GraphBuilder(building.GraphBuilder):
         self.shapes: dict[str, list[int | None]] = {}
         self.dtypes: dict[str, torch.dtype | None] = {}
         self.readers: collections.Counter[str] = collections.Counter()
+        # Of nodes that make codes: their source and how it is quantized; the values of the codes.
         self.codes: dict[fx.Node, tuple[Value, Quantization]] = {}
         self.dequantized: dict[fx.Node, Value] = {}
-        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
+        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}  # with their sources
         self.weights: dict[Constant, Quantization] = {}
+        # Of a node that computes a whole shape what has it, its dimensions not being known.
         self.shaped: dict[Value, fx.Node] = {}
         self.four_bits: set[Constant] = set()
 
@@ -111,12 +88,7 @@ class GraphBuilder(building.GraphBuilder):
         return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
-        """Give a constant to the linear layer that ``node`` calls as its bias.
-
-        Returns:
-            the node; None if it calls no linear layer without a bias, or something else reads its
-            result.
-        """
+        """Give a constant to the linear layer that ``node`` calls as its bias."""
         if node.op != "call_module" or node.users:
             return None
         layer = self.root.get_submodule(str(node.target))
@@ -233,10 +205,7 @@ class NodeContext(FileNode):
         return dtype is not None and dtype.is_floating_point
 
     def sizes(
-        self,
-        items: Sequence[int | fx.Node],
-        scalar: bool = False,
-        dtype: torch.dtype | None = None,
+        self, items: Sequence[int | fx.Node], scalar: bool = False, dtype: torch.dtype | None = None
     ) -> Value:
         """Return integers as a value: a constant where all are known.
 
@@ -288,13 +257,7 @@ NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class Entry:
-    """A converter and what it accepts.
-
-    Attributes:
-        convert: from one node of the file to its outputs.
-        dtypes: element types of inputs and outputs that the operator can be converted for, None for
-            any that torch has.
-    """
+    """A converter and what it accepts."""
 
     convert: Converter
     dtypes: frozenset[torch.dtype] | None = NUMBERS
@@ -323,9 +286,7 @@ def converter(
 
 
 def identity(
-    op_type: str,
-    function: Callable[..., object],
-    dtypes: frozenset[torch.dtype] | None = NUMBERS,
+    op_type: str, function: Callable[..., object], dtypes: frozenset[torch.dtype] | None = NUMBERS
 ) -> None:
     """Enter an operator without attributes that one torch function computes."""
 

@@ -60,18 +60,7 @@ def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
 
 
 class Importer:
-    """Converts one model.
-
-    Args:
-        model: an ``onnx.ModelProto``.
-        folder: of external data.
-        where: how errors begin.
-        free_batch: open the first size of the inputs.
-
-    Attributes:
-        graph: what has been converted so far.
-        shapes, dtypes: of the tensors of the file, as far as shape inference knows.
-    """
+    """Converts one model."""
 
     def __init__(
         self, model: Any, folder: Path | None, where: str, free_batch: bool = False
@@ -234,16 +223,7 @@ _DEEPEST = 32
 
 
 def prepare(model: Any, where: str) -> Any:
-    """Return a model of nothing but operators that can be converted.
-
-    Args:
-        model: an ``onnx.ModelProto``.
-        where: how errors begin.
-
-    Raises:
-        FrontendError: the opset is too old or too new, sub-graphs are nested too deeply, or
-            operators have neither a converter nor a definition by others; the text names all.
-    """
+    """Return a model of nothing but operators that can be converted."""
     _check_names(model.graph, where)
     version = opset_versions(model).get("", OLDEST)
     if version > NEWEST:
@@ -392,16 +372,7 @@ def count_readers(graph: Any) -> collections.Counter[str]:
 
 
 def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
-    """Return ``x`` as it is.
-
-    Args:
-        x: an input.
-        name: of the input in the file.
-        sizes: that the file states, None for an open one.
-
-    Raises:
-        InputError: ``x`` has another shape. The file may hold these sizes in its nodes too.
-    """
+    """Return ``x`` if it has the sizes that the file states, None for open ones; else raise."""
     if torch.jit.is_tracing():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # sizes are no numbers there

@@ -156,16 +156,7 @@ def _inferred(graph: Any) -> Iterator[Any]:
 
 
 def infer_types(model: Any, where: str) -> tuple[Shapes, dict[str, torch.dtype | None]]:
-    """Infer shapes and element types; what the file stores for inner tensors is not believed.
-
-    Args:
-        model: an ``onnx.ModelProto``, left unchanged.
-        where: how the log names the file.
-
-    Returns:
-        the shapes with None for open sizes, and the dtypes with None where torch has none; both
-        only for tensors that are known.
-    """
+    """Infer shapes and element types; what the file stores for inner tensors is not believed."""
     known = _infer(model, where)
     shapes = {
         name: [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]

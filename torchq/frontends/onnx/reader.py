@@ -52,18 +52,7 @@ def is_four_bits(proto: Any) -> bool:
 
 
 def read_model(source: Any) -> tuple[Any, Path | None]:
-    """Read a file, checked, with functions of the model inlined.
-
-    Args:
-        source: a path, the bytes of a file, or an ``onnx.ModelProto``.
-
-    Returns:
-        the model, and the folder that external data may lie in.
-
-    Raises:
-        FrontendError: the file cannot be read, or is not valid ONNX.
-        MissingExtraError: onnx is not installed.
-    """
+    """Read a file, checked, with functions of the model inlined."""
     onnx = import_optional("onnx", "from_onnx")
     folder, where = None, "from_onnx"
     try:
@@ -91,12 +80,7 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
 
 
 def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
-    """Return the tensor of a TensorProto; sizes are checked before memory is taken.
-
-    Raises:
-        FrontendError: the element type is not known to torch, sizes do not agree, or external data
-            lies outside ``folder``.
-    """
+    """Return the tensor of a TensorProto; sizes are checked before memory is taken."""
     dtype = dtype_of(proto.data_type) or _FOUR_BITS.get(proto.data_type)
     if dtype is None:
         name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)

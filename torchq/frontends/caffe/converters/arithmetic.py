@@ -210,15 +210,7 @@ def normalize(x: Tensor, scale: Tensor, across_spatial: bool, eps: float) -> Ten
 
 
 def reduce(x: Tensor, kind: str, axis: int, factor: float) -> Tensor:
-    """Return a sum over all dimensions from ``axis`` on, times a factor.
-
-    Args:
-        x: of any shape.
-        kind: of the elements (``"SUM"``, ``"MEAN"``), their magnitudes (``"ASUM"``) or their
-            squares (``"SUMSQ"``).
-        axis: the first one that disappears.
-        factor: of the result.
-    """
+    """Return a sum over all dimensions from ``axis`` on, times a factor."""
     axes = list(range(axis % x.dim(), x.dim()))
     y = {"ASUM": x.abs(), "SUMSQ": x * x}.get(kind, x)
     return (y.mean(axes) if kind == "MEAN" else y.sum(axes)) * factor

@@ -77,26 +77,16 @@ def _detection_output(layer: CaffeLayer) -> Value:
 
 @dataclass(frozen=True)
 class PriorOptions:
-    """How default boxes are laid out.
+    """How default boxes are laid out."""
 
-    Attributes:
-        min_sizes, max_sizes: sides of squares in pixels; none or equally many maxima.
-        ratios: of width to height, without 1.
-        clip: cut boxes off at the image.
-        variances: one, or one for each coordinate.
-        image: width and height, 0 for those of the image that the network reads.
-        steps: pixels between boxes in x and y, 0 to divide the image by the number of places.
-        offset: of the first box, in steps.
-    """
-
-    min_sizes: tuple[float, ...]
+    min_sizes: tuple[float, ...]  # sides of squares in pixels
     max_sizes: tuple[float, ...]
-    ratios: tuple[float, ...]
+    ratios: tuple[float, ...]  # of width to height, without 1
     clip: bool
-    variances: tuple[float, ...]
-    image: tuple[int, int]
-    steps: tuple[float, float]
-    offset: float
+    variances: tuple[float, ...]  # one, or one for each coordinate
+    image: tuple[int, int]  # width and height, 0 for those of the image that the network reads
+    steps: tuple[float, float]  # pixels in x and y, 0 to divide the image by the number of places
+    offset: float  # of the first box, in steps
 
 
 def _sides(options: PriorOptions) -> list[tuple[float, float]]:
@@ -117,9 +107,6 @@ class PriorBoxes(nn.Module):
     """Default boxes of a map: corners as fractions of the image, and variances.
 
     It takes sizes instead of tensors, so that a graph shows that the boxes do not depend on data.
-
-    Args:
-        options: how the boxes are laid out.
     """
 
     def __init__(self, options: PriorOptions) -> None:
@@ -133,14 +120,7 @@ class PriorBoxes(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Return (1, 2, boxes * 4).
-
-        Args:
-            features: shape of the map.
-            image: shape of the images.
-            dtype: of the result.
-            device: of the result.
-        """
+        """Return (1, 2, boxes * 4)."""
         options = self.options
         rows, columns = features[2:]
         width, height = options.image[0] or image[3], options.image[1] or image[2]
@@ -167,37 +147,21 @@ class PriorBoxes(nn.Module):
 
 @dataclass(frozen=True)
 class DetectionOptions:
-    """How detections are chosen.
-
-    Attributes:
-        classes: how many there are, the background included.
-        shared: one box for all classes.
-        background: the class that is no detection, -1 for none.
-        code: ``"CORNER"``, ``"CENTER_SIZE"`` or ``"CORNER_SIZE"``: what locations say.
-        scaled: locations are not yet multiplied by the variances.
-        confidence: the least score.
-        overlap: boxes that overlap more with a better one are dropped.
-        candidates: boxes of each class that are compared, -1 for all.
-        kept: detections of each image, -1 for all.
-    """
+    """How detections are chosen."""
 
     classes: int
     shared: bool
-    background: int
+    background: int  # -1 for none
     code: str
-    scaled: bool
+    scaled: bool  # locations are not yet multiplied by the variances
     confidence: float
     overlap: float
-    candidates: int
-    kept: int
+    candidates: int  # of each class, -1 for all
+    kept: int  # of each image, -1 for all
 
 
 class Detections(nn.Module):
-    """The choice of detections among decoded boxes.
-
-    Args:
-        options: how they are chosen.
-    """
+    """The choice of detections among decoded boxes."""
 
     def __init__(self, options: DetectionOptions) -> None:
         super().__init__()
@@ -206,13 +170,10 @@ class Detections(nn.Module):
     def forward(self, locations: Tensor, scores: Tensor, priors: Tensor) -> Tensor:
         """Return detections as (1, 1, count, 7): image, class, score and corners of a box.
 
+        Locations are (N, boxes * 4), or four for each class; scores are (N, boxes * classes).
+
         Classes come in order, each with its best boxes first. A batch without detections gives one
         row of -1.
-
-        Args:
-            locations: (N, boxes * 4), or four for each class.
-            scores: (N, boxes * classes).
-            priors: of :class:`PriorBoxes`.
         """
         options, count = self.options, priors.shape[2] // 4
         labels = [label for label in range(options.classes) if label != options.background]

@@ -29,16 +29,7 @@ _BATCH: dict[int, type[Any]] = {
 def sizes(
     layer: CaffeLayer, settings: Settings, spatial: int, repeated: str, pair: str, default: int
 ) -> list[int]:
-    """Return one size for each dimension of a window.
-
-    Args:
-        layer: for errors.
-        settings: of a convolution or pooling.
-        spatial: the number of dimensions.
-        repeated: the field with one size for all dimensions, or one for each.
-        pair: begins the names of the fields with the sizes of height and width.
-        default: where nothing is given; -1 if something must be.
-    """
+    """Return one size for each dimension of a window."""
     named = [f"{pair}_h", f"{pair}_w"]
     if any(settings.has(name) for name in named):
         if spatial != 2:

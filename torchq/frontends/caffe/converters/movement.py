@@ -160,20 +160,12 @@ def shuffle_channels(x: Tensor, groups: int) -> Tensor:
 
 
 def interpolate(
-    x: Tensor,
-    like: Tensor | None,
-    size: Sequence[int],
-    factors: Sequence[int],
-    pads: Sequence[int],
+    x: Tensor, like: Tensor | None, size: Sequence[int], factors: Sequence[int], pads: Sequence[int]
 ) -> Tensor:
     """Return images resized bilinearly, with their corners kept in place.
 
-    Args:
-        x: (N, C, H, W).
-        like: gives the size, None for the other arguments.
-        size: height and width, 0 where factors give it.
-        factors: by which sizes less 1 are divided, then multiplied.
-        pads: added to the sizes first, before and behind; they are not positive.
+    The size is that of ``like``, or ``size``, or the old one with pads (not positive), less 1
+    divided by the first factor and multiplied by the second.
     """
     before, behind = pads
     height, width = (n + before + behind for n in x.shape[2:])

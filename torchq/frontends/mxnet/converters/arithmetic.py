@@ -125,13 +125,8 @@ def norm(x: Tensor, order: int, axes: Sequence[int], keepdims: bool) -> Tensor:
 def top(x: Tensor, kind: str, axis: int | None, count: int, ascending: bool) -> Tensor:
     """Return the places of extreme elements as numbers, or sorted values.
 
-    Args:
-        x: of any shape.
-        kind: ``"argmax"``, ``"argmin"``, ``"sort"``, ``"argsort"``, ``"indices"``, ``"value"`` or
-            ``"mask"`` (1 at the places).
-        axis: None for all elements as one line.
-        count: of places for the last three kinds; 0 for all.
-        ascending: the smallest first.
+    ``kind`` is argmax, argmin, sort, argsort, indices, value, or mask (1 at the places); ``count``
+    of 0 takes all, an axis of None all elements as one line.
     """
     if axis is None:
         x, axis = x.reshape(-1), 0

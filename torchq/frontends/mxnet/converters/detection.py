@@ -75,17 +75,9 @@ def multibox_prior(
     """Return default boxes (1, places * boxes, 4) as corners in fractions of the image.
 
     Each place has all sizes with the first ratio, then the first size with the other ratios. The
-    function takes a shape, so that a graph shows that the boxes do not depend on data.
-
-    Args:
-        features: the shape (N, C, H, W) of a map.
-        dtype: of the result.
-        device: of the result.
-        sizes: of boxes, in fractions of the height.
-        ratios: of width to height.
-        clip: cut boxes off at the image.
-        steps: between places in y and x; -1 divides the image by the number of places.
-        offsets: of the first place in y and x, in steps.
+    function takes a shape, so that a graph shows that the boxes do not depend on data. Sizes are
+    fractions of the height, ratios of width to height, steps and offsets in y and x; a step of -1
+    divides the image by the number of places.
     """
     rows, columns = features[2:]
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -127,16 +119,8 @@ def multibox_detection(
 ) -> Tensor:
     """Return (N, boxes, 6) rows of class, score and corners; a class of -1 is no detection.
 
-    Args:
-        scores: (N, classes, boxes), the background first.
-        locations: (N, boxes * 4).
-        anchors: (1, boxes, 4) corners.
-        clip: cut boxes off at the image.
-        threshold: the least score.
-        overlap: a box that overlaps a better one by so much is no detection.
-        across_classes: compare boxes of different classes too.
-        variances: factors of the locations.
-        most: detections that are kept, -1 for all.
+    Scores are (N, classes, boxes), the background first, locations (N, boxes * 4), and anchors
+    (1, boxes, 4) corners. ``most`` detections are kept, -1 for all.
     """
     boxes = _decoded(locations, anchors, variances)
     boxes = boxes.clamp(0, 1) if clip else boxes
@@ -179,19 +163,10 @@ def box_nms(
     across_classes: bool,
     is_center: bool,
 ) -> Tensor:
-    """Return rows of boxes in the order of their scores, those that are dropped as -1.
+    """Return rows of boxes (..., boxes, numbers) by their scores, those that are dropped as -1.
 
-    Args:
-        data: (..., boxes, numbers).
-        overlap: a box that overlaps a better one by more than this goes.
-        threshold: boxes with a score up to this go.
-        most: boxes with the best scores that are compared, -1 for all.
-        start: where the four numbers of a box begin.
-        score_index: where its score is.
-        id_index: where its class is, -1 for nowhere.
-        background: the class that goes, -1 for none.
-        across_classes: compare boxes of different classes too.
-        is_center: boxes are centre and size, not corners.
+    The four numbers of a box begin at ``start``. ``most`` boxes are compared, -1 for all; an
+    ``id_index`` or a ``background`` of -1 stands for none.
     """
     flat = data.reshape(-1, *data.shape[-2:])
     total = flat.shape[1]

@@ -212,11 +212,6 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
 
     A positive code is a size; 0 keeps a size, -1 is the rest, -2 keeps all remaining sizes, -3
     merges two, -4 splits one into the two sizes that follow, one of which may be -1.
-
-    Args:
-        x: of any shape.
-        codes: one or more for each size of the result.
-        reverse: match codes and sizes from the right.
     """
     sizes = list(x.shape)
     if not reverse:
@@ -258,10 +253,7 @@ def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def slice_each(
-    x: Tensor,
-    begin: Sequence[int | None],
-    end: Sequence[int | None],
-    stride: Sequence[int | None],
+    x: Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
 ) -> Tensor:
     """Return a slice of the first dimensions; a negative stride runs backwards."""
     for axis, (first, last) in enumerate(zip(begin, end, strict=True)):

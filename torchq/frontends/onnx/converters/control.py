@@ -40,11 +40,7 @@ def _decided_by_the_network(node: NodeContext, branches: list[Any]) -> list[Valu
 
 
 def names_from_outside(graph: Any) -> list[str]:
-    """Return the names that a sub-graph reads and does not compute, in order.
-
-    Args:
-        graph: an ``onnx.GraphProto``; its own sub-graphs count too.
-    """
+    """Return the names that a sub-graph reads and does not compute, in order."""
     own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     own |= {name for node in graph.node for name in node.output}
     return list(dict.fromkeys(name for name in _read(graph) if name and name not in own))
@@ -60,13 +56,7 @@ def _read(graph: Any) -> Iterator[str]:
 
 
 def branch_module(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphModule:
-    """Return a sub-graph as a module that takes the values of ``names``.
-
-    Args:
-        outer: what the graph around it has collected; parameters are shared with it.
-        graph: an ``onnx.GraphProto``.
-        names: values of ``outer`` that the network computes.
-    """
+    """Return a sub-graph as a module that takes the values of ``names``."""
     inner = outer.inside()
     for name in names:
         node = inner.input(name)
@@ -79,12 +69,7 @@ def branch_module(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.G
 
 
 class Conditional(nn.Module):
-    """Calls one of two modules, whichever a condition says: the ONNX operator If.
-
-    Args:
-        then_branch: called where the condition holds.
-        else_branch: called where it does not; takes the same arguments.
-    """
+    """Calls one of two modules, whichever a condition says: the ONNX operator If."""
 
     is_traced_whole = True
 

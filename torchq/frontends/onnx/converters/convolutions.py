@@ -175,13 +175,7 @@ def _conv_integer(node: NodeContext) -> Value:
 
 
 def shifted(x: torch.Tensor, zero_point: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """Return integers minus their zero point, as float64, which is exact.
-
-    Args:
-        x: integers.
-        zero_point: one number, or one for each index of ``axis``.
-        axis: of the zero points.
-    """
+    """Return integers minus their zero point, as float64, which is exact."""
     if zero_point is None:
         return x.double()
     if zero_point.numel() > 1:
@@ -423,15 +417,6 @@ def average_pool(
     """Return the means of windows.
 
     A window that reaches beyond the padding counts only what is inside the padding.
-
-    Args:
-        x: (N, C, ...).
-        kernel: size of a window.
-        stride: between windows.
-        dilation: between the elements of a window.
-        pads: all before, then all behind.
-        ceil_mode: let the last window reach out.
-        include_pad: count the zeros of the padding, but not those that ``ceil_mode`` adds.
     """
     spatial = len(kernel)
     sums = _window_sums(x, kernel, stride, dilation, pads, ceil_mode)

@@ -162,12 +162,7 @@ def _variadic(node: NodeContext) -> Value:
         return node.inputs[0]
     if node.op_type == "Sum" and len(node.inputs) == 2:
         return node.call(torch.add, *node.inputs)
-    functions = {
-        "Max": maximum,
-        "Min": minimum,
-        "Sum": total,
-        "Mean": mean_of,
-    }
+    functions = {"Max": maximum, "Min": minimum, "Sum": total, "Mean": mean_of}
     return node.call(functions[node.op_type], list(node.inputs))
 
 

@@ -22,16 +22,7 @@ def _linear(
     bias: Constant | None,
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> Value:
-    """Return a call of a linear layer.
-
-    Args:
-        node: the product.
-        x: its first operand.
-        weight: its second operand.
-        transposed: the constant is (in, out).
-        bias: (out,), or one number for all.
-        factors: of the weight and of the bias.
-    """
+    """Return a call of a linear layer."""
     tensor = weight.tensor.t() if transposed else weight.tensor
     key = "transposed" if transposed else ""
     module = nn.Linear(tensor.shape[1], tensor.shape[0], bias is not None, device="meta")
@@ -128,11 +119,7 @@ _BATCH: dict[int, type[Any]] = {
     4: nn.BatchNorm2d,
     5: nn.BatchNorm3d,
 }
-_INSTANCE: dict[int, type[Any]] = {
-    3: nn.InstanceNorm1d,
-    4: nn.InstanceNorm2d,
-    5: nn.InstanceNorm3d,
-}
+_INSTANCE: dict[int, type[Any]] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 def _constants(node: NodeContext, *indices: int) -> list[Constant] | None:

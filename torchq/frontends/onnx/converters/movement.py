@@ -219,11 +219,7 @@ def _numbers(sizes: Tensor | Sequence[int]) -> list[int]:
 
 
 def check_size(sizes: Sequence[int], what: str) -> None:
-    """Refuse a shape with more elements than any machine holds.
-
-    Raises:
-        ValueError: the text names ``what`` and the shape.
-    """
+    """Refuse a shape with more elements than any machine holds."""
     if torch.jit.is_tracing():
         return  # sizes are tensors there, and their product must not become part of the graph
     count = 1

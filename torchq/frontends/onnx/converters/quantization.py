@@ -58,12 +58,7 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
 
 
 def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescriptor | None:
-    """Return a descriptor with the codes and zero point of a file, None where no format has them.
-
-    Args:
-        found: of the file.
-        places: the axis or the blocks, as fields of a descriptor.
-    """
+    """Return a descriptor of the codes and zero point of a file, None where no format has them."""
     dtype, zero_point = found.zero_point.dtype, found.zero_point
     bits = found.bits or 8 * dtype.itemsize
     if dtype in _FLOAT8:
@@ -93,13 +88,6 @@ def weighted(
 
     A layer whose weight the file holds as codes becomes its quantized twin, with the ranges of the
     file.
-
-    Args:
-        node: the node of the layer.
-        module: with its weight and bias.
-        weight: the constant behind the weight.
-        x: the input. The quantizer that makes it, if any, becomes the input quantizer of the layer.
-        transposed: the weight of the module is the transpose of the constant.
     """
     builder, name = node.builder, module_name(node, weight)
     found = builder.weights.get(weight)
@@ -147,13 +135,7 @@ def _quantize(node: NodeContext) -> Value:
         node.refuse("codes of four bits that the network computes are not supported")
     axis, block_size, dtype = node.attr("axis", 1), node.attr("block_size", 0), _code_type(node)
     result = node.call(
-        quantize_linear,
-        node.inputs[0],
-        node.inputs[1],
-        node.input(2),
-        axis,
-        block_size,
-        dtype,
+        quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
     )
     found = _parameters(node, 1, 2, axis, dtype)
     if isinstance(result, fx.Node) and found is not None and not block_size:
@@ -192,12 +174,7 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
     else:
         scale, zero_point = Constant(found.scale), Constant(found.zero_point)
         result = node.call(
-            fake_quantize_linear,
-            source,
-            scale,
-            zero_point,
-            found.axis,
-            found.zero_point.dtype,
+            fake_quantize_linear, source, scale, zero_point, found.axis, found.zero_point.dtype
         )
     node.builder.dequantized[codes] = result
     return result

@@ -160,25 +160,7 @@ def run_layer(
     reverse: bool,
     linear_before_reset: bool,
 ) -> tuple[Tensor, ...]:
-    """Run a recurrent layer of ONNX in all its directions.
-
-    Args:
-        kind: ``"LSTM"``, ``"GRU"`` or ``"RNN"``.
-        x: (time, batch, input).
-        weights: of the input, of the state, and biases; each with a first dimension of the
-            directions.
-        peephole: of an LSTM, or None.
-        lengths: of the sequences, or None.
-        states: initial ones, (directions, batch, hidden), or None for zeros.
-        activations: for each direction those of the layer.
-        directions: 1 or 2; the second runs backwards.
-        reverse: the only direction runs backwards.
-        linear_before_reset: see the ONNX operator GRU.
-
-    Returns:
-        all outputs (time, directions, batch, hidden), and the last states (directions, batch,
-        hidden).
-    """
+    """Run a recurrent layer of ONNX in all its directions."""
     w, r, b = weights
     assert w is not None and r is not None
     zeros = x.new_zeros(directions, x.shape[1], r.shape[-1])
@@ -239,16 +221,10 @@ def lstm_sequence(
     activations: tuple[str, str, str],
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all hidden states, the last one and the last cell state of one direction of an LSTM.
+    """Return all hidden states, the last one and the last cell state of an LSTM in one direction.
 
-    Args:
-        x: (time, batch, input).
-        weights: of the input, of the state, biases (8 * hidden,) and peepholes (3 * hidden,); the
-            gates in ONNX's order input, output, forget, cell.
-        state: hidden and cell state, (batch, hidden).
-        lengths: of each sequence, or None.
-        activations: of gates, of the cell input and of the output.
-        reverse: from the last time to the first.
+    Biases are (8 * hidden,) and peepholes (3 * hidden,); the gates come in ONNX's order input,
+    output, forget, cell. Activations are those of gates, of the cell input and of the output.
     """
     w, r, b, p = weights
     h, c = state

@@ -161,15 +161,7 @@ def resize(
 ) -> Tensor:
     """Return ``x`` resized along ``axes``, one axis after the other.
 
-    Args:
-        x: any shape.
-        scales: for each axis, or None.
-        sizes: for each axis, where scales are None.
-        axes: the resized ones.
-        policy: what keeps the aspect ratio with sizes: ``"stretch"``, ``"not_larger"`` or
-            ``"not_smaller"``.
-        roi: (2 * axes,) normalised bounds for ``tf_crop_and_resize``.
-        options: the fields of :class:`ResizeOptions`.
+    ``roi`` holds (2 * axes,) normalised bounds, ``options`` the fields of :class:`ResizeOptions`.
     """
     settings = ResizeOptions(*options)
     own = [x.shape[axis] for axis in axes]
@@ -304,15 +296,7 @@ def roi_align(
 ) -> Tensor:
     """Return regions of feature maps resampled to one size (Mask R-CNN, He et al. 2017, 3).
 
-    Args:
-        x: (N, C, H, W).
-        rois: (regions, 4) as x1, y1, x2, y2.
-        batches: the image of each region.
-        size: height and width of the results.
-        ratio: samples along each side of a bin; 0 for as many as fit.
-        scale: from coordinates of regions to those of ``x``.
-        half_pixel: pixels lie at half coordinates.
-        largest: take the largest of the weighted samples instead of the mean.
+    ``rois`` are (regions, 4) as x1, y1, x2, y2; a ratio of 0 takes as many samples as fit.
     """
     if torch.onnx.is_in_onnx_export():
         options = {
