@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.utils import (
-    NotebookText,
     Pattern,
     check_fields,
     check_pattern,
@@ -122,7 +121,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class QuantConfig(NotebookText):
+class QuantConfig:
     """An ordered list of rules; for each module the last rule that matches decides.
 
     Args:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -274,11 +275,9 @@ def test_strict_raises_and_reports_serialise() -> None:
     with pytest.raises(QuantizationError, match="doctor: got 1 errors; expected none"):
         examined(model, None, strict=True)
     report = examined(model, None)
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["ok"] is False
-    assert data["findings"][0]["name"] == name
+    assert not report.ok
+    assert json.loads(json.dumps(asdict(report)))["findings"][0]["name"] == name
     assert "1 error" in report.headline
-    assert name in report._repr_html_()
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from typing import Any
 
@@ -187,19 +186,10 @@ def test_layers_that_are_not_reached_are_named_apart() -> None:
     assert "extra" not in [row.name for row in report.rows]
 
 
-def test_reports_print_plot_and_serialise() -> None:
+def test_the_printed_ranking_names_what_to_exclude() -> None:
     batches = vectors(1)
-    model = quantized(classifier(), batches)
-    report = torchq.sensitivity(model, batches, progress=False)
-    text = str(report)
-    assert f"try exclude={report.worst(2)!r}" in text
-    data = json.loads(json.dumps(report.to_dict()))
-    assert [row["name"] for row in data["rows"]] == [row.name for row in report.rows]
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pytest.MonkeyPatch().setenv("MPLBACKEND", "agg")
-    axes = report.plot(most=3)
-    assert [label.get_text() for label in axes.get_yticklabels()] == report.worst(3)
-    pyplot.close("all")
+    report = torchq.sensitivity(quantized(classifier(), batches), batches, progress=False)
+    assert f"try exclude={report.worst(2)!r}" in str(report)
 
 
 def test_a_broken_layer_comes_first() -> None:
@@ -209,7 +199,6 @@ def test_a_broken_layer_comes_first() -> None:
     report = torchq.sensitivity(model, batches, progress=False)
     assert report.worst(1) == ["6"]
     assert "not finite" in str(report)
-    assert json.loads(json.dumps(report.to_dict()))["rows"][0]["value"] is None
 
 
 @pytest.mark.parametrize(

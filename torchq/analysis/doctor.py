@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,6 @@ from torchq.analysis.observation import observe
 from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.graph import Forward, call_model
 from torchq.utils import (
-    NotebookText,
     check_batches,
     device_of,
     progress_bar,
@@ -29,7 +28,7 @@ _SHOWN = 12  # places of one kind in a printed report
 
 
 @dataclass(frozen=True)
-class DoctorReport(NotebookText):
+class DoctorReport:
     """All findings, the gravest first; ``print`` it.
 
     Attributes:
@@ -66,10 +65,6 @@ class DoctorReport(NotebookText):
         if self.skipped:
             text += f"; {len(self.skipped)} more checks need batches"
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
-        return {"ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
         lines = []

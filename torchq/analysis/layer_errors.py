@@ -21,14 +21,13 @@ from torchq.analysis.layers import (
     quantizing,
 )
 from torchq.analysis.metrics import results_in
-from torchq.analysis.noise import Noise, mean_ratio, relative_error
+from torchq.analysis.noise import Noise, mean_ratio
 from torchq.analysis.quantizer_statistics import QuantizerRow, QuantizerStatistics
-from torchq.analysis.text import axes_or_new, bar, decibel_text, percent_text
+from torchq.analysis.text import bar, decibel_text, percent_text
 from torchq.errors import CalibrationError
 from torchq.graph import Forward, call_model, state_kept, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.utils import (
-    NotebookText,
     check_batches,
     device_of,
     evaluating,
@@ -95,7 +94,7 @@ class LayerError:
 
 
 @dataclass(frozen=True)
-class LayerErrors(NotebookText):
+class LayerErrors:
     """The errors of all layers, in the order in which the model calls them; ``print`` it.
 
     Attributes:
@@ -144,33 +143,6 @@ class LayerErrors(NotebookText):
             rest = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
             rows.append((row.name or "(root)", row.kind, *figures, *rest))
         return f"{table(rows)}\n{self._ending()}"
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw the local and the accumulated error along the network with matplotlib.
-
-        Args:
-            ax: axes to draw on; default new ones.
-
-        Returns:
-            The axes.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        errors = {
-            "born in the layer": [relative_error(row.local_sqnr) for row in self.rows],
-            "in the quantized model": [relative_error(row.sqnr) for row in self.rows],
-        }
-        count, width = len(self.rows), 0.4
-        ax = axes_or_new(ax, max(6.0, 1.5 + 0.22 * count))
-        for number, (label, values) in enumerate(errors.items()):
-            places = [i + (number - 0.5) * width for i in range(count)]
-            ax.bar(places, values, width, label=label)
-        names = [row.name or "(root)" for row in self.rows]
-        ax.set_xticks(range(count), names, rotation=90, fontsize="small")
-        ax.set_ylabel("error / signal")
-        ax.legend()
-        return ax
 
 
 @uncompiled()

@@ -31,7 +31,6 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.swap import restore_
 from torchq.utils import (
-    NotebookText,
     Pattern,
     copy_module,
     device_of,
@@ -86,7 +85,7 @@ class FrontPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecision(QuantConfig, NotebookText):
+class MixedPrecision(QuantConfig):
     """A config with a format for each layer, to be given to :func:`torchq.quantize_`.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -21,12 +21,11 @@ from torchq.analysis.layers import (
     quantizing,
 )
 from torchq.analysis.metrics import Evaluate, Evaluation, Metric, Score, batch_size, find_metric
-from torchq.analysis.text import axes_or_new, bar, decibel_text, plain
+from torchq.analysis.text import bar, decibel_text
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model, state_kept
 from torchq.nn import TensorQuantizer
 from torchq.utils import (
-    NotebookText,
     Pattern,
     check_batches,
     device_of,
@@ -68,7 +67,7 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True)
-class SensitivityReport(NotebookText):
+class SensitivityReport:
     """The layers in the order in which they should be excluded; ``print`` it.
 
     Attributes:
@@ -102,10 +101,6 @@ class SensitivityReport(NotebookText):
         """
         found = [layer for row in self.rows[:count] for layer in row.layers]
         return list(dict.fromkeys(found))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON data; None stands for what is infinite or not a number."""
-        return plain(asdict(self))
 
     def _value_text(self, value: float) -> str:
         if self.unit == "dB":
@@ -146,28 +141,6 @@ class SensitivityReport(NotebookText):
         elif self.rows:
             parts.append(f"try exclude={self.worst(2)!r}")
         return f"{table(rows)}\n{wrap('; '.join(parts))}"
-
-    def plot(self, ax: Any = None, *, most: int = 30) -> Any:
-        """Draw the first rows as bars with matplotlib.
-
-        Args:
-            ax: axes to draw on; default new ones.
-            most: rows to draw.
-
-        Returns:
-            The axes.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        rows = self.rows[:most]
-        ax = axes_or_new(ax, height=0.8 + 0.24 * len(rows))
-        values = [row.value if math.isfinite(row.value) else 0.0 for row in rows]
-        ax.barh([row.name or "(root)" for row in rows], values)
-        ax.invert_yaxis()
-        ax.set_xlabel(f"{self.metric} {self.unit}".strip())
-        ax.set_title(self._what)
-        return ax
 
 
 @uncompiled()

@@ -1,11 +1,9 @@
-"""Numbers of reports as text and as JSON data, and the axes that their pictures are drawn on."""
+"""Numbers of reports as text and as JSON data."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
-
-from torchq.utils.optional import import_optional
 
 
 def bar(share: float, width: int = 20) -> str:
@@ -50,11 +48,3 @@ def plain(value: Any, digits: int | None = None) -> Any:
     if not math.isfinite(value):
         return None
     return value if digits is None else float(f"{value:.{digits}g}")
-
-
-def axes_or_new(ax: Any, width: float = 7.0, height: float = 3.5) -> Any:
-    """Return ``ax``, or new axes of matplotlib, with width and height in inches."""
-    if ax is not None:
-        return ax
-    pyplot = import_optional("matplotlib.pyplot", "plot", "report")
-    return pyplot.subplots(figsize=(width, height), layout="constrained")[1]

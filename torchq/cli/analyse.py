@@ -81,7 +81,7 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
 def _doctor(args: argparse.Namespace) -> int:
     found = prepare(args, say=quiet, held_out=0)
     report = torchq.doctor(found.model, found.calibration)
-    _show(args, report, report.to_dict)
+    _show(args, report, lambda: {"ok": report.ok, **dataclasses.asdict(report)})
     return 0 if report.ok else 1
 
 

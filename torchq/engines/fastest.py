@@ -18,7 +18,7 @@ from torchq.engines.registry import ENGINES, Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_model, tensors_in
-from torchq.utils import NotebookText, progress_bar, table
+from torchq.utils import progress_bar, table
 
 __all__ = ["Candidate", "FastestReport", "build_fastest"]
 
@@ -56,7 +56,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class FastestReport(NotebookText):
+class FastestReport:
     """What ``torchq.deploy(engine="fastest")`` measured; ``print`` it.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchq.fusion.modules import TRANSPOSED, is_layer
 from torchq.graph import call_model
-from torchq.utils import NotebookText, evaluating, table
+from torchq.utils import evaluating, table
 
 __all__ = ["LayerRange", "RangeReport", "diagnose_ranges", "peak_of", "spread_of"]
 
@@ -89,7 +89,7 @@ class LayerRange:
 
 
 @dataclass(frozen=True)
-class RangeReport(NotebookText):
+class RangeReport:
     """The ranges of all layers of a model, in order; ``print`` shows the worst ones.
 
     Attributes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchq.errors import FuseError
-from torchq.utils import NotebookText, wrap
+from torchq.utils import wrap
 
 __all__ = ["FuseReport", "Fusion", "Refusal"]
 
@@ -67,7 +67,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class FuseReport(NotebookText):
+class FuseReport:
     """The result of :func:`torchq.fuse_`; ``print`` shows it as a table.
 
     Attributes:

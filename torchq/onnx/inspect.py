@@ -25,7 +25,6 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import element_type, format_of, qparams_of, read_record
 from torchq.onnx.verify.session import Session
-from torchq.utils import NotebookText
 from torchq.utils.text import table, wrap
 
 __all__ = ["InspectReport", "NodePlacement", "inspect_onnx"]
@@ -76,7 +75,7 @@ class NodePlacement:
 
 
 @dataclass(frozen=True)
-class InspectReport(NotebookText):
+class InspectReport:
     """What :func:`torchq.inspect_onnx` found; ``print`` it.
 
     Attributes:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torchq.onnx.ir import Model, float_size, is_constant, nodes_of, opset_of
 from torchq.onnx.qdq import pair_name, quantizer_nodes, read_record
-from torchq.utils import NotebookText, bullets
+from torchq.utils import bullets
 
 __all__ = ["ExportReport", "report_on"]
 
 
 @dataclass(frozen=True)
-class ExportReport(NotebookText):
+class ExportReport:
     """The file that :func:`torchq.export_onnx` or :func:`torchq.onnx.retarget_onnx` wrote.
 
     Attributes:

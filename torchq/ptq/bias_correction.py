@@ -26,7 +26,7 @@ from torchq.ptq.channels import restored_on_error
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.ranks import Group, all_sums
 from torchq.ptq.reports import report_text
-from torchq.utils import NotebookText, check_batches, device_of, evaluating, progress_bar
+from torchq.utils import check_batches, device_of, evaluating, progress_bar
 
 __all__ = ["BiasReport", "correct_bias_"]
 
@@ -36,7 +36,7 @@ _LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 
 
 @dataclass(frozen=True)
-class BiasReport(NotebookText):
+class BiasReport:
     """The result of :func:`correct_bias_`.
 
     Attributes:

@@ -35,7 +35,7 @@ from torchq.ptq.channels import (
 from torchq.ptq.homogeneous import keeps_factors
 from torchq.ptq.modes import quantizers_off
 from torchq.ptq.reports import report_text
-from torchq.utils import NotebookText, evaluating
+from torchq.utils import evaluating
 from torchq.workflow import quantizers
 
 __all__ = ["EqualizedPair", "EqualizeReport", "equalize_"]
@@ -62,7 +62,7 @@ class EqualizedPair:
 
 
 @dataclass(frozen=True)
-class EqualizeReport(NotebookText):
+class EqualizeReport:
     """The result of :func:`equalize_`.
 
     Attributes:

@@ -18,7 +18,7 @@ from torchq.graph import move_to
 from torchq.nn.convert import unchanged_on_error
 from torchq.qat.optim import param_groups
 from torchq.swap import SwapReport, quantize_
-from torchq.utils import NotebookText, Pattern, device_of, evaluating
+from torchq.utils import Pattern, device_of, evaluating
 from torchq.workflow import CalibrationReport, calibrate
 
 __all__ = ["Preparation", "prepare"]
@@ -33,7 +33,7 @@ _BATCHES = 32
 
 
 @dataclass(frozen=True)
-class Preparation(NotebookText):
+class Preparation:
     """What :func:`prepare` did; ``str()`` tells it.
 
     Attributes:

@@ -20,7 +20,6 @@ from torchq.swap.obstacles import obstacle
 from torchq.swap.share import Share, Work, share_of
 from torchq.swap.targets import Target
 from torchq.utils import (
-    NotebookText,
     Pattern,
     check_pattern,
     matches,
@@ -44,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class SwapReport(NotebookText):
+class SwapReport:
     """Every decision about a model: of :func:`plan` before, of :func:`quantize_` after the swap.
 
     Attributes:

@@ -26,10 +26,9 @@ from torchq.utils.names import (
 )
 from torchq.utils.progress import progress_bar, progress_stages
 from torchq.utils.registry import Registry
-from torchq.utils.text import NotebookText, bullets, markdown_table, table, terminal_width, wrap
+from torchq.utils.text import bullets, markdown_table, table, terminal_width, wrap
 
 __all__ = [
-    "NotebookText",
     "bullets",
     "calls_are_recorded",
     "Pattern",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -110,18 +109,3 @@ def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
         where = ", ".join(names[:_NAMED]) + more
         lines.append(wrap(f"- {where}: {text}" if text else f"- {where}", indent="  ", width=width))
     return "\n".join(lines)
-
-
-class NotebookText:
-    """Base of reports that print as a table: notebooks show the same text.
-
-    Example:
-        >>> class Report(NotebookText):
-        ...     def __str__(self):
-        ...         return "a < b"
-        >>> Report()._repr_html_()
-        '<pre style="overflow-x:auto">a &lt; b</pre>'
-    """
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="overflow-x:auto">{html.escape(str(self))}</pre>'

@@ -18,7 +18,6 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, modes_kept
 from torchq.utils import (
-    NotebookText,
     check_batches,
     device_of,
     evaluating,
@@ -41,7 +40,7 @@ _ALL = " (all batches; num_batches=N stops earlier)"
 
 
 @dataclass(frozen=True)
-class CalibrationReport(NotebookText):
+class CalibrationReport:
     """What one call of :func:`calibrate` did.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.utils import NotebookText, table, wrap
+from torchq.utils import table, wrap
 
 _SIMULATED = (
     "simulated: tensors are rounded to these formats but stored and computed in floating point"
@@ -54,7 +54,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class Summary(NotebookText):
+class Summary:
     """Rows to read, and to print.
 
     Attributes:

@@ -46,7 +46,7 @@ def report(
         progress: show bars.
 
     Returns:
-        The report; ``print`` it, show it in a notebook, or ``save`` it under other names.
+        The report; ``print`` it, or ``save`` it under other names.
 
     Raises:
         ConfigError: The model has no quantizer that is on, or an argument is invalid.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchq.analysis.text import decibel_text, percent_text
 from torchq.errors import ConfigError
-from torchq.utils import NotebookText, replacing, table, wrap
+from torchq.utils import replacing, table, wrap
 from torchq.utils.optional import import_optional
 
 _SUFFIXES = (".html", ".htm", ".json", ".txt", ".md")
@@ -20,7 +20,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Report(NotebookText):
+class Report:
     """Everything that was measured; ``print`` it, or write it as a file.
 
     Attributes:

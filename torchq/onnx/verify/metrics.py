@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.utils import NotebookText
 from torchq.utils.text import table
 
 __all__ = [
@@ -105,7 +104,7 @@ class LayerAgreement:
 
 
 @dataclass(frozen=True)
-class VerifyReport(NotebookText):
+class VerifyReport:
     """What :func:`torchq.verify_onnx` found; ``print`` it.
 
     Attributes:

@@ -28,7 +28,7 @@ from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import Options
 from torchq.ptq.ranks import rank_in
 from torchq.ptq.reports import report_text
-from torchq.utils import NotebookText, Pattern, evaluating, progress_bar
+from torchq.utils import Pattern, evaluating, progress_bar
 
 __all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
 
@@ -55,7 +55,7 @@ class AdaRoundBlock:
 
 
 @dataclass(frozen=True)
-class AdaRoundReport(NotebookText):
+class AdaRoundReport:
     """The result of :func:`adaround_`.
 
     Attributes:

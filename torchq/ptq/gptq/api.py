@@ -26,7 +26,7 @@ from torchq.ptq.blockwise import (
 from torchq.ptq.gptq.block import BlockRounding
 from torchq.ptq.gptq.layer import GPTQLayer, Options, Target
 from torchq.ptq.reports import report_text
-from torchq.utils import NotebookText, Pattern, evaluating, progress_bar
+from torchq.utils import Pattern, evaluating, progress_bar
 
 __all__ = ["GPTQReport", "gptq_"]
 
@@ -35,7 +35,7 @@ _TARGETS = ("weight", "layer", "block")
 
 
 @dataclass(frozen=True)
-class GPTQReport(NotebookText):
+class GPTQReport:
     """The result of :func:`gptq_`.
 
     Attributes:

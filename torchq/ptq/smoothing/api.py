@@ -25,7 +25,6 @@ from torchq.ptq.smoothing.factors import (
 from torchq.ptq.smoothing.folding import check_not_calibrated, fold_all
 from torchq.ptq.smoothing.groups import ChannelGroup
 from torchq.ptq.smoothing.search import best_alpha
-from torchq.utils import NotebookText
 
 __all__ = ["SmoothReport", "SmoothedGroup", "smooth_"]
 
@@ -53,7 +52,7 @@ class SmoothedGroup:
 
 
 @dataclass(frozen=True)
-class SmoothReport(NotebookText):
+class SmoothReport:
     """The result of :func:`smooth_`.
 
     Attributes:

@@ -18,14 +18,14 @@ from torchq.ptq.tuning.search import Metric, Search, metric_of
 from torchq.ptq.tuning.settings import TunedConfig
 from torchq.ptq.tuning.trial import TuneTrial
 from torchq.recipes import int8
-from torchq.utils import NotebookText, copy_module, kept_batches, progress_bar, table
+from torchq.utils import copy_module, kept_batches, progress_bar, table
 from torchq.workflow import quantizers
 
 __all__ = ["TuneResult", "tune"]
 
 
 @dataclass(frozen=True)
-class TuneResult(NotebookText):
+class TuneResult:
     """The result of :func:`tune`.
 
     Attributes:

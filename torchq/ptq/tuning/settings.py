@@ -20,7 +20,7 @@ from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_
 from torchq.swap import quantize_
-from torchq.utils import NotebookText, check_fields, parse_json, short_repr
+from torchq.utils import check_fields, parse_json, short_repr
 from torchq.workflow import calibrate
 
 __all__ = ["ALGORITHMS", "PREPARATIONS", "TunedConfig"]
@@ -45,7 +45,7 @@ ALGORITHMS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class TunedConfig(NotebookText):
+class TunedConfig:
     """How a model is quantized, from a float model to the result.
 
     Args:
