@@ -13,15 +13,9 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import weight_codes
 from tests.lowering.pass_graphs import (
-    POSITIVE,
-    Q,
     apply,
     conv,
-    dequantize,
     edit,
-    only,
-    picture,
-    quantize,
 )
 from torchq.lowering import Int8Conv
 from torchq.lowering.ops import onednn, reference
@@ -145,29 +139,6 @@ def test_large_sums_are_products(
     assert seen == [expected]
 
 
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_product_overwrites_a_residual_like_its_result(
-    layout: torch.memory_format,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(onednn, "_convolution_copies", lambda: True)
-    weight = weight_codes(32, 16, 1, 1, generator=generator)
-    weights = Int8Weights(weight, torch.full((32,), 1e-3), None, 0.02, 0)
-    x = numbered((2, 16, 4, 4), generator)
-    residual = torch.randn(2, 32, 4, 4, generator=generator, dtype=dtype).to(memory_format=layout)
-    kept = residual.clone()
-    run = onednn.bind_conv(x.shape, weights, POINTWISE, Epilogue(), residual, overwrite=True)
-    y = run(x, residual)
-    fits = layout is torch.channels_last and dtype is torch.float32
-    assert (y.data_ptr() == residual.data_ptr()) is fits
-    assert torch.equal(residual, y if fits else kept)
-    expected = reference.conv(x, weights, POINTWISE, Epilogue(), kept)
-    torch.testing.assert_close(y, expected.float(), rtol=1e-5, atol=1e-4)
-
-
 class Block(nn.Module):
     """A bottleneck whose shortcut is a strided convolution."""
 
@@ -216,39 +187,3 @@ def test_of_two_convolutions_the_pointwise_one_adds() -> None:
         (node,) = [n for n in editor.graph.nodes if n.op == "call_module" and len(n.args) == 2]
         layer = editor.layer(node)
         assert isinstance(layer, Int8Conv) and layer.params == POINTWISE
-
-
-@pytest.mark.parametrize(
-    ("expected", "finite", "attributes", "qparams"),
-    [
-        (True, True, {}, POSITIVE),
-        (False, False, {}, POSITIVE),  # it would hide a NaN of the residual
-        (False, True, {}, Q),  # a reader of negative numbers
-        (False, True, {"activation": "silu"}, POSITIVE),
-        (False, True, {"output_qparams": POSITIVE}, POSITIVE),
-    ],
-)
-def test_additions_share_a_kernel_where_readers_cut_negative_numbers(
-    expected: bool, finite: bool, attributes: dict[str, object], qparams: torchq.lowering.QParams
-) -> None:
-    quantizer = quantize(qparams)
-    quantizer.finite = finite
-    modules = {"c": conv(**attributes), "r": dequantize(), "a": quantizer}
-    editor = edit(modules, lambda m, x, y: m.a(m.c(x, m.r(y))))
-    before = picture(editor.root)
-    assert apply(editor, "reuse_adding_kernel") is expected
-    assert picture(editor.root) == before
-    assert only(editor, Int8Conv).activation == (
-        "relu" if expected else attributes.get("activation", "none")
-    )
-
-
-def test_a_layer_that_adds_nothing_or_is_read_as_numbers_keeps_its_kernel() -> None:
-    positive = quantize(POSITIVE)
-    positive.finite = True
-    modules: dict[str, nn.Module] = {"c": conv(), "a": positive}
-    for forward in (
-        lambda m, x, y: m.a(m.c(x)),
-        lambda m, x, y: (m.a(z := m.c(x, y)), z.mean()),
-    ):
-        assert not apply(edit(modules, forward), "reuse_adding_kernel")

@@ -20,7 +20,6 @@ from tests.lowering.pass_graphs import (
     conv,
     dequantize,
     edit,
-    linear,
     norm,
     only,
     picture,
@@ -29,8 +28,6 @@ from tests.lowering.pass_graphs import (
 from torchq.graph import trace_or_culprit
 from torchq.lowering import Int8Conv, QParams
 from torchq.lowering.graph.editor import GraphEditor
-from torchq.lowering.modules.float_pointwise_conv import FloatPointwiseConv
-from torchq.lowering.modules.lookup_table import LookupTable
 from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
 from torchq.lowering.modules.qdq import Dequantize, Quantize
 
@@ -144,12 +141,6 @@ def test_codes_of_values_that_are_never_negative_start_at_zero(
         ("hoist_quantize", lambda m, x, y: (m.a(z := x.flatten(1)), z), {"a": quantize()}),
         # One of the tensors is no codes.
         ("sink_dequantize", lambda m, x, y: torch.cat([m.a(x), y]), {"a": dequantize()}),
-        # Another node reads the function.
-        (
-            "use_lookup_table",
-            lambda m, x, y: (m.b(z := torch.tanh(m.a(x))), z),
-            {"a": dequantize(), "b": quantize(OTHER)},
-        ),
         # The result is codes already.
         (
             "fuse_requantize",
@@ -213,7 +204,6 @@ def test_a_moved_zero_point_reaches_every_reader() -> None:
         "start": quantize(POSITIVE),
         "pool": CodesMaxPool2d(2),
         "layer": conv(output_qparams=Q),
-        "table": LookupTable(torch.neg, Q, OTHER, torch.float32),
         "average": CodesAvgPool2d(nn.AvgPool2d(2), Q, OTHER),
         "end": dequantize(),
     }
@@ -223,7 +213,6 @@ def test_a_moved_zero_point_reaches_every_reader() -> None:
         return (
             m.layer(codes, codes),
             m.end(torch.cat([codes, codes], 1)),
-            m.table(codes),
             m.average(codes),
         )
 
@@ -231,20 +220,13 @@ def test_a_moved_zero_point_reaches_every_reader() -> None:
     layer = only(editor, Int8Conv)
     assert layer.input_qparams == layer.residual_qparams == POSITIVE
     assert only(editor, Dequantize).qparams == POSITIVE
-    assert only(editor, LookupTable).table[2] == OTHER.quantize(torch.tensor(-1.0))
     assert only(editor, CodesAvgPool2d).input_qparams == POSITIVE
     known = {node.name: qparams for node, qparams in editor.qparams.items()}
     assert known == {
         **dict.fromkeys(["start", "transpose", "pool", "cat"], POSITIVE),
-        **dict.fromkeys(["table", "average"], OTHER),
+        "average": OTHER,
         "layer": Q,
     }
-
-
-def test_images_are_quantized_channels_last_for_convolutions_alone() -> None:
-    modules = {"a": quantize(), "b": quantize(), "c": conv(), "d": linear()}
-    editor = after(modules, lambda m, x, y: (m.c(m.a(x)), m.d(m.b(y))), "quantize_channels_last")
-    assert [editor.modules[name].channels_last for name in "ab"] == [True, False]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -265,34 +247,3 @@ def test_nobody_looks_for_nan_in_values_made_from_codes(
     editor = edit({"a": quantize(), "c": conv(), "d": dequantize()}, forward)
     assert apply(editor, "trust_finite_values") is expected
     assert only(editor, Quantize).finite is expected
-
-
-@pytest.mark.parametrize(
-    ("forward", "expected"),
-    [
-        (lambda m, x, y: m.c(x, m.a(y)), True),
-        (lambda m, x, y: m.c(x, m.a(y).flatten(0)), False),  # a view of another tensor
-        (lambda m, x, y: m.c(x, y), False),  # the caller's
-        (lambda m, x, y: m.c(z := m.a(y), z), False),  # also what is convolved
-        (lambda m, x, y: (m.c(x, z := m.a(y)), m.b(z)), False),  # read later
-        (lambda m, x, y: (m.b(z := m.a(y)), m.c(x, z)), True),  # read before
-        (
-            lambda m, x, y: (z := m.a(y), w := z.flatten(1), m.c(x, z), w)[1:],
-            False,
-        ),  # seen by a view
-    ],
-)
-def test_a_residual_that_nobody_else_sees_is_overwritten(
-    forward: Callable[..., Any], expected: bool
-) -> None:
-    editor = edit({"a": quantize(), "b": dequantize(), "c": conv()}, forward)
-    assert apply(editor, "reuse_residual_buffer") == expected
-    assert only(editor, Int8Conv).overwrites_residual == expected
-
-
-def test_a_pointwise_convolution_of_pixels_does_not_change_the_original() -> None:
-    layer = conv()
-    editor = after(
-        {"a": layer}, lambda m, x, y: m.a(x.mean((2, 3), keepdim=True)), "use_float_pointwise_conv"
-    )
-    assert type(layer) is Int8Conv and only(editor, FloatPointwiseConv) is not layer

@@ -139,42 +139,6 @@ CASES = [
         None,
         {"a": conv(pre_quant_scale=torch.ones(2, 1, 1))},
     ),
-    Case(
-        "use_float_pointwise_conv",
-        lambda m, x, y: m.a(F.adaptive_avg_pool2d(x, 1)),
-        "Int8Conv(adaptive_avg_pool2d(x, 1))",
-        "FloatPointwiseConv(adaptive_avg_pool2d(x, 1))",
-        {"a": conv()},
-    ),
-    Case(
-        "use_float_pointwise_conv",
-        lambda m, x, y: m.a(F.adaptive_avg_pool2d(x, 2)),
-        "Int8Conv(adaptive_avg_pool2d(x, 2))",
-        None,
-        {"a": conv()},
-    ),
-    Case(
-        "use_float_pointwise_conv",
-        lambda m, x, y: m.b(F.relu(m.a(x.mean((2, 3), keepdim=True)))),
-        "Int8Conv(relu(Int8Conv(mean(x, [2, 3], keepdim=True)), inplace=False))",
-        "FloatPointwiseConv(relu(FloatPointwiseConv(mean(x, [2, 3], keepdim=True)), "
-        "inplace=False))",
-        {"a": conv(), "b": conv()},
-    ),
-    Case(
-        "use_float_pointwise_conv",
-        lambda m, x, y: m.a(x.mean((1, 2), keepdim=True)),
-        "Int8Conv(mean(x, [1, 2], keepdim=True))",
-        None,
-        {"a": conv()},
-    ),
-    Case(
-        "use_float_pointwise_conv",
-        lambda m, x, y: m.a(F.adaptive_avg_pool2d(m.b(x), 1)),
-        "Int8Conv(adaptive_avg_pool2d(Dequantize(x), 1))",
-        None,
-        {"a": conv(), "b": dequantize()},
-    ),
     # --- cancel_qdq
     Case(
         "cancel_qdq",
@@ -318,42 +282,7 @@ CASES = [
         None,
         {"a": conv(), "b": quantize()},
     ),
-    # --- int8_gelu, lookup_table, int_pooling
-    Case(
-        "use_int8_gelu",
-        lambda m, x, y: m.b(F.gelu(m.a(x), approximate="tanh")),
-        "Quantize(gelu(Dequantize(x), approximate='tanh'))",
-        "Int8GELU(x)",
-        {"a": dequantize(), "b": quantize(OTHER)},
-    ),
-    Case(
-        "use_int8_gelu",
-        lambda m, x, y: m.a(F.gelu(x)),
-        "Quantize(gelu(x))",
-        None,
-        {"a": quantize()},
-    ),
-    Case(
-        "use_lookup_table",
-        lambda m, x, y: m.b(torch.tanh(m.a(x))),
-        "Quantize(tanh(Dequantize(x)))",
-        "LookupTable(x)",
-        {"a": dequantize(), "b": quantize(OTHER)},
-    ),
-    Case(
-        "use_lookup_table",
-        lambda m, x, y: m.b(m.a(x)),
-        "Quantize(Dequantize(x))",
-        "LookupTable(x)",
-        {"a": dequantize(), "b": quantize(OTHER)},
-    ),
-    Case(
-        "use_lookup_table",
-        lambda m, x, y: m.b(torch.softmax(m.a(x), 1)),
-        "Quantize(softmax(Dequantize(x), 1))",
-        None,
-        {"a": dequantize(), "b": quantize(OTHER)},
-    ),
+    # --- int_pooling
     Case(
         "average_codes",
         lambda m, x, y: m.c(m.b(m.a(x))),

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torchq.engines.float_parts import partly_float, slower_parts
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.graph import call_model
-from torchq.lowering import lower_model, use_bfloat16_attention_
+from torchq.lowering import lower_model
 from torchq.utils import copy_module, progress_bar
 from torchq.workflow import quantizers
 
@@ -28,8 +27,6 @@ _WORTH_MEASURING = 0.005
 _ROUNDS, _MARGIN = 7, 1.03
 #: A model that takes more than this share of its float time on integers is timed part by part.
 _WORTH_PARTS = 0.8
-#: Attention in bfloat16 is taken if the whole model takes less than this share of its time.
-_FASTER = 0.95
 
 
 @register("torch")
@@ -43,8 +40,7 @@ class TorchEngine(Engine):
         fuse: see :func:`torchq.deploy`.
         measured: a model that takes more than 5 ms, and that gains little on integers for the
             example, keeps the parts in float that are slower on integers, or stays float as a
-            whole; a warning and the summary say so. The products of attention are computed in
-            bfloat16 where that is faster for the example.
+            whole; a warning and the summary say so.
     """
 
     reduce_range: bool = False
@@ -63,7 +59,7 @@ class TorchEngine(Engine):
             return module
         integers, floats = _least_milliseconds((module, task.float_model), task)
         if integers <= _WORTH_PARTS * floats:
-            return _with_faster_attention(task, module)
+            return module
         parts = slower_parts(task)
         partly = partly_float(task.model, parts)
         if parts and quantizers(partly):
@@ -85,24 +81,6 @@ class TorchEngine(Engine):
     def candidates(self) -> tuple[Engine, ...]:
         """See :meth:`Engine.candidates`."""
         return TorchEngine(measured=False), TorchEngine(quantized=False)
-
-
-def _with_faster_attention(task: Task, module: nn.Module) -> nn.Module:
-    """Return a copy with attention in bfloat16 if it is faster for the example, else ``module``.
-
-    It depends on the CPU and the number of tokens which kernel for bfloat16 is the faster one.
-    """
-    candidates = []
-    for flash in (True, False):
-        candidate = copy_module(module)
-        if not use_bfloat16_attention_(candidate, flash=flash):
-            return module
-        candidates.append(candidate)
-    *halves, before = _least_milliseconds((*candidates, module), task)
-    least, best = min(zip(halves, candidates, strict=True), key=itemgetter(0))
-    if least < _FASTER * before and not task.check.difference(best):
-        return best
-    return module
 
 
 def _stay_float(task: Task, integers: float, floats: float) -> nn.Module:

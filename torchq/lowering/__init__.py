@@ -4,14 +4,12 @@
 """
 
 from torchq.lowering.api import float_copy, lower_model, simulated_copy
-from torchq.lowering.graph.attention import use_bfloat16_attention_
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.modules.linear import Int8Linear
-from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
 from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
 from torchq.lowering.qparams import QParams
@@ -22,8 +20,6 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "DeployedMultiheadAttention",
-    "DeployedRecurrent",
-    "DeployedRecurrentCell",
     "DynamicInt8Linear",
     "QParams",
     "Int8Conv",
@@ -37,5 +33,4 @@ __all__ = [
     "release_weights_",
     "restore_weights_",
     "simulated_copy",
-    "use_bfloat16_attention_",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +27,6 @@ _OFFSETS = {
     point: torch.tensor(_ROUND + point, dtype=torch.float32, device="cpu")
     for point in range(0, 256, 2)
 }
-#: The number of float32 values that fit a core's cache well, and that of an image which is worth
-#: cutting into parts of that size.
-_CACHED, _LARGE = 2**17, 2**19
 
 
 @dataclass(frozen=True)
@@ -134,41 +130,6 @@ class QParams:
             return torch.round(x * (1.0 / self.scale)).add(self.zero_point).to(torch.uint8)
         return self._rounded_(x).to(torch.uint8)
 
-    def quantize_images(self, x: Tensor, check: Callable[[Tensor], object] | None = None) -> Tensor:
-        """Return the codes of images, channels last in memory.
-
-        A few images at a time, or rows of a large one, in place where ``x`` has another layout: the
-        values computed between stay in the cache, and are not new memory at every call.
-
-        Args:
-            x: (N, C, H, W), floating point.
-            check: is called with all values, clamped, in parts; it may raise an error. It is not
-                called where calls are recorded.
-
-        Returns:
-            uint8, the shape of ``x``.
-        """
-        last = torch.channels_last
-        if calls_are_recorded():
-            return self.quantize(x.contiguous(memory_format=last))
-        x = x.detach()
-        first, *others = _parts(x.shape)
-        if not others:
-            values = x.to(torch.float32).contiguous(memory_format=last)
-            values = torch.clamp(values, *self.bounds, out=None if values is x else values)
-            if check is not None:
-                check(values)
-            return self._rounded_(values).to(torch.uint8)
-        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device, memory_format=last)
-        values = torch.empty_like(x[first], dtype=torch.float32, memory_format=last)
-        for place in (first, *others):
-            part = x[place]
-            some = values[: len(part), :, : part.shape[2]].copy_(part).clamp_(*self.bounds)
-            if check is not None:
-                check(some)
-            codes[place].copy_(self._rounded_(some))
-        return codes
-
     def _rounded_(self, x: Tensor) -> Tensor:
         """Return integers whose low bytes are the codes, in the memory of clamped float32."""
         odd = self.zero_point % 2
@@ -181,20 +142,3 @@ class QParams:
         if self.zero_point == 0:
             return codes * self.scale
         return codes.to(torch.float32).sub_(self.zero_point).mul_(self.scale)
-
-
-def _parts(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
-    """Return the parts of images whose values fit a core's cache: images, channels, rows.
-
-    Args:
-        shape: (N, C, H, W). Only a large image is cut. No part is larger than the first one.
-    """
-    number, channels, height, width = shape
-    size = channels * height * width
-    count = max(1, _CACHED // max(1, size))
-    rows = max(1, _CACHED // (channels * width) if size > _LARGE else height)
-    return [
-        (slice(image, image + count), slice(None), slice(row, row + rows))
-        for image in range(0, max(1, number), count)
-        for row in range(0, max(1, height), rows)
-    ]

@@ -13,7 +13,6 @@ from torch import fx, nn
 from torchq.graph import REARRANGING, forward_hook_kind, operator_name
 from torchq.lowering.graph.traced_module import nth_chunk
 from torchq.lowering.modules.pooling import CodesMaxPool2d
-from torchq.lowering.modules.qdq import GatedSiLU
 
 __all__ = [
     "ActivationCall",
@@ -28,7 +27,6 @@ __all__ = [
     "max_pool_of",
     "module_of",
     "passes_codes",
-    "pointwise_function",
     "preserves_nonnegative",
     "split_call",
     "view_source",
@@ -60,20 +58,6 @@ _ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
     nn.SiLU: lambda m: ("silu", ()),
     nn.Hardswish: lambda m: ("hardswish", ()),
     nn.GELU: lambda m: (_gelu(m.approximate), ()),
-}
-
-#: Functions of single values. Between two quantizers they are tables.
-_POINTWISE_MODULES = (
-    *(nn.Sigmoid, nn.Hardsigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish),
-    *(nn.Softplus, nn.SiLU, nn.Hardswish, nn.GELU, nn.ReLU, nn.ReLU6, nn.Hardtanh, GatedSiLU),
-)
-_POINTWISE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    **{f: f for f in (F.silu, F.hardswish, F.gelu, F.sigmoid, F.hardsigmoid, F.tanh)},
-    **{f: f for f in (F.leaky_relu, F.elu, F.mish)},
-    torch.sigmoid: torch.sigmoid,
-    torch.tanh: torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
 }
 
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -222,18 +206,6 @@ def clamp_bounds(found: ActivationCall | None) -> tuple[float, float] | None:
     if name == "clamp":
         return arguments[0], arguments[1]
     return (0.0, _INF) if name == "relu" else (-_INF, _INF)
-
-
-def pointwise_function(node: fx.Node, modules: Modules) -> Callable[[Any], Any] | None:
-    """Return the function of single values that ``node`` applies to its one tensor, or None."""
-    module = module_of(node, modules)
-    if module is not None:
-        return module if type(module) in _POINTWISE_MODULES else None
-    if not _calls(node, _POINTWISE_FUNCTIONS) or len(node.all_input_nodes) != 1:
-        return None
-    function = _POINTWISE_FUNCTIONS[node.target]
-    rest, options = node.args[1:], dict(node.kwargs)
-    return lambda x: function(x, *rest, **options)
 
 
 def is_inactive_dropout(node: fx.Node) -> bool:

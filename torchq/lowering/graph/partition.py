@@ -14,7 +14,6 @@ from torchq.lowering.graph.traced_module import TracedModel
 from torchq.lowering.modules.attention import DeployedMultiheadAttention
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.product_call import ProductCall
-from torchq.lowering.modules.recurrent import DeployedRecurrent, DeployedRecurrentCell
 from torchq.lowering.passes import run_passes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import modules_with_names, set_submodule
@@ -31,8 +30,6 @@ Check = Callable[[nn.Module], str]
 _LAYERS = (
     Int8Layer,
     DeployedMultiheadAttention,
-    DeployedRecurrent,
-    DeployedRecurrentCell,
     ProductCall,
 )
 #: Where torch defines the classes that compute nothing themselves.

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.bfloat16_attention import attend_in_bfloat16
 from torchq.lowering.modules.linear import Int8Linear
 from torchq.lowering.registry import LOWERINGS, active, as_linear, lower
 from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention
@@ -34,14 +33,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
             same range is named by their letters (``"qkv"``, ``"kv"``) and returns their
             projections side by side.
         out_proj: the output projection.
-
-    Attributes:
-        products_in_bfloat16: compute products without a mask in bfloat16; see
-            :func:`attend_in_bfloat16`.
-        flash: its argument of that name.
     """
-
-    products_in_bfloat16, flash = False, False
 
     def __init__(
         self, module: QuantMultiheadAttention, in_proj: Mapping[str, nn.Module], out_proj: nn.Module
@@ -77,13 +69,6 @@ class DeployedMultiheadAttention(ProjectedAttention):
                 found[name] = wide.narrow(-1, position * self.embed_dim, self.embed_dim)
         return [found[name] for name in _NAMES]
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
-    ) -> Tensor:
-        if self.products_in_bfloat16 and mask is None and not dropout_p:
-            return attend_in_bfloat16(q, k, v, flash=self.flash)
-        return super()._attend(q, k, v, mask, dropout_p)
-
     def _project_out(self, x: Tensor) -> Tensor:
         result: Tensor = self.out_proj(_quantized(self.out_proj, x))
         return result
@@ -110,7 +95,7 @@ class DeployedMultiheadAttention(ProjectedAttention):
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))
         simulated = any(active(quantizer) for quantizer in self._quantizers(self.products))
         note = "both products" + (", their quantized operands simulated" if simulated else "")
-        return "bfloat16" if self.products_in_bfloat16 else "float", size, note
+        return "float", size, note
 
 
 def _quantized(layer: nn.Module, x: Tensor) -> Tensor:

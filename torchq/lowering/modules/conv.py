@@ -31,8 +31,6 @@ class Int8Conv(Int8Layer):
         border: the padding that is added before the kernel, in the order of ``F.pad``; None where
             the kernel does all of it.
         border_mode: the mode of that padding.
-        overwrites_residual: the result may take the place of the residual in memory, because
-            nothing reads the residual afterwards.
 
     Shape:
         (N, C, ...) or (C, ...), float or uint8 codes -> (N, out, ...) or (out, ...), channels last
@@ -44,7 +42,6 @@ class Int8Conv(Int8Layer):
         padding, self.border = _split_padding(conv)
         self.params = ConvParams(tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
         self.border_mode: str = conv.padding_mode
-        self.overwrites_residual = False
 
     @property
     def _ndim(self) -> int:
@@ -114,21 +111,13 @@ class Int8Conv(Int8Layer):
 
         return convolve_and_add
 
-    def _quantize(self, x: Tensor) -> Tensor:
-        """Return ``x`` as codes of the input; images are quantized a few at a time."""
-        several = x.dim() == 4 and len(x) > 1 and self.pre_quant_scale is None
-        if several and eager(x):
-            return self.input_qparams.quantize_images(x)
-        return super()._quantize(x)
-
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
         """Return the layer as a function of codes, and residuals, like these."""
         simple = self.border is None and x.dim() == self._ndim
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched
         layer = (self.int8_weights(), self.params, self.epilogue())
-        run = onednn.bind_conv(x.shape, *layer, residual, self.overwrites_residual)
-        return self._bound(run)
+        return self._bound(onednn.bind_conv(x.shape, *layer, residual))
 
     def _dispatched(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         single = x.dim() == self._ndim - 1

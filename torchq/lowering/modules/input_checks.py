@@ -10,7 +10,7 @@ from torch import Tensor
 from torchq.errors import QuantizationError
 from torchq.utils import calls_are_recorded
 
-__all__ = ["eager", "require_dtype", "require_numbers", "smallest_value"]
+__all__ = ["eager", "require_dtype", "smallest_value"]
 
 #: The dtypes that float layers accept under autocast.
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,39 +52,15 @@ def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
 def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
     """Return the smallest value of an input that is to be quantized.
 
-    Args:
-        x: the input.
-        dtype: of the layer; None accepts any floating dtype.
-        where: the name of the layer, for errors.
-
-    Returns:
-        See :func:`require_numbers`.
-
-    Raises:
-        TypeError: ``x`` has another dtype.
-        QuantizationError: see :func:`require_numbers`.
-    """
-    require_dtype(x, dtype, where)
-    return require_numbers(x, where)
-
-
-def require_numbers(x: Tensor, where: str) -> float:
-    """Refuse NaN, and return the smallest value of a tensor that is to be quantized.
-
     Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
-    is compiled or exported, or on GPUs, which would have to be waited for.
-
-    Args:
-        x: floating point.
-        where: the name of the layer, for errors.
-
-    Returns:
-        The smallest value, -inf where it is not looked for.
+    is compiled or exported, or on GPUs, which would have to be waited for; then it is -inf.
 
     Raises:
+        TypeError: ``x`` has another dtype than ``dtype``, that of the layer; None accepts any.
         QuantizationError: ``x`` holds NaN. The simulation would return NaN, but no code stands
             for NaN, and any other would be a wrong result that looks right.
     """
+    require_dtype(x, dtype, where)
     if not eager(x) or not x.numel():
         return -math.inf
     smallest = float((x.detach() if x.requires_grad else x).amin())

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchq.lowering.modules.base import Float32ParamsMixin, IntegerModule, QParamsStateMixin
-from torchq.lowering.modules.input_checks import require_dtype, require_numbers
+from torchq.lowering.modules.input_checks import smallest_value
 from torchq.lowering.qparams import QParams
 
-__all__ = ["Dequantize", "GatedSiLU", "QParamsModule", "Quantize"]
-
-
-_require_numbers = partial(require_numbers, where="Quantize")
+__all__ = ["Dequantize", "QParamsModule", "Quantize"]
 
 
 class QParamsModule(QParamsStateMixin):
@@ -46,11 +42,9 @@ class Quantize(QParamsModule, IntegerModule):
             accepts any floating dtype.
 
     Attributes:
-        channels_last: return 4-d codes in the memory layout that convolutions read.
         finite: no value can be NaN, as all of them are made from codes; nobody looks for it.
     """
 
-    channels_last = False
     finite = False
 
     def __init__(self, qparams: QParams, dtype: torch.dtype | None = None) -> None:
@@ -71,16 +65,10 @@ class Quantize(QParamsModule, IntegerModule):
 
         Raises:
             TypeError: ``x`` has another dtype.
-            QuantizationError: ``x`` holds NaN, see :func:`require_numbers`.
+            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
         """
-        check = None if self.finite and x.dtype is torch.float32 else _require_numbers
-        if check is not None:
-            require_dtype(x, self.dtype, "Quantize")
-        if self.channels_last and x.dim() == 4:
-            # The values are in the cache behind the first pass over memory.
-            return self.qparams.quantize_images(x, check)
-        if check is not None:
-            check(x)
+        if not (self.finite and x.dtype is torch.float32):
+            smallest_value(x, self.dtype, "Quantize")
         return self.qparams.quantize(x)
 
 
@@ -105,15 +93,3 @@ class Dequantize(Float32ParamsMixin, QParamsModule, IntegerModule):
     def forward(self, codes: Tensor) -> Tensor:
         """Return the values of ``codes``, of the same shape."""
         return self.qparams.dequantize(codes).to(self.dtype)
-
-
-class GatedSiLU(QParamsModule):
-    """The function ``x * sigmoid(x)`` with a quantized sigmoid, on floating-point tensors.
-
-    Args:
-        qparams: of the sigmoid.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the function of each value of ``x``."""
-        return x * self.qparams.dequantize(self.qparams.quantize(torch.sigmoid(x))).to(x.dtype)

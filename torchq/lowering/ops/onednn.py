@@ -90,7 +90,6 @@ def bind_conv(
     params: ConvParams,
     epilogue: Epilogue,
     residual: Tensor | None = None,
-    overwrite: bool = False,
 ) -> Run:
     """Return the convolution as a function of the codes, and of a residual where one is given.
 
@@ -100,7 +99,6 @@ def bind_conv(
         params: of the convolution.
         epilogue: what is done with the sums.
         residual: a tensor like those that the function will be called with, or None.
-        overwrite: the result may take the place of the residual in memory.
 
     Raises:
         InputError: the image is smaller than the kernel, for which oneDNN returns no pixels.
@@ -124,7 +122,7 @@ def bind_conv(
         and residual.shape == result
     )
     if adds:
-        return _bind(shape, weights, params, lambda s, w, p: _adding(s, w, p, epilogue, overwrite))
+        return _bind(shape, weights, params, lambda s, w, p: _adding(s, w, p, epilogue))
     run = _bind(shape, weights, params, lambda s, w, p: _plain(s, w, p, Epilogue()))
     return lambda x, residual=None: finish(run(x), epilogue, residual)
 
@@ -173,7 +171,6 @@ def _adding(
     weights: Int8Weights,
     params: ConvParams,
     epilogue: Epilogue,
-    overwrite: bool,
 ) -> Run:
     """Return the convolution that adds a residual in its kernel."""
     dtype = epilogue.dtype
@@ -183,7 +180,7 @@ def _adding(
         add = _add_product(weights, epilogue)
     else:
         add = _add_convolution(shape, weights, params, epilogue)
-    return lambda x, residual: add(x, _target(residual, dtype, overwrite))
+    return lambda x, residual: add(x, _target(residual, dtype))
 
 
 def _add_convolution(
@@ -226,15 +223,9 @@ def _convolution_copies() -> bool:
     return add(target.to(torch.uint8), target).data_ptr() != target.data_ptr()
 
 
-def _target(residual: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
-    """Return the tensor that a kernel adds its result to: the residual, or a copy of it.
-
-    Kernels add in place, and read the residual as a tensor of the output's dtype.
-    """
-    last = torch.channels_last
-    if overwrite and residual.dtype is dtype and residual.is_contiguous(memory_format=last):
-        return residual
-    return residual.to(dtype, memory_format=last, copy=True)
+def _target(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the residual that a kernel adds to in place, of the output's dtype."""
+    return residual.to(dtype, memory_format=torch.channels_last, copy=True)
 
 
 def _sum_post_op(epilogue: Epilogue) -> tuple[Any, ...]:

@@ -14,7 +14,6 @@ from torch import fx
 
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.passes.cancel_qdq import cancel_qdq, merge_quantize
-from torchq.lowering.passes.float_pointwise_conv import use_float_pointwise_conv
 from torchq.lowering.passes.fold_batchnorm import fold_batchnorm
 from torchq.lowering.passes.fuse_epilogue import fuse_activation, fuse_add, fuse_requantize
 from torchq.lowering.passes.hoist_quantize import (
@@ -29,9 +28,7 @@ from torchq.lowering.passes.insert_qdq import (
     quantize_layer_input,
     replace_quantizer,
 )
-from torchq.lowering.passes.int8_gelu import use_int8_gelu
 from torchq.lowering.passes.int_pooling import average_codes
-from torchq.lowering.passes.lookup_table import use_lookup_table
 from torchq.lowering.passes.normalize import (
     build_dict_by_module,
     check_none_by_module,
@@ -41,12 +38,9 @@ from torchq.lowering.passes.normalize import (
 )
 from torchq.lowering.passes.propagate_qparams import (
     propagate_qparams,
-    quantize_channels_last,
     read_shape_of_codes,
     trust_finite_values,
 )
-from torchq.lowering.passes.reuse_buffers import reuse_residual_buffer
-from torchq.lowering.passes.reuse_kernels import reuse_adding_kernel
 from torchq.lowering.passes.sink_dequantize import sink_dequantize
 
 __all__ = ["FINISH", "FUSE", "INSERT_QDQ", "NodePass", "apply_pass", "run_passes"]
@@ -65,7 +59,6 @@ INSERT_QDQ: tuple[NodePass, ...] = (
     open_quantized_operator,
     replace_quantizer,
     expose_input_quantizer,
-    use_float_pointwise_conv,
     quantize_layer_input,
 )
 
@@ -81,8 +74,6 @@ FUSE: tuple[NodePass, ...] = (
     fold_batchnorm,
     fuse_activation,
     fuse_add,
-    use_int8_gelu,
-    use_lookup_table,
     average_codes,
     fuse_requantize,
 )
@@ -91,10 +82,7 @@ FUSE: tuple[NodePass, ...] = (
 FINISH: tuple[NodePass, ...] = (
     read_shape_of_codes,
     propagate_qparams,
-    quantize_channels_last,
     trust_finite_values,
-    reuse_residual_buffer,
-    reuse_adding_kernel,
 )
 
 

@@ -16,8 +16,7 @@ from torch import fx, nn
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.qdq import Dequantize, GatedSiLU, Quantize
-from torchq.lowering.passes.float_pointwise_conv import convolves_single_pixel
+from torchq.lowering.modules.qdq import Dequantize, Quantize
 from torchq.lowering.qparams import QParams
 from torchq.lowering.registry import active
 from torchq.nn import (
@@ -168,6 +167,8 @@ def replace_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
 def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
     """Take the input quantizer out of a module without weights.
 
+    A SiLU with a quantized gate keeps simulating.
+
     Before::
 
         x -> QuantAvgPool2d -> reader
@@ -181,6 +182,8 @@ def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
         return False
     if not isinstance(module, InputQuantized):
         return False
+    if isinstance(module, QuantSiLU) and active(module.gate_quantizer) is not None:
+        return False
     qparams = static_qparams(module.input_quantizer)
     if qparams is None:
         return False
@@ -190,11 +193,7 @@ def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
 
 
 def _without_input_quantizer(module: InputQuantized) -> nn.Module:
-    """Return a float copy of ``module``; the gate of a SiLU stays quantized."""
-    if isinstance(module, QuantSiLU):
-        gate = static_qparams(module.get_submodule("gate_quantizer"))
-        if gate is not None:
-            return GatedSiLU(gate)
+    """Return a float copy of ``module``."""
     plain = revert_(copy_module(module))
     vars(plain).pop("deploy_note", None)
     return plain
@@ -215,7 +214,7 @@ def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
     if source is None or node.kwargs or not isinstance(module, Int8Layer):
         return False
     quantized = isinstance(editor.module(source), Quantize)
-    if quantized or module.pre_quant_scale is not None or convolves_single_pixel(editor, node):
+    if quantized or module.pre_quant_scale is not None:
         return False
     codes = editor.insert_before(
         node, "input", Quantize(module.input_qparams, module.dtype), source

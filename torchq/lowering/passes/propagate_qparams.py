@@ -12,12 +12,10 @@ from torchq.graph import reads_shape
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.base import Int8Layer, IntegerModule
-from torchq.lowering.modules.conv import Int8Conv
 from torchq.lowering.modules.qdq import Dequantize, Quantize
 
 __all__ = [
     "propagate_qparams",
-    "quantize_channels_last",
     "read_shape_of_codes",
     "trust_finite_values",
 ]
@@ -78,26 +76,6 @@ def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
     if result is None or editor.qparams.get(node) == result:
         return False
     editor.qparams[node] = result
-    return True
-
-
-def quantize_channels_last(editor: GraphEditor, node: fx.Node) -> bool:
-    """Let a Quantize write codes in the memory layout that convolutions read.
-
-    Before::
-
-        x -> Quantize -> Int8Conv
-
-    After::
-
-        x -> Quantize(channels_last) -> Int8Conv
-    """
-    quantize = editor.module(node)
-    if not isinstance(quantize, Quantize) or quantize.channels_last:
-        return False
-    if not any(isinstance(editor.module(user), Int8Conv) for user in node.users):
-        return False
-    quantize.channels_last = True
     return True
 
 
