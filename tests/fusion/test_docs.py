@@ -1,24 +1,21 @@
-"""docs/fuse.md lists every family; every family and pass is described and tested."""
+"""docs/fuse.md lists every family; every family is described and tested."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.fusion.blocks import all_cases
-from torchq.fusion import FAMILIES, passes
+from torchq.fusion import FAMILIES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(encoding="utf-8")
-PASSES = ("merge_known_blocks", "merge_unknown_blocks", "fold_batchnorms")
 
 
 def test_every_family_has_a_row_and_no_row_is_left_over() -> None:
     rows = [line.split("|") for line in TEXT.splitlines() if line.startswith("|")]
     table = [row for row in rows if len(row) == 6 and "`" in row[2]]
     listed = [name for row in table for name in re.findall(r"`([^`]+)`", row[2])]
-    assert sorted(listed) == sorted([*(rule.name for rule in FAMILIES), "unknown block"])
+    assert sorted(listed) == sorted(rule.name for rule in FAMILIES)
 
 
 def test_every_family_is_merged_by_a_test() -> None:
@@ -31,10 +28,3 @@ def test_every_family_is_merged_by_a_test() -> None:
         "yolov7-implicit",
     }
     assert {rule.name for rule in FAMILIES} - tested == others
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_the_passes_state_before_and_after(name: str) -> None:
-    text = getattr(passes, name).__doc__
-    assert text.index("Before:") < text.index("After:")
-    assert {step.__name__ for step in (*passes.FIRST, *passes.REPEATED)} == set(PASSES)

@@ -14,7 +14,6 @@ from torchq.errors import ConfigError
 from torchq.fusion import fuse_, register_block
 from torchq.fusion.linear_map.solve import apply_map, collapse, extract, linear_map, relative_error
 from torchq.fusion.linear_map.symbolic import NotAffine
-from torchq.fusion.linear_map.symbolic_ops import AffineTensor
 from torchq.fusion.reparam.rule import BLOCKS
 
 
@@ -146,12 +145,6 @@ def test_what_is_one_convolution_collapses(name: str) -> None:
     geometry, value = collapse(LINEAR[name], 4, 2)
     x = torch.randn(2, 4, 12, 13, dtype=torch.float64)
     assert relative_error(apply_map(x, geometry, value), LINEAR[name](x)) <= 1e-12
-
-
-def test_maps_of_different_tensors_do_not_add_up() -> None:
-    one, two = (AffineTensor.identity(object(), 4, 2) for _ in range(2))
-    with pytest.raises(NotAffine, match="a sum of maps of two different tensors"):
-        one + two
 
 
 def test_linear_layers_are_maps_without_window() -> None:

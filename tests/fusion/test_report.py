@@ -62,7 +62,6 @@ def test_each_pass_shows_progress(enabled: bool, monkeypatch: pytest.MonkeyPatch
     assert shown[0] == ("merge blocks", modules)
     assert {description for description, _ in shown} == {
         "merge blocks",
-        "trace branches",
         "fold BatchNorm",
     }
 

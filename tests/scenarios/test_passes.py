@@ -15,7 +15,7 @@ from torchq.onnx.targets import OnnxTarget
 from torchq.swap import TARGETS
 
 LISTS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "fusion": (*fusion.FIRST, *fusion.REPEATED),
+    "fusion": fusion.PASSES,
     "lowering": (*lowering.INSERT_QDQ, *lowering.FUSE, *lowering.FINISH),
     "export": EXPORT_PASSES,
     "targets": tuple(

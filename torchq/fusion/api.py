@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchq.errors import FuseError
 from torchq.fusion.linear_map.solve import relative_error
 from torchq.fusion.modules import is_norm
-from torchq.fusion.passes import FIRST, REPEATED, Trial, fold_batchnorms, run_passes
+from torchq.fusion.passes import PASSES, Trial, fold_batchnorms, run_passes
 from torchq.fusion.quantized import QUANTIZED_MODEL_TOLERANCE, holds_quantizers
 from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport
@@ -92,10 +92,7 @@ def fuse_(
         progress_stages("fuse", ("merge", "compare"), enabled=progress) as next_stage,
     ):
         trial = Trial(_copy(model), example, verify, constant_pad, progress)
-        if reparameterize:
-            run_passes(trial, FIRST, REPEATED)
-        else:
-            run_passes(trial, (), (fold_batchnorms,))
+        run_passes(trial, PASSES if reparameterize else (fold_batchnorms,))
         rows = tuple(edit.fusion for edit in trial.edits if edit.fusion is not None)
         refused, notes = tuple(trial.refused.values()), tuple(trial.notes)
         record = tuple(edit.record() for edit in trial.edits)

@@ -18,19 +18,16 @@ from torchq.fusion.batchnorm.fold import plan_fold
 from torchq.fusion.batchnorm.pairs import find_pairs
 from torchq.fusion.modules import is_norm
 from torchq.fusion.reparam.blocks import plan_blocks
-from torchq.fusion.reparam.traced_sums import plan_unknown_blocks
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import progress_bar
 
 __all__ = [
-    "FIRST",
-    "REPEATED",
+    "PASSES",
     "Edit",
     "Pass",
     "Trial",
     "fold_batchnorms",
     "merge_known_blocks",
-    "merge_unknown_blocks",
     "run_passes",
 ]
 
@@ -90,17 +87,6 @@ class Trial:
                 count += 1
         return count
 
-    def forget_refusals(self) -> None:
-        """Forget refusals of blocks that were merged otherwise, and of BatchNorms.
-
-        BatchNorms are about to be looked at again.
-        """
-        merged = {edit.fusion.name for edit in self.edits if edit.fusion is not None}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        for name in list(self.refused):
-            if name in merged or is_norm(modules.get(name)):
-                del self.refused[name]
-
     def bar(self, items: Sequence[Any], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""
         return progress_bar(items, description=description, enabled=self.progress, unit="module")
@@ -117,17 +103,7 @@ def merge_known_blocks(trial: Trial) -> int:
     After: ``act(conv3x3(x))``, at the attribute that the family's deployed form has.
     """
     modules = list(trial.model.named_modules())
-    return trial.carry_out(plan_blocks(trial.model, trial.bar(modules, "merge blocks")))
-
-
-def merge_unknown_blocks(trial: Trial) -> int:
-    """Merge additions of linear branches that the trace of any other module shows.
-
-    Before: ``act(bn(wide(x)) - gate * slim(x))`` in a module of any class.
-    After: ``act(merged(x))`` in a traced module of the same class name.
-    """
-    modules = list(trial.model.named_modules())
-    return trial.carry_out(plan_unknown_blocks(trial.model, trial.bar(modules, "trace branches")))
+    return trial.carry_out(plan_blocks(trial.bar(modules, "merge blocks")))
 
 
 def fold_batchnorms(trial: Trial) -> int:
@@ -144,7 +120,9 @@ def fold_batchnorms(trial: Trial) -> int:
             return 0
         raise
     pairs, refusals = find_pairs(trial.model, flow, constant_pad=trial.constant_pad)
-    trial.forget_refusals()
+    modules = dict(trial.model.named_modules(remove_duplicate=False))
+    for name in [name for name in trial.refused if is_norm(modules.get(name))]:
+        del trial.refused[name]  # it has just been looked at again
     trial.notes = list(notes)
     planned = [
         plan_fold(trial.model, pair, verify=trial.verify)
@@ -155,37 +133,13 @@ def fold_batchnorms(trial: Trial) -> int:
     return count
 
 
-#: Passes that run once at the start, each until it finds nothing.
-FIRST: tuple[Pass, ...] = (merge_known_blocks, merge_unknown_blocks)
-
-#: Passes that then take turns until one of them finds nothing: a branch that could not be
-#: followed because of its BatchNorm may be one convolution once the BatchNorm is folded.
-REPEATED: tuple[Pass, ...] = (fold_batchnorms, merge_unknown_blocks)
+#: The passes in their order: a BatchNorm inside a block goes with the block.
+PASSES: tuple[Pass, ...] = (merge_known_blocks, fold_batchnorms)
 
 
-def run_passes(
-    trial: Trial, first: Sequence[Pass] = FIRST, repeated: Sequence[Pass] = REPEATED
-) -> None:
-    """Run the passes on a trial.
-
-    Args:
-        trial: its model is changed, its edits, refusals and notes are filled.
-        first: run one after the other.
-        repeated: run in turns, until one of them changes nothing.
-    """
-    for merge in first:
-        _run_to_end(trial, merge)
-    while all(_run_to_end(trial, merge) for merge in repeated):
-        if len(repeated) == 1:
-            return
-
-
-def _run_to_end(trial: Trial, merge: Pass) -> int:
-    """Run one pass until it finds nothing; return how many merges it made."""
-    total = 0
-    for _ in range(_MOST_ROUNDS):
-        count = merge(trial)
-        total += count
-        if not count:
-            break
-    return total
+def run_passes(trial: Trial, passes: Sequence[Pass] = PASSES) -> None:
+    """Run passes on a trial, one after the other, each until it finds nothing."""
+    for merge in passes:
+        for _ in range(_MOST_ROUNDS):
+            if not merge(trial):
+                break

@@ -18,7 +18,6 @@ from torch import nn
 from torchq.fusion import schema
 from torchq.fusion.batchnorm.fold import fold_from_record
 from torchq.fusion.reparam.blocks import block_from_record
-from torchq.fusion.reparam.traced_sums import addition_from_record
 from torchq.utils import undone_on_error
 
 __all__ = ["apply_fusion_record_", "fusion_record", "recording"]
@@ -36,7 +35,6 @@ class _Change(Protocol):
 
 #: Kind of an entry -> function that checks it against a model and returns the change.
 _KINDS: dict[str, Callable[[nn.Module, Entry], _Change]] = {
-    "addition": addition_from_record,
     "batchnorm": fold_from_record,
     "block": block_from_record,
 }

@@ -23,7 +23,7 @@ class Fusion:
             re-parameterised block.
         parts: paths of the modules that were merged into it.
         error: largest difference on random inputs in float64, relative to the largest output.
-        found_by: ``"fx"``, ``"recorder"``, ``"names"`` or ``"gradients"``.
+        found_by: ``"fx"``, ``"recorder"`` or ``"names"``.
         scale: for BatchNorms the largest ``|weight / sqrt(var + eps)|``; a large one (a dead
             channel) ruins per-tensor ranges.
         spread_before, spread_after: largest over median per-channel magnitude of the weight; None

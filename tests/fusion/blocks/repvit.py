@@ -51,7 +51,9 @@ class Classifier(nn.Module):
 
 
 CASES = {
-    "repvit-dw": Case(lambda: RepVGGDW(8), 8, "unknown block", None),
-    "repvit-residual": Case(lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), 8, "unknown block", None),
-    "repvit-nested": Case(lambda: Residual(RepVGGDW(8)), 8, "unknown block", None),
+    "repvit-dw": Case(lambda: RepVGGDW(8), 8, "repvit-depthwise", None),
+    "repvit-residual": Case(
+        lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), 8, "repvit-residual", None
+    ),
+    "repvit-nested": Case(lambda: Residual(RepVGGDW(8)), 8, "repvit-residual", None),
 }

@@ -68,5 +68,5 @@ CASES = {
     "qarepvgg": Case(lambda: QARepVGG(8, 8), 8, "qarepvgg", "rbr_reparam"),
     "qarepvgg-stride": Case(lambda: QARepVGG(8, 16, stride=2), 8, "qarepvgg", "rbr_reparam"),
     "qarepvgg-v2": Case(lambda: QARepVGG(8, 8, groups=2, avg=True), 8, "qarepvgg", "rbr_reparam"),
-    "csla": Case(lambda: LinearAddBlock(8), 8, "unknown block", "merged"),
+    "csla": Case(lambda: LinearAddBlock(8), 8, "yolov6-linear-add", None),
 }

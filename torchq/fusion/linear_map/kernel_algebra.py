@@ -173,7 +173,6 @@ def identity_kernel(
     window: Sequence[int],
     *,
     at: Sequence[int] | None = None,
-    device: torch.device | None = None,
 ) -> Tensor:
     """Return the kernel of ``x -> x``: a one in ``[i, i mod (channels / groups)]``.
 
@@ -185,12 +184,11 @@ def identity_kernel(
         groups: a divisor of ``channels``.
         window: the extent of each spatial axis.
         at: the position of the ones in the window; default the centre.
-        device: default the CPU.
     """
     per_group = channels // groups
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device=device)
-    rows = torch.arange(channels, device=device)
+    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
+    rows = torch.arange(channels, device="cpu")
     ones: tuple[Any, ...] = (rows, rows % per_group, *position)
     kernel[ones] = 1.0
     return kernel
@@ -201,8 +199,6 @@ def avg_pool_kernel(
     groups: int,
     window: Sequence[int],
     divisor: int | None = None,
-    *,
-    device: torch.device | None = None,
 ) -> Tensor:
     """Return the kernel of an average pool that counts its padding.
 
@@ -211,11 +207,10 @@ def avg_pool_kernel(
         groups: a divisor of ``channels``.
         window: the extent of each spatial axis.
         divisor: what the window's sum is divided by; default the window's size.
-        device: default the CPU.
     """
     per_group = channels // groups
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device=device)
-    rows = torch.arange(channels, device=device)
+    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
+    rows = torch.arange(channels, device="cpu")
     kernel[rows, rows % per_group] = 1.0 / (divisor or math.prod(window))
     return kernel
 

@@ -74,7 +74,7 @@ def collapse(
         NotAffine: an operation is not linear, or is missing in
             :mod:`torchq.fusion.linear_map.symbolic_ops`.
     """
-    source: Any = AffineTensor.identity(object(), in_channels, spatial_dims)
+    source: Any = AffineTensor.identity(in_channels, spatial_dims)
     with torch.no_grad():
         result: Any = function(source)
         if not isinstance(result, AffineTensor):
@@ -217,7 +217,7 @@ def _kernel_from_gradients(
 
 
 def _as_affine(geometry: Geometry, value: KernelBias) -> Affine:
-    return Affine(object(), geometry, lambda: value)
+    return Affine(geometry, lambda: value)
 
 
 def _extract_linear(function: Function, in_channels: int) -> tuple[Geometry, KernelBias]:

@@ -82,90 +82,44 @@ class Affine:
     """A map of ``source``; immutable, evaluated by :attr:`value`.
 
     Attributes:
-        source: a token of the tensor that this is a map of; only maps of one source can be added.
         geometry: see :class:`Geometry`.
-        layers: the number of convolutions, BatchNorms and pools in it.
-        additions: the number of additions of maps in it.
-        cost: multiplications per output position of the layers that it replaces.
         is_identity: it is the source itself.
-        device: where kernels are computed; the CPU by default.
     """
 
     def __init__(
         self,
-        source: object,
         geometry: Geometry,
         build: Callable[[], KernelBias],
-        layers: int = 0,
-        additions: int = 0,
-        cost: int = 0,
+        *,
         is_identity: bool = False,
-        device: torch.device | None = None,
     ) -> None:
-        self.source, self.geometry, self._build = source, geometry, build
-        self.layers, self.additions, self.cost = layers, additions, cost
-        self.is_identity, self.device = is_identity, device
+        self.geometry, self._build, self.is_identity = geometry, build, is_identity
 
     @classmethod
-    def identity(
-        cls: type[A],
-        source: object,
-        channels: int,
-        spatial_dims: int,
-        device: torch.device | None = None,
-    ) -> A:
-        """Return the source itself as a map of it.
-
-        Args:
-            source: any object that stands for the tensor.
-            channels: those of the tensor.
-            spatial_dims: those of the tensor.
-            device: where kernels are computed.
-        """
+    def identity(cls: type[A], channels: int, spatial_dims: int) -> A:
+        """Return the source itself, of this many channels and spatial dimensions."""
         geometry = Geometry.pointwise(channels, spatial_dims)
 
         def build() -> KernelBias:
             window = geometry.window
-            kernel = kernel_algebra.identity_kernel(channels, channels, window, device=device)
+            kernel = kernel_algebra.identity_kernel(channels, channels, window)
             return KernelBias(kernel, kernel.new_zeros(channels))
 
-        return cls(source, geometry, build, is_identity=True, device=device)
+        return cls(geometry, build, is_identity=True)
 
     @cached_property
     def value(self) -> KernelBias:
         """The dense kernel ``(out_channels, in_channels / groups, *window)`` and bias, float64."""
         return self._build()
 
-    def derive(
-        self: A,
-        geometry: Geometry,
-        build: Callable[[], KernelBias],
-        *,
-        layers: int = 0,
-        additions: int = 0,
-        cost: int = 0,
-    ) -> A:
-        """Return a map of the same source that contains this one.
-
-        Args:
-            geometry: the geometry of the new map.
-            build: computes its kernel.
-            layers: further convolutions, BatchNorms and pools.
-            additions: further additions of maps.
-            cost: further multiplications per output position.
-        """
-        counts = (self.layers + layers, self.additions + additions, self.cost + cost)
-        return type(self)(self.source, geometry, build, *counts, device=self.device)
-
     # -- maps of maps --------------------------------------------------------------------------
 
-    def scale(self: A, scale: Tensor | None, shift: Tensor | None, *, layers: int = 0) -> A:
+    def scale(self: A, scale: Tensor | None, shift: Tensor | None) -> A:
         """Return ``scale * self + shift``.
 
         Args:
             scale: one value per channel, or one for all; None for one.
             shift: one value per channel, or one for all; None for zero.
-            layers: the number of layers that this stands for.
         """
 
         def build() -> KernelBias:
@@ -174,10 +128,10 @@ class Affine:
             term = torch.zeros_like(bias) if shift is None else self._per_channel(shift)
             return kernel_algebra.fold_affine_after(kernel, bias, factor, term)
 
-        return self.derive(self.geometry, build, layers=layers)
+        return type(self)(self.geometry, build)
 
     def _per_channel(self, value: Tensor) -> Tensor:
-        value = value.to(device=self.device, dtype=torch.float64).reshape(-1)
+        value = value.to(torch.float64).reshape(-1)
         return value.expand(self.geometry.out_channels)
 
     def convolve(
@@ -215,7 +169,7 @@ class Affine:
             return KernelBias(dense, zeros if bias is None else bias.double())
 
         if self.is_identity:
-            return self.derive(geometry, second, layers=1, cost=weight.numel())
+            return type(self)(geometry, second)
         self.check_zero_padding(geometry.before, geometry.after)
         merged = _composed(first, geometry)
 
@@ -226,7 +180,7 @@ class Affine:
             outer = outer._replace(kernel=regroup_kernel(outer.kernel, geometry.groups, groups))
             return kernel_algebra.compose(inner, outer, groups=groups, stride=first.stride)
 
-        return self.derive(merged, build, layers=1, cost=weight.numel())
+        return type(self)(merged, build)
 
     def check_zero_padding(self, before: Ints, after: Ints) -> None:
         """Raise :class:`NotAffine` unless zeros around this map are zeros around the source.
@@ -262,17 +216,15 @@ class Affine:
             before=tuple(b + n * s for b, n, s in zip(g.before, before, g.stride, strict=True)),
             after=tuple(a + n * s for a, n, s in zip(g.after, after, g.stride, strict=True)),
         )
-        return self.derive(wide, lambda: self.value)
+        return type(self)(wide, lambda: self.value)
 
     def add_map(self: A, other: Affine) -> A:
         """Return the sum of two maps of one source.
 
         Raises:
-            NotAffine: the maps differ in source, channels, stride or output size.
+            NotAffine: the maps differ in channels, stride or output size.
         """
         a, b = self.geometry, other.geometry
-        if other.source is not self.source:
-            raise NotAffine("a sum of maps of two different tensors")
         channels = (a.in_channels, a.out_channels)
         if (channels, a.stride, a.extent) != (
             (b.in_channels, b.out_channels),
@@ -285,12 +237,7 @@ class Affine:
         def build() -> KernelBias:
             return kernel_algebra.add_branches([self.fit(merged), other.fit(merged)])
 
-        counts = {
-            "layers": other.layers,
-            "additions": other.additions + 1,
-            "cost": other.cost,
-        }
-        return self.derive(merged, build, **counts)
+        return type(self)(merged, build)
 
     def fit(self, target: Geometry) -> KernelBias:
         """Return the kernel written with the window, padding and groups of ``target``."""

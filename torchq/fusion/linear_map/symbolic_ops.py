@@ -199,7 +199,7 @@ def _batch_norm(
     if running_mean.numel() != channels:
         raise NotAffine(f"BatchNorm of {running_mean.numel()} channels on {channels}")
     affine = kernel_algebra.batch_norm_affine(running_mean, running_var, weight, bias, eps)
-    return a.scale(*affine, layers=1)
+    return a.scale(*affine)
 
 
 def _ints(value: Any, spatial_dims: int) -> Ints:
@@ -259,9 +259,7 @@ def _avg_pool(
     if ceil_mode or (any(pads) and not count_include_pad):
         raise NotAffine("an average pool whose divisor varies with the position")
     steps = window if stride is None or stride == [] else _ints(stride, dims)
-    kernel = kernel_algebra.avg_pool_kernel(
-        channels, channels, window, divisor_override, device=a.device
-    )
+    kernel = kernel_algebra.avg_pool_kernel(channels, channels, window, divisor_override)
     geometry = Geometry(channels, channels, channels, window, pads, pads, steps)
     return a.convolve(kernel, None, geometry)
 

@@ -20,7 +20,7 @@ from torchq.fusion.reparam.rule import BLOCKS, BlockRule, attributes_like, rule_
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import copy_module, set_submodule
 
-__all__ = ["BlockEdit", "block_from_record", "find_blocks", "known_block_at", "plan_blocks"]
+__all__ = ["BlockEdit", "block_from_record", "find_blocks", "plan_blocks"]
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,6 @@ class BlockEdit:
         return {"kind": "block", "path": self.path, "family": self.rule.name, "layers": layers}
 
 
-def known_block_at(model: nn.Module, record: Mapping[str, Any]) -> tuple[nn.Module, BlockRule]:
-    """Return the block and the rule that an entry with ``path`` and ``family`` names.
-
-    Raises:
-        ConfigError: the entry is damaged, or no such family is registered.
-        FuseError: the module at the path is no block of the family that has its branches.
-    """
-    path, rule = schema.text(record, "path"), BLOCKS[schema.text(record, "family")]
-    block = dict(model.named_modules(remove_duplicate=False)).get(path)
-    if block is None or not rule.matches(block):
-        got = "no such module" if block is None else f"a {type(block).__name__}"
-        raise FuseError(
-            f"apply_fusion_record_: {path or '(root)'}: got {got}; expected a {rule.name} block"
-            " with its branches. Build the model as it was before fuse_"
-        )
-    return block, rule
-
-
 def block_from_record(model: nn.Module, record: Mapping[str, Any]) -> BlockEdit:
     """Return the merge that :meth:`BlockEdit.record` describes, with layers of zeros.
 
@@ -86,7 +68,14 @@ def block_from_record(model: nn.Module, record: Mapping[str, Any]) -> BlockEdit:
         FuseError: ``model`` has no such block.
     """
     schema.expect_keys(record, "kind", "path", "family", "layers")
-    block, rule = known_block_at(model, record)
+    path, rule = schema.text(record, "path"), BLOCKS[schema.text(record, "family")]
+    block = dict(model.named_modules(remove_duplicate=False)).get(path)
+    if block is None or not rule.matches(block):
+        got = "no such module" if block is None else f"a {type(block).__name__}"
+        raise FuseError(
+            f"apply_fusion_record_: {path or '(root)'}: got {got}; expected a {rule.name} block"
+            " with its branches. Build the model as it was before fuse_"
+        )
     layers = record["layers"]
     if not isinstance(layers, (list, tuple)):
         raise schema.damaged(record, "layers", "a list of layers")
@@ -94,7 +83,7 @@ def block_from_record(model: nn.Module, record: Mapping[str, Any]) -> BlockEdit:
     asked = _layers_asked_for(block, rule, merged)
     if asked != len(merged):
         raise schema.damaged(record, "layers", f"{asked} layers for a {rule.name} block")
-    return BlockEdit(record["path"], rule, merged)
+    return BlockEdit(path, rule, merged)
 
 
 def _layers_asked_for(
@@ -138,18 +127,11 @@ def find_blocks(model: nn.Module) -> list[tuple[str, BlockRule]]:
     return found
 
 
-def plan_blocks(
-    model: nn.Module, modules: Iterable[tuple[str, nn.Module]] | None = None
-) -> list[BlockEdit | Refusal]:
-    """Plan the merge of every known block, outermost first.
-
-    Args:
-        model: left unchanged.
-        modules: the paths and modules to look at; default all of ``model``.
-    """
+def plan_blocks(modules: Iterable[tuple[str, nn.Module]]) -> list[BlockEdit | Refusal]:
+    """Plan the merge of every known block among ``modules``, outermost first."""
     results: list[BlockEdit | Refusal] = []
     inside: tuple[str, ...] = ()
-    for path, block in model.named_modules() if modules is None else modules:
+    for path, block in modules:
         if inside and path.startswith(inside):
             continue
         result = _plan_block(path, block)

@@ -226,6 +226,28 @@ FAMILIES: tuple[BlockRule, ...] = (
         writes="cheap_operation",
         when=lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
     ),
+    # YOLOv6 CSLA: factors instead of BatchNorms in the branches, and no deployed form
+    BlockRule(
+        name="yolov6-linear-add",
+        has=("conv", "scale_conv", "conv_1x1", "scale_1x1"),
+        branches=("conv", "scale_conv", "conv_1x1", "scale_1x1", "scale_identity", "bn"),
+        bypass=("nonlinearity",),
+    ),
+    # RepViT
+    BlockRule(
+        name="repvit-depthwise",
+        has=("conv", "conv1", "bn"),
+        branches=("conv", "conv1", "bn"),
+        when=lambda b: _is_module(b, "conv", "bn") and is_layer(b.conv1),
+        loose=True,
+    ),
+    BlockRule(
+        name="repvit-residual",
+        has=("m", "drop"),
+        branches=("m",),
+        when=lambda b: _is_module(b, "m") and not isinstance(b.m, nn.ModuleList),
+        loose=True,
+    ),
     _two_heads("repvit-classifier", "classifier", "classifier_dist"),
     _two_heads("timm-distilled-classifier", "head", "head_dist"),
     # mmpretrain

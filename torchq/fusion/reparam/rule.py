@@ -46,9 +46,9 @@ class BlockRule:
         has: attributes that the training form has (they may be None).
         branches: attributes, as globs, that are removed; the first layer found in them gives
             spatial dimensions, channels and geometry.
-        writes: the attribute that receives the merged layer; with None the layer replaces the
-            whole block. A layer of the right geometry that is there already gets new parameters
-            and stays the same object.
+        writes: the attribute that receives the merged layer; with None it replaces the whole
+            block, in front of what ``bypass`` names. A layer of the right geometry that is there
+            already gets new parameters and stays the same object.
         bypass: attributes applied after the linear part; an Identity replaces them while the
             linear part is read.
         lacks: attributes that must be missing or None (the deployed form has them).
@@ -81,7 +81,7 @@ class BlockRule:
             return False
         return self.when is None or self.when(block)
 
-    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+    def convert(self, block: Any, merge: Merge) -> Any:
         """Bring ``block`` into its deployed form, in place.
 
         Args:
@@ -99,9 +99,9 @@ class BlockRule:
             else:
                 layer = merge(lambda x: linear(block, x), main)
         if self.writes is None:
-            new = layer.make()
-            assert isinstance(new, nn.Module)
-            return new
+            after = [getattr(block, name, None) for name in self.bypass]
+            behind = [module for module in after if isinstance(module, nn.Module)]
+            return nn.Sequential(layer.make(), *behind) if behind else layer.make()
         names = attributes_like(block, self.branches)
         remove(block, [name for name in names if name != self.writes])
         _write(block, self.writes, layer)
