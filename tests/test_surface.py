@@ -57,8 +57,8 @@ PROMISED: dict[str, str] = {
         make_calibrator methods sync
     """,
     "torchq.fusion": """
-        FAMILIES BlockRule ConstantPad FuseReport Fusion LayerRange RangeReport
-        Refusal RescalesOutput apply_fusion_record_ diagnose_ranges find_blocks fuse_
+        FAMILIES BlockRule ConstantPad FuseReport Fusion
+        Refusal RescalesOutput apply_fusion_record_ find_blocks fuse_
         fusion_record norm_affine register_block
     """,
     "torchq.nn": """

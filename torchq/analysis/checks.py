@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.analysis.layers import channel_axes
 from torchq.analysis.observation import Observation
 from torchq.functional import is_dead, reduce_amax
-from torchq.fusion.channel_ranges import spread_of
+from torchq.fusion.modules import TRANSPOSED
 from torchq.nn import QuantModule, TensorQuantizer, find_calls, quantized_as
 from torchq.utils import Registry
 
@@ -331,6 +331,16 @@ def weight_axis(patient: Patient) -> Iterator[Finding]:
             yield Finding("weight_axis", "error", paths[key], text, remedy)
 
 
+def _spread_of(layer: torch.nn.Module, weight: torch.Tensor) -> float:
+    """Return the largest over the median magnitude of output channels; 1 where all are alike."""
+    weight = weight.detach().double().abs()
+    if isinstance(layer, TRANSPOSED):
+        weight = weight.reshape(layer.groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+    peaks = weight.flatten(1).amax(1) if weight.numel() else weight.new_zeros(0)
+    peaks = peaks[peaks > 0]  # a channel that is all zero does not count
+    return (peaks.max() / peaks.median()).item() if peaks.numel() else 1.0
+
+
 @check("range_spread")
 def range_spread(patient: Patient) -> Iterator[Finding]:
     """Yield weights with one scale whose channels differ widely, as after merging branches."""
@@ -343,7 +353,7 @@ def range_spread(patient: Patient) -> Iterator[Finding]:
             continue
         if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.dim() < 2:
             continue
-        spread = spread_of(module, weight)
+        spread = _spread_of(module, weight)
         if spread > _SPREAD:
             text = (
                 f"its largest channel is {spread:.0f} times the median one, with one scale for all"

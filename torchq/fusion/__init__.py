@@ -6,7 +6,6 @@ See docs/fuse.md.
 from torchq.fusion import graph_passes
 from torchq.fusion.api import fuse_
 from torchq.fusion.batchnorm.fold import ConstantPad
-from torchq.fusion.channel_ranges import LayerRange, RangeReport, diagnose_ranges
 from torchq.fusion.modules import norm_affine
 from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.record import apply_fusion_record_, fusion_record
@@ -21,12 +20,9 @@ __all__ = [
     "ConstantPad",
     "FuseReport",
     "Fusion",
-    "LayerRange",
-    "RangeReport",
     "Refusal",
     "RescalesOutput",
     "apply_fusion_record_",
-    "diagnose_ranges",
     "find_blocks",
     "fuse_",
     "fusion_record",

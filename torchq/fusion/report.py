@@ -26,8 +26,6 @@ class Fusion:
         found_by: ``"fx"``, ``"recorder"`` or ``"names"``.
         scale: for BatchNorms the largest ``|weight / sqrt(var + eps)|``; a large one (a dead
             channel) ruins per-tensor ranges.
-        spread_before, spread_after: largest over median per-channel magnitude of the weight; None
-            where there was no single weight.
     """
 
     name: str
@@ -36,17 +34,11 @@ class Fusion:
     error: float
     found_by: str
     scale: float | None = None
-    spread_before: float | None = None
-    spread_after: float | None = None
 
     def __str__(self) -> str:
         """Return one row of the report."""
-        details = [self.kind, self.found_by, f"error {self.error:.0e}"]
-        if self.spread_after is not None:
-            before = "" if self.spread_before is None else f"{self.spread_before:.1f} -> "
-            details.append(f"spread {before}{self.spread_after:.1f}")
-        parts = ", ".join(self.parts)
-        return f"{self.name or '(root)'}  <- {parts}  [{', '.join(details)}]"
+        details = f"{self.kind}, {self.found_by}, error {self.error:.0e}"
+        return f"{self.name or '(root)'}  <- {', '.join(self.parts)}  [{details}]"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torchq.errors import FuseError
 from torchq.fusion import schema
 from torchq.fusion.batchnorm.check import error_of_fold_after, error_of_fold_before
 from torchq.fusion.batchnorm.pairs import Pair
-from torchq.fusion.channel_ranges import spread_of
 from torchq.fusion.linear_map.kernel_algebra import (
     KernelBias,
     fold_affine_after,
@@ -222,8 +221,7 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
     norm = model.get_submodule(pair.norm)
     scale, shift = norm_affine(norm)
     numbers: dict[str, LayerNumbers] = {}
-    error, spreads = 0.0, (0.0, 0.0)
-    pad = None
+    error, pad = 0.0, None
     for path in pair.layers:
         layer: Any = model.get_submodule(path)
         if pair.pads:
@@ -246,14 +244,12 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
                     f"folding it into {path} would be off by {found:.1e} (relative, float64);"
                     f" expected at most {limit:.0e}",
                 )
-        spread = (spread_of(layer, layer.weight), spread_of(layer, exact.kernel))
-        spreads = max(spreads, spread, key=lambda before_after: before_after[1])
     named = model.named_modules(remove_duplicate=False)
     norms = tuple(name for name, module in named if module is norm)
     kind = "norm before layer" if pair.before else "norm after layer"
     parts = (pair.norm, *pair.layers[1:])
     largest = scale.abs().max().item()
-    fusion = Fusion(pair.layers[0], kind, parts, error, pair.found_by, largest, *spreads)
+    fusion = Fusion(pair.layers[0], kind, parts, error, pair.found_by, largest)
     return FoldEdit(numbers, norms, pad, fusion)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchq.errors import FuseError
 from torchq.fusion import schema
-from torchq.fusion.channel_ranges import spread_of
 from torchq.fusion.linear_map.solve import TOLERANCE, Function, linear_map, relative_error
 from torchq.fusion.linear_map.symbolic import NotAffine
 from torchq.fusion.modules import block_obstacle, is_layer, is_norm, spatial_dims_of
@@ -201,19 +200,15 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
             f"merging would be off by {errors[-1]:.1e} (relative, float64);"
             f" expected at most {TOLERANCE:.0e}"
         )
-    fusion = _row(path, block, rule, layers, max(errors))
+    fusion = _row(path, block, rule, max(errors))
     return BlockEdit(path, rule, tuple(layers), fusion)
 
 
-def _row(
-    path: str, block: nn.Module, rule: BlockRule, layers: list[MergedLayer], error: float
-) -> Fusion:
+def _row(path: str, block: nn.Module, rule: BlockRule, error: float) -> Fusion:
     present = [n for n in attributes_like(block, rule.branches) if getattr(block, n) is not None]
     parts = tuple(f"{path}.{name}".lstrip(".") for name in present)
     name = path if rule.writes is None else f"{path}.{rule.writes}".lstrip(".")
-    before = max((spread_of(m, m.weight) for m in block.modules() if is_layer(m)), default=None)
-    after = max(spread_of(nn.Identity(), layer.value.kernel) for layer in layers)
-    return Fusion(name, rule.name, parts, error, "names", None, before, after)
+    return Fusion(name, rule.name, parts, error, "names")
 
 
 def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> float:
