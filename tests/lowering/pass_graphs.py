@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchq
-from torchq.graph import trace_or_culprit
+from torchq.graph import trace_or_none
 from torchq.lowering import Int8Conv, Int8Linear, QParams, passes
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.qdq import Dequantize, Quantize
@@ -129,9 +129,7 @@ ALL = {rewrite.__name__: rewrite for rewrite in (*passes.INSERT_QDQ, *passes.FUS
 
 
 def edit(case_modules: dict[str, nn.Module], forward: Callable[..., Any]) -> GraphEditor:
-    found = trace_or_culprit(
-        Model(forward, case_modules).eval(), lambda m: not isinstance(m, Model)
-    )
+    found = trace_or_none(Model(forward, case_modules).eval(), lambda m: not isinstance(m, Model))
     assert isinstance(found, fx.GraphModule)
     return GraphEditor(found, torch.float32)
 

@@ -25,11 +25,12 @@ from tests.lowering.pass_graphs import (
     picture,
     quantize,
 )
-from torchq.graph import trace_or_culprit
+from torchq.graph import trace_or_none
 from torchq.lowering import Int8Conv, QParams
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
 from torchq.lowering.modules.qdq import Dequantize, Quantize
+from torchq.lowering.ops.params import ConvParams
 
 
 def test_the_check_of_an_argument_survives() -> None:
@@ -37,7 +38,7 @@ def test_the_check_of_an_argument_survives() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return x if mask is None else x * mask
 
-    found = trace_or_culprit(Optional(), lambda m: False)
+    found = trace_or_none(Optional(), lambda m: False)
     assert isinstance(found, fx.GraphModule)
     editor = GraphEditor(found, torch.float32)
     assert apply(editor, "check_none_by_module")
@@ -247,3 +248,13 @@ def test_nobody_looks_for_nan_in_values_made_from_codes(
     editor = edit({"a": quantize(), "c": conv(), "d": dequantize()}, forward)
     assert apply(editor, "trust_finite_values") is expected
     assert only(editor, Quantize).finite is expected
+
+
+def test_of_two_convolutions_the_pointwise_one_adds() -> None:
+    strided = conv(params=ConvParams((2, 2), (0, 0), (1, 1)))
+    for forward in (lambda m, x, y: m.a(x) + m.b(y), lambda m, x, y: m.b(y) + m.a(x)):
+        editor = edit({"a": conv(), "b": strided}, forward)
+        assert apply(editor, "fuse_add")
+        (node,) = [n for n in editor.graph.nodes if n.op == "call_module" and len(n.args) == 2]
+        layer = editor.layer(node)
+        assert isinstance(layer, Int8Conv) and layer.is_pointwise

@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 import torchq
 from tests.lowering.common import calibrated, sqnr
-from torchq.lowering.modules.qdq import Quantize
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> Non
 
 
 class Head(nn.Module):
-    """Looks at the size of its input, and keeps what it found."""
+    """Looks at the size of its input, and keeps what it found: it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,46 +174,26 @@ class Head(nn.Module):
         return self.layers(x) / self.seen
 
 
-class Join(nn.Module):
-    """No layer, no children."""
-
-    def forward(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors, 1)
-
-
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.join = nn.Conv2d(3, 2, 1), nn.Conv2d(2, 2, 1), Join()
-        self.mix, self.heads = nn.Conv2d(4, 4, 1), nn.ModuleList([Head(), Head()])
-        with torch.no_grad():
-            for parameter in self.second.parameters():
-                parameter.mul_(0.1)  # so that the readers of `first` have the same range
+        self.body = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1))
+        self.heads = nn.ModuleList([Head(), Head()])
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
-        first = self.first(x, *args, **kwargs).relu()
-        x = self.mix(self.join([first, self.second(first).relu()]))
-        x = F.interpolate(x.relu(), scale_factor=2)
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = F.interpolate(self.body(x).relu(), scale_factor=2)
         return [head(x) for head in self.heads]
 
 
-def test_parts_that_cannot_be_traced_are_called_from_the_graph_of_the_rest(images: Tensor) -> None:
+def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(images: Tensor) -> None:
     model = calibrated(Detector(), images)
     int8 = torchq.deploy(model, images)
-    assert isinstance(int8, fx.GraphModule)
-    assert type(int8.get_submodule("heads.0")) is Head
-    assert graphs(int8) == 3  # the whole, and what the heads call
-    other = images[:1, :, :, :7]
-    for x in (images, other):
+    assert type(int8) is Detector and type(int8.get_submodule("heads.0")) is Head
+    assert graphs(int8) == 3  # the body, and what the heads call
+    for x in (images, images[:1, :, :, :7]):
         assert all(
             sqnr(got, expected) > 40 for got, expected in zip(int8(x), model(x), strict=True)
         )
-    # The image alone: codes go through the concatenation that has a module of its own.
-    assert [
-        name
-        for name, m in int8.named_modules()
-        if isinstance(m, Quantize) and not name.startswith("heads")
-    ] == ["first_input"]
     # Without an example nobody would notice missing arguments, or that a container is indexed.
     assert graphs(torchq.deploy(model)) == 0
 

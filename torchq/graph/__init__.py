@@ -28,7 +28,7 @@ from torchq.graph.tracing import (
     trace,
     trace_call,
     trace_modules,
-    trace_or_culprit,
+    trace_or_none,
 )
 
 __all__ = [
@@ -67,5 +67,5 @@ __all__ = [
     "trace",
     "trace_call",
     "trace_modules",
-    "trace_or_culprit",
+    "trace_or_none",
 ]

@@ -73,46 +73,15 @@ def _number_of_parts(node: fx.Node) -> int | None:
 
 
 class ModuleTracer(ForwardTracer):
-    """The tracer of whole models: calls of leaf modules stay whole.
+    """The tracer of whole models: calls of leaf modules stay whole."""
 
-    Attributes:
-        culprit: the innermost module whose code could not be traced.
-    """
-
-    def __init__(
-        self, is_leaf: Callable[[nn.Module], bool], assume_no_varargs: bool = False
-    ) -> None:
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
-        self._leaf, self._assume_no_varargs = is_leaf, assume_no_varargs
-        self.culprit: nn.Module | None = None
+        self._leaf = is_leaf
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True for modules that stay single calls."""
         return self._leaf(m)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Trace a call of a module; see :meth:`torch.fx.Tracer.call_module`."""
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            if self.culprit is None and not self._leaf(m):
-                self.culprit = m
-            raise
-
-    def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the arguments of the model; see :meth:`torch.fx.Tracer.create_args_for_root`."""
-        function, values = super().create_args_for_root(*args, **kwargs)
-        if self._assume_no_varargs:
-            values = [self._without_varargs(value) for value in values]
-        return function, values
-
-    def _without_varargs(self, value: Any) -> Any:
-        """Return an empty tuple or dict in the place of ``*args`` and ``**kwargs``."""
-        name = str(value.node.target) if isinstance(value, fx.Proxy) else ""
-        if not name.startswith("*"):
-            return value
-        self.graph.erase_node(value.node)
-        return {} if name.startswith("**") else ()
 
     def create_arg(self, a: Any) -> Any:
         """Turn a value into part of the graph; see :meth:`torch.fx.Tracer.create_arg`.
@@ -238,28 +207,14 @@ def trace_modules(
     return _traced(tracer, model, given)
 
 
-def trace_or_culprit(
-    model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, assume_no_varargs: bool = False
-) -> fx.GraphModule | nn.Module:
-    """Trace ``model`` as :func:`trace_modules` does, or name what stands in the way.
-
-    Args:
-        model: left unchanged.
-        is_leaf: which modules stay one ``call_module`` node.
-        assume_no_varargs: see :class:`ModuleTracer`.
-
-    Returns:
-        The traced model; or, if that fails, the module whose code cannot be traced: ``model``
-        itself or one of its parts.
-    """
-    tracer = ModuleTracer(is_leaf, assume_no_varargs)
+def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:
+    """Trace ``model`` as :func:`trace_modules` does; return None if its code cannot be traced."""
     try:
-        return _traced(tracer, model, None)
+        return _traced(ModuleTracer(is_leaf), model, None)
     except Exception as error:  # code whose control flow looks at a tensor may raise anything
-        culprit = model if tracer.culprit is None else tracer.culprit
-        name = type(culprit).__name__
+        name = type(model).__name__
         log.debug("%s cannot be traced (%s: %s)", name, type(error).__name__, error)
-        return culprit
+        return None
 
 
 def _traced(

@@ -14,7 +14,7 @@ from torchq.errors import ExportError
 from torchq.graph import forward_hook_kind
 from torchq.lowering.calls import lower_calls_
 from torchq.lowering.graph.partition import fuse_layers
-from torchq.lowering.graph.traced_module import copy_plain_attributes
+from torchq.lowering.graph.traced_module import TracedModel, copy_plain_attributes
 from torchq.lowering.modules.base import Int8Layer
 from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
 from torchq.lowering.ops.onednn import saturates
@@ -74,7 +74,7 @@ def lower_model(
         next_stage()
         check = None if example is None else ReferenceCheck(simulated, example)
         if fuse:
-            result = fuse_layers(result, None if check is None else lambda m: check(m).problem)
+            result = _fused(result, check)
         next_stage()
         overflow = not reduce_range and _may_overflow(result)
         if overflow:
@@ -82,6 +82,27 @@ def lower_model(
         if check is not None:
             _report(check(result), fuse, overflow)
         return result
+
+
+def _fused(model: nn.Module, check: ReferenceCheck | None) -> nn.Module:
+    """Return a model with fused layers; the model itself, layer by layer, where none works.
+
+    Only an example shows that code around a part does no more than call it. A graph of the whole
+    is returned with wrong results too, which are an error: tracing must not change them.
+    """
+    if check is None:
+        return fuse_layers(model, careful=True)
+    for careful in (False, True):
+        fused = fuse_layers(copy_module(model), careful)
+        try:
+            problem = check(fused).problem
+        except Exception as error:  # the model's own code, which may read anything of its parts
+            log.debug("deploy: with fused layers: %s: %s", type(error).__name__, error)
+            continue
+        if not problem or isinstance(fused, TracedModel):
+            return fused
+        log.debug("deploy: with fused layers: %s", problem)
+    return model
 
 
 def simulated_copy(model: nn.Module) -> nn.Module:

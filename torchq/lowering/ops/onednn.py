@@ -7,7 +7,6 @@ than computing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -52,9 +51,6 @@ _OPERATORS = (
 _ACTIVATIONS_3D = ("none",)
 #: The activations that the convolution applies behind a residual.
 _ACTIVATIONS_AFTER_ADD = ("none", "relu")
-#: The bytes of a sum from which on a product adds: its kernel takes four times the memory of a
-#: convolution's, and copying less costs little.
-_LARGE = 2**20
 
 
 @lru_cache
@@ -167,65 +163,22 @@ def _plain(
 
 
 def _adding(
-    shape: Sequence[int],
-    weights: Int8Weights,
-    params: ConvParams,
-    epilogue: Epilogue,
-) -> Run:
-    """Return the convolution that adds a residual in its kernel."""
-    dtype = epilogue.dtype
-    pointwise = params.is_pointwise(weights.codes.shape)
-    size = math.prod((shape[0], len(weights.codes), *shape[2:])) * dtype.itemsize
-    if pointwise and size >= _LARGE and _convolution_copies():
-        add = _add_product(weights, epilogue)
-    else:
-        add = _add_convolution(shape, weights, params, epilogue)
-    return lambda x, residual: add(x, _target(residual, dtype))
-
-
-def _add_convolution(
     shape: Sequence[int], weights: Int8Weights, params: ConvParams, epilogue: Epilogue
 ) -> Run:
-    """Return the convolution that is added to a tensor in place."""
-    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
-    packed = packed_conv(shape, weights, params)
-    before, after = packed[:-1], (packed.bias, *as_lists(params), *_sum_post_op(epilogue))
-    return lambda x, target: operator(x, *before, target, *after)
+    """Return the convolution that adds a residual in its kernel.
 
-
-def _add_product(weights: Int8Weights, epilogue: Epilogue) -> Run:
-    """Return the pointwise convolution that is added to a tensor in place, as a matrix product."""
-    operator: Any = torch.ops.onednn.qlinear_pointwise.binary
-    packed = packed_linear(weights)
-    before, after = packed[:-1], (packed.bias, *_sum_post_op(epilogue))
-
-    def run(x: Tensor, target: Tensor) -> Tensor:
-        # The channels of a pixel are a row, which is how images lie in memory.
-        rows, sums = x.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1)
-        y: Tensor = operator(rows, *before, sums, *after)
-        return y.permute(0, 3, 1, 2)
-
-    return run
-
-
-@lru_cache
-def _convolution_copies() -> bool:
-    """Return True if torch's convolution returns a copy of the tensor that it has added to.
-
-    Torch 2.9 returns the tensor itself, torch 2.15 a copy, which can take longer than convolving.
-    Its product of matrices returns the tensor itself.
+    The kernel adds in place, to a copy of the residual in the dtype of the output.
     """
-    target = torch.zeros(1, 16, 1, 1, dtype=torch.float32, device="cpu")
-    codes = torch.ones(16, 16, 1, 1, dtype=torch.int8, device="cpu")
-    weights = Int8Weights(codes, target.new_ones(16), None, 1.0, 0)
-    params = ConvParams((1, 1), (0, 0), (1, 1))
-    add = _add_convolution(target.shape, weights, params, Epilogue())
-    return add(target.to(torch.uint8), target).data_ptr() != target.data_ptr()
+    operator: Any = torch.ops.onednn.qconv2d_pointwise.binary
+    packed, dtype, last = packed_conv(shape, weights, params), epilogue.dtype, torch.channels_last
+    before, after = packed[:-1], (packed.bias, *as_lists(params), *_sum_post_op(epilogue))
 
+    def add(x: Tensor, residual: Tensor) -> Tensor:
+        target = residual.to(dtype, memory_format=last, copy=True)
+        result: Tensor = operator(x, *before, target, *after)
+        return result
 
-def _target(residual: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the residual that a kernel adds to in place, of the output's dtype."""
-    return residual.to(dtype, memory_format=torch.channels_last, copy=True)
+    return add
 
 
 def _sum_post_op(epilogue: Epilogue) -> tuple[Any, ...]:

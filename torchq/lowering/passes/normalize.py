@@ -6,7 +6,7 @@ import operator
 
 from torch import fx, nn
 
-from torchq.graph import forward_hook_kind, trace_or_culprit
+from torchq.graph import forward_hook_kind, trace_or_none
 from torchq.lowering.graph import match
 from torchq.lowering.graph.editor import GraphEditor
 from torchq.lowering.graph.traced_module import AssertNone, BuildDict, nth_chunk
@@ -90,8 +90,8 @@ def _returns_its_input(module: nn.Module) -> bool:
     changed = forward_hook_kind(module) is not None or "forward" in vars(module)
     if changed or module.state_dict() or next(module.children(), None) is not None:
         return False
-    found = trace_or_culprit(module, lambda part: False)
-    if not isinstance(found, fx.GraphModule):
+    found = trace_or_none(module, lambda part: False)
+    if found is None:
         return False
     first, *_, last = found.graph.nodes
     value = last.args[0]
