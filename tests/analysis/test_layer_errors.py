@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,6 @@ def test_local_and_accumulated_error_are_those_of_separate_runs() -> None:
             found.flatten().double(), expected.flatten().double(), dim=0
         )
         assert row.cosine == pytest.approx(float(cosine), abs=1e-6)
-        assert row.max_error == pytest.approx(float((found - expected).abs().max()), rel=1e-5)
-        assert row.local_max_error == pytest.approx(float((local - expected).abs().max()), rel=1e-5)
 
 
 def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() -> None:
@@ -94,11 +93,12 @@ def test_the_work_is_that_of_three_passes() -> None:
 
 
 @torch.no_grad()
-def test_large_outputs_are_compared_on_the_first_images() -> None:
-    """Expect the figures of the first five images: 96 elements of 24 each, rounded up to a few."""
+@pytest.mark.parametrize(("channels", "compared"), [(60, 5), (128, 4)])
+def test_large_outputs_are_compared_on_the_first_images(channels: int, compared: int) -> None:
+    """Expect about 2**18 elements of 1024 for each channel, and four images at least."""
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Conv2d(2, 6, 1), nn.Flatten(2), nn.Linear(4, 4))
-    images = torch.randn(9, 2, 2, 2)
+    model = nn.Sequential(nn.Conv2d(2, channels, 1), nn.AdaptiveAvgPool2d(1))
+    images = torch.randn(7, 2, 32, 32)
     quantized(model, [images], bits=4)
     seen: list[int] = []
     forward = model[0].forward
@@ -108,22 +108,16 @@ def test_large_outputs_are_compared_on_the_first_images() -> None:
         return forward(x)
 
     model[0].forward = counted
-    few = torchq.layer_errors(model, [images], sample=100, progress=False)
-    assert seen == [9, 5, 9]
+    few = torchq.layer_errors(model, [images], progress=False)
+    assert seen == [7, compared, 7]
     del model[0].forward
-    whole = torchq.layer_errors(model, [images], progress=False)
-    first = torchq.layer_errors(model, [images[:5]], sample=None, progress=False)
-    for row, expected, other in zip(few.rows, first.rows, whole.rows, strict=True):
-        assert row == expected != other
-    assert few.output_sqnr == whole.output_sqnr
-    least = torchq.layer_errors(model, [images], sample=1, progress=False)
-    expected = torchq.layer_errors(model, [images[:4]], sample=None, progress=False)
-    assert least.rows == expected.rows
+    first = torchq.layer_errors(model, [images[:compared]], progress=False)
+    assert few.rows[0] == first.rows[0]
 
 
 def test_a_layer_that_mixes_images_gets_all_of_them() -> None:
     """Let the order of the dimensions be (L, N, E), as in torch's attention by default."""
-    attention = nn.MultiheadAttention(4, 2)
+    attention, seen = nn.MultiheadAttention(512, 2), []
 
     class Sequences(nn.Module):
         def __init__(self) -> None:
@@ -133,12 +127,17 @@ def test_a_layer_that_mixes_images_gets_all_of_them() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x, x, x)[0]
 
-    batch = torch.randn(9, 2, 4)
+    batch = torch.randn(9, 80, 512)
     model = quantized(Sequences(), [batch], bits=4)
-    few = torchq.layer_errors(model, [batch], sample=1, progress=False).rows[0]
-    whole = torchq.layer_errors(model, [batch], sample=None, progress=False).rows[0]
-    assert few.quantizers == whole.quantizers
-    assert few.local_sqnr == pytest.approx(whole.local_sqnr, abs=6)
+    forward = model.attention.forward
+
+    def counted(query: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(len(query))
+        return forward(query, *rest, **options)
+
+    model.attention.forward = counted
+    torchq.layer_errors(model, [batch], progress=False)
+    assert seen == [9, 9, 9]
 
 
 def test_clipping_codes_and_dead_channels() -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.formats import Candidate
 from torchq.errors import ConfigError
+from torchq.swap import Decision
 
-#: Kind of budget -> what it means.
-BUDGETS = {
-    "mean_bits": "mean width of the weights",
-    "bytes": "bytes of the weights",
-    "bit_operations": "multiplications for one input, times the widths of both factors",
-}
-_FLOAT_BITS = 32
+#: Kinds of budget.
+BUDGETS = ("mean_bits", "bytes", "bit_operations")
+FLOAT_BITS = 32
 
 
 @dataclass
@@ -61,12 +57,28 @@ def gather_facts(
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
 
     facts = {name: LayerFacts(_weight_count(model.get_submodule(name))) for name in names}
-    alive: list[Any] = []  # An address is unique only as long as its tensor lives.
+    alive: list[Tensor] = []  # An address is unique only as long as its tensor lives.
+    started: list[int] = []
     with torch.no_grad(), FlopCounterMode(display=False) as counter, ExitStack() as stack:
         for name in names:
+
+            def before(module: nn.Module, args: Any, facts: LayerFacts = facts[name]) -> None:
+                started.append(counter.get_total_flops())
+                if args and isinstance(args[0], Tensor) and args[0].numel():
+                    x = args[0]
+                    version = 0 if x.is_inference() else x._version
+                    facts.reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
+                    alive.append(x)
+
+            def after(
+                module: nn.Module, args: Any, output: Any, facts: LayerFacts = facts[name]
+            ) -> None:
+                flops = counter.get_total_flops() - started.pop()
+                facts.multiplications += flops / 2 / max(size, 1)
+
             layer = model.get_submodule(name)
-            stack.enter_context(_counted(layer, facts[name], counter, size))
-            stack.callback(layer.register_forward_pre_hook(_noted(facts[name], alive)).remove)
+            stack.callback(layer.register_forward_pre_hook(before).remove)
+            stack.callback(layer.register_forward_hook(after).remove)
         run()
     return facts
 
@@ -76,47 +88,19 @@ def _weight_count(module: nn.Module) -> int:
     return sum(p.numel() for p in own or module.parameters() if p.dim() > 1)
 
 
-def _noted(facts: LayerFacts, alive: list[Any]) -> Callable[..., None]:
-    """Return a hook that notes which tensor each call of a layer reads."""
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].numel():
-            x = args[0]
-            version = 0 if x.is_inference() else x._version
-            facts.reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
-            alive.append(x)
-
-    return before
+def widths_of(decision: Decision | None) -> tuple[int, int]:
+    """Return the bits of the weight and of the input of a layer; without a decision it is float."""
+    weight = None if decision is None else decision.weight
+    input = None if decision is None else decision.input
+    return (
+        FLOAT_BITS if weight is None else weight.format.bits,
+        FLOAT_BITS if input is None else input.format.bits,
+    )
 
 
-@contextmanager
-def _counted(module: nn.Module, facts: LayerFacts, counter: Any, size: int) -> Iterator[None]:
-    started: list[int] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        started.append(counter.get_total_flops())
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        facts.multiplications += (counter.get_total_flops() - started.pop()) / 2 / max(size, 1)
-
-    with ExitStack() as stack:
-        stack.callback(module.register_forward_pre_hook(before).remove)
-        stack.callback(module.register_forward_hook(after).remove)
-        yield
-
-
-def costs_of(
-    name: str, facts: LayerFacts, candidate: Candidate | None, total_weights: int
-) -> dict[str, float]:
-    """Return the cost of one layer by kind of budget; without a candidate it is float.
-
-    ``total_weights`` counts the elements of the weights of all layers.
-    """
-    weight_bits = input_bits = _FLOAT_BITS
-    if candidate is not None:
-        decision = candidate.decisions[name]
-        weight_bits = decision.weight.format.bits if decision.weight else _FLOAT_BITS
-        input_bits = decision.input.format.bits if decision.input else _FLOAT_BITS
+def costs_of(facts: LayerFacts, decision: Decision | None, total_weights: int) -> dict[str, float]:
+    """Return the cost of one layer by kind of budget, beside the weights of all layers."""
+    weight_bits, input_bits = widths_of(decision)
     return {
         "mean_bits": facts.weights * weight_bits / max(total_weights, 1),
         "bytes": facts.weights * weight_bits / 8,

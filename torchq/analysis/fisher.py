@@ -11,7 +11,7 @@ and 9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.metrics import class_axis, scores_in
+from torchq.analysis.metrics import Sums, add_sums, batch_size, class_axis, scores_in
 from torchq.errors import ConfigError
 
 #: Backward passes for each batch.
@@ -44,51 +44,43 @@ class Disturbance:
     run: Run
 
 
-def fisher_sums(
-    call: Callable[[], Any],
-    disturbances: Collection[Disturbance],
-    size: int,
-    number: int,
-    probes: int = PROBES,
-) -> dict[Any, list[float]]:
-    """Return for each key the sum of the estimates over one batch, and the number of predictions.
+def fisher_costs(
+    call: Callable[[Any], Any], batches: Iterable[Any], disturbances: Collection[Disturbance]
+) -> dict[Any, float]:
+    """Return the estimate of each key, for one prediction; those of one key happen together.
 
-    Args:
-        call: runs the float model on the batch.
-        disturbances: those of one key are taken to happen together.
-        size: images or sequences in the batch.
-        number: of the batch, which seeds the directions that are drawn.
-        probes: backward passes.
-
-    Raises:
-        ConfigError: The output has no gradient with respect to the layers, or no classes.
+    ``call`` runs the float model on a batch. A ConfigError says that its output has no gradient
+    with respect to the layers, or no classes.
     """
-    taps = _Taps(disturbances)
-    with torch.enable_grad(), taps.hooked():
-        output = call()
-        scores = _class_scores(output)
-    if not taps.points:
-        return {}
+    total: Sums = {}
+    for number, batch in enumerate(batches):
+        taps = _Taps(disturbances)
+        with torch.enable_grad(), taps.hooked():
+            scores = _class_scores(call(batch))
+        if taps.points:
+            gradients = _drawn_gradients(scores, taps.points, number)
+            predictions = float(scores.numel() // scores.shape[class_axis(scores)])
+            for key, value in taps.squares(gradients, batch_size(batch)).items():
+                add_sums(total, key, [value / (2 * PROBES), predictions])
+    return {key: value / max(count, 1.0) for key, (value, count) in total.items()}
+
+
+def _drawn_gradients(
+    scores: Tensor, points: Sequence[Tensor], number: int
+) -> list[Sequence[Tensor | None]]:
+    """Return gradients at ``points`` along random directions of batch ``number``."""
     generator = torch.Generator().manual_seed(number)
-    gradients: list[Sequence[Tensor | None]] = []
-    for probe in range(probes):
+    found: list[Sequence[Tensor | None]] = []
+    for probe in range(PROBES):
         with torch.enable_grad():
             along = (_drawn_direction(scores, generator) * scores).sum()
-        graph_kept = probe < probes - 1
-        found = torch.autograd.grad(along, taps.points, retain_graph=graph_kept, allow_unused=True)
-        gradients.append(found)
-    predictions = float(scores.numel() // scores.shape[class_axis(scores)])
-    with torch.no_grad():
-        squares = taps.squares(gradients, size)
-    return {key: [value / (2 * probes), predictions] for key, value in squares.items()}
+        kept = probe < PROBES - 1
+        found.append(torch.autograd.grad(along, points, retain_graph=kept, allow_unused=True))
+    return found
 
 
 def _class_scores(output: Any) -> Tensor:
-    """Return the first output with classes that a gradient leads to.
-
-    Raises:
-        ConfigError: There is none that a gradient leads to.
-    """
+    """Return the first output with classes that a gradient leads to; an error names what to do."""
     found = [scores for scores in scores_in(output) if scores.requires_grad]
     if not found:
         raise ConfigError(
@@ -152,11 +144,12 @@ class _Taps:
         # The sum is a new tensor, so that code in place does not change the one that is kept.
         return _mapped(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
 
+    @torch.no_grad()
     def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
-        """Return for each key the sum of squared products with the gradients.
+        """Return for each key the sum of squared products with the gradients, over samples.
 
-        The sum is over samples and over the gradients of all probes. The disturbances are
-        computed here, one at a time, so that they need not lie in memory together.
+        The disturbances are computed here, one at a time, so that they need not lie in memory
+        together.
         """
         products: dict[Any, list[Tensor]] = {}
         for tap in self._taps:

@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from torchq import recipes
-from torchq.analysis.fisher import Disturbance, fisher_sums
-from torchq.analysis.metrics import Evaluate, batch_size
+from torchq.analysis.fisher import Disturbance, fisher_costs
+from torchq.analysis.metrics import Evaluate
 from torchq.analysis.sensitivity import sensitivity
 from torchq.config import QuantConfig, Rule
-from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import shared_groups
@@ -30,16 +29,19 @@ FLOAT = "float"
 #: A name such as "w4a8", "w4" or "int8", an integer width, or a pair of widths, or a config.
 FormatChoice = str | int | tuple[int | None, int | None] | QuantConfig
 
+#: (path of the layer, name of the format) -> damage.
+Damages = dict[tuple[str, str], float]
+
 _WIDTHS = re.compile(r"w(\d+)(?:a(\d+))?")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A whole model in one format.
+    """A calibrated copy of the model in one format.
 
     Attributes:
         name: of the format.
-        model: a calibrated copy.
+        model: the copy.
         decisions: path of each layer -> what was decided about it.
         shared: groups of layers that share a quantizer.
     """
@@ -83,16 +85,14 @@ def named_config(choice: FormatChoice) -> tuple[str, QuantConfig]:
 def make_candidate(
     model: nn.Module,
     choice: FormatChoice,
-    batches: Iterable[Any],
-    example: Any,
-    *,
+    batches: Sequence[Any],
     exclude: Sequence[Pattern] | Pattern | None,
     forward: Forward | None,
 ) -> Candidate:
-    """Return a calibrated copy of a float model in one format; ``example`` is the first batch."""
+    """Return a calibrated copy of a float model in one format."""
     name, config = named_config(choice)
     quantized = copy_module(model)
-    example = None if forward is not None else example
+    example = None if forward is not None else batches[0]
     report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
     calibrate(quantized, batches, forward=forward, on_unseen="dynamic", progress=False)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
@@ -100,17 +100,13 @@ def make_candidate(
     return Candidate(name, quantized, decisions, tuple(shared))
 
 
-def exact_rule(name: str, input: QuantDescriptor | None, weight: QuantDescriptor | None) -> Rule:
-    """Return a rule for one module alone; without descriptors it stays float."""
+def exact_rule(name: str, decision: Decision | None) -> Rule:
+    """Return a rule for one module alone; without a decision it stays float."""
     plain = name and not set(name) & set("*?[")
     pattern = name if plain else f"re:^{re.escape(name)}$"
-    if input is None and weight is None:
+    if decision is None:
         return Rule(pattern, skip=True)
-    return Rule(pattern, input=input, weight=weight)
-
-
-#: (path of the layer, name of the format) -> damage.
-Damages = dict[tuple[str, str], float]
+    return Rule(pattern, input=decision.input, weight=decision.weight)
 
 
 def estimated_damages(
@@ -128,14 +124,9 @@ def estimated_damages(
         for candidate in candidates
         if name in candidate.decisions
     ]
-    device = device_of(model)
-    total: dict[Any, list[float]] = {}
+    call = partial(call_model, model, forward=forward, device=device_of(model))
     shown = progress_bar(batches, description="estimate damage", enabled=progress)
-    for number, batch in enumerate(shown):
-        call = partial(call_model, model, batch, forward=forward, device=device)
-        for key, new in fisher_sums(call, disturbances, batch_size(batch), number).items():
-            total[key] = [a + b for a, b in zip(total.get(key, [0.0, 0.0]), new, strict=True)]
-    return {key: value / max(count, 1.0) for key, (value, count) in total.items()}
+    return fisher_costs(call, shown, disturbances)
 
 
 def _alone(candidate: Candidate, name: str) -> Callable[[Any, Any], Any]:
@@ -161,9 +152,7 @@ def measured_damages(
         for row in report.rows:
             if report.unit == "dB":
                 damage = 10 ** (-row.value / 10)
-            elif report.rising:
-                damage = max((report.reference or 0.0) - row.value, 0.0)
             else:
-                damage = row.value
+                damage = max((report.reference or 0.0) - row.value, 0.0)
             found[row.name, candidate.name] = math.inf if math.isnan(damage) else damage
     return found

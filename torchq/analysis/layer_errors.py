@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchq.analysis.layers import (
     QuantizedLayer,
@@ -20,13 +19,11 @@ from torchq.analysis.layers import (
     quantized_layers,
     quantizing,
 )
-from torchq.analysis.metrics import results_in
-from torchq.analysis.noise import Noise, mean_ratio
+from torchq.analysis.metrics import Noise, mean_ratio, results_in
 from torchq.analysis.quantizer_statistics import QuantizerRow, QuantizerStatistics
 from torchq.analysis.text import bar, decibel_text, percent_text
 from torchq.errors import CalibrationError
 from torchq.graph import Forward, call_model, state_kept, tensors_in
-from torchq.nn import TensorQuantizer
 from torchq.utils import (
     check_batches,
     device_of,
@@ -37,6 +34,7 @@ from torchq.utils import (
     unwrapped,
 )
 
+_WHERE = "layer_errors"
 #: Elements of an output that are compared in one batch; more of them change the figures little.
 _SAMPLE = 1 << 18
 #: Images that are compared at least, whatever their size.
@@ -60,10 +58,7 @@ class LayerError:
         kind: its float class.
         local_sqnr: signal to noise ratio of the local error, in dB.
         sqnr: signal to noise ratio of the accumulated error, in dB.
-        local_cosine: cosine between float and local output.
         cosine: cosine between float and quantized output.
-        local_max_error: the largest local error of one element.
-        max_error: the largest accumulated error of one element.
         born: power of the local error over that of the accumulated one. Near 1 and above, the
             error is born here; near 0, the layer passes on what others made.
         clipped: share of its input elements beyond the range, 0 to 1.
@@ -74,10 +69,7 @@ class LayerError:
     kind: str
     local_sqnr: float
     sqnr: float
-    local_cosine: float
     cosine: float
-    local_max_error: float
-    max_error: float
     born: float
     clipped: float
     quantizers: tuple[QuantizerRow, ...]
@@ -152,14 +144,13 @@ def layer_errors(
     *,
     forward: Forward | None = None,
     num_batches: int | None = None,
-    sample: int | None = _SAMPLE,
     progress: bool = True,
 ) -> LayerErrors:
     """Measure the error of every quantized layer, alone and with all that came before it.
 
     Each batch runs twice, once with all quantizers off and once with all on. During the first run
     each layer is also called by itself with its quantizers on. So the work is that of three passes
-    at most; convolutions and linear layers with large outputs are called on a part of the batch.
+    at most. Of large outputs the first images or sequences are compared, at least four.
 
     Args:
         model: quantized and calibrated; left unchanged. Without calibration the ranges are those
@@ -167,8 +158,6 @@ def layer_errors(
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
-        sample: about how many elements of each output are compared in one batch, those of the
-            first images or sequences, at least four of these. None compares all.
         progress: show a bar.
 
     Returns:
@@ -185,47 +174,99 @@ def layer_errors(
         >>> [row.name for row in errors.rows]
         ['0', '1']
     """
-    where, model = "layer_errors", unwrapped(model)
-    check_batches(where, batches, num_batches)
-    layers = quantized_layers(model, where)
-    measurement = _Measurement(layers, active_quantizers(model), sample)
+    model = unwrapped(model)
+    check_batches(_WHERE, batches, num_batches)
+    measurement = _Measurement(model)
     device = device_of(model)
     with torch.no_grad(), evaluating(model), state_kept(model):
-        shown = progress_bar(batches, description=where, most=num_batches, enabled=progress)
+        shown = progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
         for batch in shown:
             measurement.run(partial(call_model, model, batch, forward=forward, device=device))
     return measurement.report()
 
 
-@dataclass
 class _Record:
-    """What is known about one layer."""
+    """What is known about one layer; ``expected`` are the float outputs of the running batch."""
 
-    layer: QuantizedLayer
-    statistics: dict[str, QuantizerStatistics]
-    local: Noise = field(default_factory=Noise)
-    accumulated: Noise = field(default_factory=Noise)
-    expected: list[list[Tensor]] = field(default_factory=list)
-    calls: int = 0
+    def __init__(self, layer: QuantizedLayer) -> None:
+        self.layer, self.calls = layer, 0
+        self.local, self.accumulated = Noise(), Noise()
+        self.expected: list[list[Tensor]] = []
+        axes = channel_axes(layer.module)
+        input_axis = -1 if isinstance(layer.module, nn.Linear) else 1
+        self.statistics = {
+            path: QuantizerStatistics(
+                path, q, axes.get(id(q), (0,))[-1] if path in layer.weights else input_axis
+            )
+            for path, q in layer.quantizers.items()
+        }
+
+    def after_float(self, args: Sequence[Any], kwargs: Any, output: Any) -> None:
+        """Call the layer by itself as well, on the same arguments."""
+        # Code behind the layer may change its output in place.
+        expected = [tensor.clone() for tensor in _compared(output)]
+        self.expected.append(expected)
+        self.calls += 1
+        own = self.layer.quantizers.values()
+        if not kwargs:
+            args = _part_of_call(self.layer, args, output)
+        with quantizing(own, own), self._watched():
+            # The forward itself: hooks, such as this one, have run around it.
+            alone = self.layer.module.forward(*args, **kwargs)
+        for value, reference in zip(_floats(alone), expected, strict=False):
+            self.local.add(value[: len(reference)] if value.dim() else value, reference)
+
+    def after_quantized(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Compare the output with that of the float model."""
+        if self.expected:
+            for value, reference in zip(_compared(output), self.expected.pop(0), strict=False):
+                self.accumulated.add(value, reference)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Feed the statistics of the quantizers while the layer is called; weights only once."""
+        with ExitStack() as stack:
+            for path, quantizer in self.layer.quantizers.items():
+                if path not in self.layer.weights or self.calls == 1:
+
+                    def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                        self.statistics[path].add(args[0].detach(), output.detach())
+
+                    stack.callback(quantizer.register_forward_hook(after).remove)
+            yield
+
+    def row(self) -> LayerError:
+        """Return what was measured."""
+        local, accumulated = self.local, self.accumulated
+        rows = {path: statistics.row() for path, statistics in self.statistics.items()}
+        born = local.noise / accumulated.noise if accumulated.noise else float(local.noise > 0)
+        return LayerError(
+            name=self.layer.name,
+            kind=self.layer.kind,
+            local_sqnr=local.sqnr,
+            sqnr=accumulated.sqnr,
+            cosine=accumulated.cosine,
+            born=born,
+            clipped=max((rows[path].clipped for path in self.layer.inputs), default=0.0),
+            quantizers=tuple(rows.values()),
+        )
 
 
 class _Measurement:
-    """Float and quantized runs of one model; ``known`` are its quantizers that are on."""
+    """Float and quantized runs of one model."""
 
-    def __init__(
-        self, layers: list[QuantizedLayer], known: list[TensorQuantizer], sample: int | None
-    ) -> None:
-        self.known, self.sample = known, sample
-        self.records = [_Record(layer, _statistics(layer)) for layer in layers]
-        self.order: list[_Record] = []
+    def __init__(self, model: nn.Module) -> None:
+        self.known = active_quantizers(model)
+        self.records = [_Record(layer) for layer in quantized_layers(model, _WHERE)]
+        self.order: dict[int, _Record] = {}
         self.outputs: dict[int, Noise] = {}
         self.batches = 0
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
-        with quantizing(self.known, []), self._hooked(self._after_float):
-            expected = _copied(results_in(call()))
-        with quantizing(self.known, self.known), self._hooked(self._after_quantized):
+        with quantizing(self.known, []), self._hooked(_Record.after_float):
+            expected = [tensor.clone() for tensor in results_in(call())]
+        with quantizing(self.known, self.known), self._hooked(_Record.after_quantized):
             found = results_in(call())
         for place, (value, reference) in enumerate(zip(found, expected, strict=False)):
             self.outputs.setdefault(place, Noise()).add(value, reference)
@@ -234,132 +275,54 @@ class _Measurement:
         self.batches += 1
 
     @contextmanager
-    def _hooked(self, hook: Any) -> Iterator[None]:
+    def _hooked(self, note: Callable[[_Record, Any, Any, Any], None]) -> Iterator[None]:
         with ExitStack() as stack:
             for record in self.records:
-                handle = _add_hook(record, hook)
+
+                def after(
+                    module: Any, args: Any, kwargs: Any, output: Any, record: _Record = record
+                ) -> None:
+                    note(record, args, kwargs, output)
+                    if record.calls:
+                        self.order.setdefault(id(record), record)
+
+                handle = record.layer.module.register_forward_hook(after, with_kwargs=True)
                 stack.callback(handle.remove)
             yield
-
-    def _after_float(self, record: _Record, args: Any, kwargs: Any, output: Any) -> None:
-        # Code behind the layer may change its output in place.
-        expected = _copied(_compared(output, self.sample))
-        record.expected.append(expected)
-        if not record.calls:
-            self.order.append(record)
-        record.calls += 1
-        own = record.layer.quantizers.values()
-        if not kwargs:
-            args = _part_of_call(record.layer, args, output, self.sample)
-        with quantizing(own, own), _watched(record):
-            # The forward itself: hooks, such as this one, have run around it.
-            alone = record.layer.module.forward(*args, **kwargs)
-        for value, reference in zip(_floats(alone), expected, strict=False):
-            record.local.add(value[: len(reference)] if value.dim() else value, reference)
-
-    def _after_quantized(self, record: _Record, args: Any, kwargs: Any, output: Any) -> None:
-        if record.expected:
-            found = _compared(output, self.sample)
-            for value, reference in zip(found, record.expected.pop(0), strict=False):
-                record.accumulated.add(value, reference)
 
     def report(self) -> LayerErrors:
         """Return the rows."""
         if not self.batches:
-            raise CalibrationError("layer_errors: got no batch; expected at least one")
+            raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
         if not self.order:
             raise CalibrationError(
-                "layer_errors: no quantized layer was called; expected batches that reach one"
+                f"{_WHERE}: no quantized layer was called; expected batches that reach one"
             )
-        reached = {id(record) for record in self.order}
-        unseen = tuple(r.layer.name for r in self.records if id(r) not in reached)
-        rows = tuple(_row(record) for record in self.order)
+        unseen = tuple(r.layer.name for r in self.records if id(r) not in self.order)
+        rows = tuple(record.row() for record in self.order.values())
         output = mean_ratio([(noise.signal, noise.noise) for noise in self.outputs.values()])
         return LayerErrors(rows, output, self.batches, unseen)
 
 
-def _statistics(layer: QuantizedLayer) -> dict[str, QuantizerStatistics]:
-    module = layer.module
-    axes = channel_axes(module)
-    input_axis = -1 if isinstance(module, nn.Linear) else 1
-    found = {
-        path: QuantizerStatistics(path, quantizer, axes.get(id(quantizer), (0,))[-1])
-        for path, quantizer in layer.weights.items()
-    }
-    return {p: QuantizerStatistics(p, q, input_axis) for p, q in layer.inputs.items()} | found
-
-
-def _add_hook(record: _Record, hook: Any) -> RemovableHandle:
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hook(record, args, kwargs, output)
-
-    return record.layer.module.register_forward_hook(after, with_kwargs=True)
-
-
-@contextmanager
-def _watched(record: _Record) -> Iterator[None]:
-    """Feed the statistics of a layer's quantizers while it is called; weights only once."""
-    with ExitStack() as stack:
-        for path, quantizer in record.layer.quantizers.items():
-            if path in record.layer.weights and record.calls > 1:
-                continue
-            statistics = record.statistics[path]
-
-            def after(
-                module: nn.Module, args: Any, output: Any, statistics: Any = statistics
-            ) -> None:
-                statistics.add(args[0].detach(), output.detach())
-
-            stack.callback(quantizer.register_forward_hook(after).remove)
-        yield
-
-
 def _floats(value: Any) -> list[Tensor]:
-    return _compared(value, None)
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
-def _copied(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+def _compared(value: Any) -> list[Tensor]:
+    """Return the part of each floating-point tensor that is compared."""
+    return [tensor[: _leading(tensor)] if tensor.dim() else tensor for tensor in _floats(value)]
 
 
-def _row(record: _Record) -> LayerError:
-    local, accumulated = record.local, record.accumulated
-    rows = {path: statistics.row() for path, statistics in record.statistics.items()}
-    inputs = [rows[path].clipped for path in record.layer.inputs]
-    born = local.noise / accumulated.noise if accumulated.noise else float(local.noise > 0)
-    return LayerError(
-        name=record.layer.name,
-        kind=record.layer.kind,
-        local_sqnr=local.sqnr,
-        sqnr=accumulated.sqnr,
-        local_cosine=local.cosine,
-        cosine=accumulated.cosine,
-        local_max_error=local.largest,
-        max_error=accumulated.largest,
-        born=born,
-        clipped=max(inputs, default=0.0),
-        quantizers=tuple(rows.values()),
-    )
-
-
-def _compared(value: Any, sample: int | None) -> list[Tensor]:
-    """Return the part of each floating-point tensor that is compared, about ``sample`` elements."""
-    floats = (tensor for tensor in tensors_in(value) if tensor.is_floating_point())
-    return [tensor[: _leading(tensor, sample)] if tensor.dim() else tensor for tensor in floats]
-
-
-def _leading(tensor: Tensor, sample: int | None) -> int:
-    """Return how many of the first indices of a tensor hold about ``sample`` elements."""
+def _leading(tensor: Tensor) -> int:
+    """Return how many of the first indices of a tensor hold about ``_SAMPLE`` elements."""
     length = tensor.shape[0] if tensor.dim() else 1
-    if sample is None or tensor.numel() <= sample:
+    if tensor.numel() <= _SAMPLE:
         return length
     each = max(1, tensor.numel() // length)
-    return min(length, max(_IMAGES, -(-sample // each)))
+    return min(length, max(_IMAGES, -(-_SAMPLE // each)))
 
 
-def _part_of_call(
-    layer: QuantizedLayer, args: Sequence[Any], output: Any, sample: int | None
-) -> Sequence[Any]:
+def _part_of_call(layer: QuantizedLayer, args: Sequence[Any], output: Any) -> Sequence[Any]:
     """Return arguments with which a layer computes the part of its output that is compared.
 
     Convolutions and linear layers treat every image by itself, so the first images give the first
@@ -372,7 +335,7 @@ def _part_of_call(
         return args
     if any(q.descriptor.dynamic or not q.calibrated for q in layer.inputs.values()):
         return args
-    return (args[0][: _leading(output, sample)], *args[1:])
+    return (args[0][: _leading(output)], *args[1:])
 
 
 def _is_batched(module: nn.Module, x: Tensor) -> bool:

@@ -1,22 +1,100 @@
-"""The tensors of an output that count, and how they are compared with what they should be."""
+"""Figures of tensors and of outputs: noise beside the signal, scores of classes, users' metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.noise import Noise, mean_ratio
 from torchq.errors import ConfigError
 from torchq.graph import tensors_in
 
 #: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
 _NAMES = ("logits", "out")
+
+#: What users give as a metric: of one output and its batch, or of a whole model.
+Evaluate = Callable[..., Any]
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return ``10 log10(signal / noise)``; infinity without noise, NaN where a sum is not finite.
+
+    Example:
+        >>> decibels(100.0, 1.0)
+        20.0
+    """
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio in dB for the mean share of noise of several tensors.
+
+    ``sums`` are powers of signal and noise; tensors without signal do not count. The ratio is NaN
+    without any signal, and where a sum is not finite.
+
+    Example:
+        >>> mean_ratio([(100.0, 1.0), (50.0, 0.5)])
+        20.0
+    """
+    if not all(math.isfinite(power) for pair in sums for power in pair):
+        return math.nan
+    shares = [noise / signal for signal, noise in sums if signal > 0]
+    return decibels(1.0, sum(shares) / len(shares)) if shares else math.nan
+
+
+@dataclass
+class Noise:
+    """Sums over pairs of tensors, of which one is the reference.
+
+    Attributes:
+        signal: sum of the squares of the reference.
+        noise: sum of the squares of the differences.
+        correlation: sum of the products of reference and difference.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    correlation: float = 0.0
+
+    def add(self, value: Tensor, reference: Tensor) -> None:
+        """Add one pair of equal shape; an empty pair adds nothing."""
+        if value.numel() == 0 or value.shape != reference.shape:
+            return
+        wide = torch.float64 if reference.dtype is torch.float64 else torch.float32
+        expected = reference.detach().to(wide).reshape(-1)
+        error = value.detach().to(wide).reshape(-1) - expected
+        self.signal += float(torch.dot(expected, expected))
+        self.noise += float(torch.dot(error, error))
+        self.correlation += float(torch.dot(expected, error))
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise ratio in dB."""
+        return decibels(self.signal, self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between all values and all references; 1 where both are 0.
+
+        NaN where a sum is not finite.
+        """
+        power = self.signal + 2 * self.correlation + self.noise
+        if not math.isfinite(power):
+            return math.nan
+        if self.signal <= 0 or power <= 0:
+            return 1.0 if self.signal == power else 0.0
+        cosine = (self.signal + self.correlation) / math.sqrt(self.signal * power)
+        return min(1.0, max(-1.0, cosine))
 
 
 def results_in(output: Any) -> list[Tensor]:
@@ -35,8 +113,7 @@ def scores_in(output: Any) -> list[Tensor]:
     and caches return further tensors, which have no classes. Else all results with two dimensions
     and two classes or more count.
     """
-    named = _named(output)
-    return [t for t in named or results_in(output) if _has_classes(t)]
+    return [t for t in _named(output) or results_in(output) if _has_classes(t)]
 
 
 def only_scores(output: Any) -> Tensor | None:
@@ -58,8 +135,7 @@ def _fields(output: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        names = [field.name for field in dataclasses.fields(output)]
-        yield from ((name, getattr(output, name)) for name in names)
+        yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
 
 
 def class_axis(output: Tensor) -> int:
@@ -67,45 +143,28 @@ def class_axis(output: Tensor) -> int:
     return 1 if output.dim() >= 4 else -1
 
 
-#: What users give as a metric: of one output and its batch, or of a whole model.
-Evaluate = Callable[..., Any]
+def batch_size(batch: Any) -> int:
+    """Return how many images or sequences a batch holds: the length of its first tensor."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
-class Metric:
-    """A figure of outputs, computed from sums over batches, so that batches can be spread.
-
-    Attributes:
-        name: for reports.
-        unit: behind the figure, may be empty.
-        rising: True where a larger value is better.
-    """
-
-    name = ""
-    unit = ""
-    rising = True
-
-    def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
-        """Return the sums of one batch.
-
-        Args:
-            output: of the model with some quantizers on.
-            reference: of the model that it is compared with.
-            batch: what was run.
-        """
-        raise NotImplementedError
-
-    def value(self, sums: list[float]) -> float:
-        """Return the figure for sums that were added up over batches."""
-        raise NotImplementedError
+#: Key -> sums that were added up over batches.
+Sums = dict[Any, list[float]]
 
 
-class Sqnr(Metric):
+def add_sums(known: Sums, key: Any, new: list[float]) -> None:
+    """Add the sums of one batch to those of the batches before."""
+    old = known.get(key, [0.0] * len(new))
+    known[key] = [a + b for a, b in zip(old, new, strict=True)]
+
+
+class Sqnr:
     """Signal to noise ratio in dB; over several outputs, that of the mean share of noise."""
 
-    name, unit, rising = "sqnr", "dB", True
+    name, unit = "sqnr", "dB"
 
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
-        """Return signal and noise of each output, one after the other."""
+        """Return signal and noise of each output of one batch, one after the other."""
         found: list[float] = []
         for value, expected in zip(results_in(output), results_in(reference), strict=False):
             noise = Noise()
@@ -114,37 +173,37 @@ class Sqnr(Metric):
         return found
 
     def value(self, sums: list[float]) -> float:
-        """Return the ratio in dB."""
+        """Return the ratio in dB for sums over all batches."""
         return mean_ratio(list(zip(sums[::2], sums[1::2], strict=True)))
 
 
-class Score(Metric):
+@dataclass(frozen=True)
+class _OfUser:
+    function: Evaluate
+
+    @property
+    def name(self) -> str:
+        """The name of the function, or of the class of an object."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+
+class Score(_OfUser):
     """The user's ``metric(output, batch)``, averaged over batches by their size."""
 
-    rising = True
-
-    def __init__(self, function: Evaluate) -> None:
-        self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
+    unit = ""
 
     def sums(self, output: Any, reference: Any, batch: Any) -> list[float]:
-        """Return the score times the size of the batch, and the size."""
+        """Return the score of one batch times its size, and the size."""
         score, size = self.function(output, batch), batch_size(batch)
         return [float(score) * size, float(size)]
 
     def value(self, sums: list[float]) -> float:
-        """Return the mean."""
+        """Return the mean for sums over all batches."""
         return sums[0] / sums[1] if sums[1] else math.nan
 
 
-class Evaluation(Metric):
+class Evaluation(_OfUser):
     """The user's ``metric(model)``, which runs the model itself."""
-
-    rising = True
-
-    def __init__(self, function: Evaluate) -> None:
-        self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
 
     def of(self, model: nn.Module) -> float:
         """Return the figure of a model."""
@@ -152,16 +211,14 @@ class Evaluation(Metric):
             return float(self.function(model))
 
 
-def find_metric(where: str, metric: str | Evaluate) -> Metric:
+def find_metric(where: str, metric: str | Evaluate) -> Sqnr | Score | Evaluation:
     """Return the metric that a user asked for; ``where`` is the function that was called."""
     if metric == "sqnr":
         return Sqnr()
     if callable(metric):
         count = _positional_count(metric)
-        if count == 1:
-            return Evaluation(metric)
-        if count == 2:
-            return Score(metric)
+        if count in (1, 2):
+            return Evaluation(metric) if count == 1 else Score(metric)
     raise ConfigError(
         f"{where}: got metric {metric!r}; expected 'sqnr', 'fisher' (for the divergence of class "
         "probabilities), a function metric(output, batch) or a function metric(model), which "
@@ -169,16 +226,11 @@ def find_metric(where: str, metric: str | Evaluate) -> Metric:
     )
 
 
-def _positional_count(function: Evaluate) -> int | None:
-    """Return how many positional arguments a function requires; None where it cannot be read."""
+def _positional_count(function: Evaluate) -> int:
+    """Return how many positional arguments a function requires; -1 where it cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None
+        return -1
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)
-
-
-def batch_size(batch: Any) -> int:
-    """Return how many images or sequences a batch holds: the length of its first tensor."""
-    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), 1)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from torchq.analysis.costs import LayerFacts, check_budget, costs_of, gather_facts
+from torchq.analysis.costs import (
+    BUDGETS,
+    LayerFacts,
+    check_budget,
+    costs_of,
+    gather_facts,
+    widths_of,
+)
 from torchq.analysis.formats import (
     FLOAT,
     Candidate,
@@ -29,12 +36,11 @@ from torchq.analysis.text import plain
 from torchq.config import QuantConfig
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
-from torchq.swap import restore_
+from torchq.swap import Decision, restore_
 from torchq.utils import (
     Pattern,
     copy_module,
     device_of,
-    evaluating,
     kept_batches,
     matches,
     table,
@@ -192,31 +198,24 @@ def mixed_precision(
     restore_(base)
     chosen = dict(map(_named, (*formats, *(fixed or {}).values())))
     candidates = [
-        make_candidate(base, choice, kept, kept[0], exclude=exclude, forward=forward)
+        make_candidate(base, choice, kept, exclude, forward)
         for choice in chosen.values()
         if choice != FLOAT
     ]
     names = list(dict.fromkeys(name for c in candidates for name in c.decisions))
-    options = (forward, progress)
-    found, metric_name = _damages(base, candidates, names, kept, metric, options)
-    _require_finite(found)
-    run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
-    with evaluating(base):
-        facts = gather_facts(base, names, run, batch_size(kept[0]))
-    free = [_named(choice)[0] for choice in formats]
-    search = _Search(base, candidates, list(chosen), free, names, found, facts)
-    search.join(groups, fixed or {})
-    return replace(search.plan(budget), metric=metric_name)
-
-
-def _require_finite(found: Damages) -> None:
-    """Raise CalibrationError where the damage of a layer is NaN."""
+    found, metric_name = _damages(base, candidates, names, kept, metric, (forward, progress))
     broken = next((key for key, damage in found.items() if math.isnan(damage)), None)
     if broken is not None:
         raise CalibrationError(
             f"{_WHERE}: got a damage of NaN for {broken[0]} in {broken[1]}; expected a number. The "
             "output holds NaN or infinity: torchq.layer_errors names the layer it comes from"
         )
+    run = partial(call_model, base, kept[0], forward=forward, device=device_of(base))
+    facts = gather_facts(base, names, run, batch_size(kept[0]))
+    free = [_named(choice)[0] for choice in formats]
+    search = _Search(base, {c.name: c for c in candidates}, list(chosen), free, found, facts)
+    search.join(groups, fixed or {})
+    return search.config(budget, metric_name)
 
 
 def _named(choice: FormatChoice) -> tuple[str, FormatChoice]:
@@ -234,8 +233,7 @@ def _damages(
     """Return the damages, and the name of the metric; options are forward and progress."""
     if metric in ("auto", "fisher"):
         try:
-            found = estimated_damages(base, candidates, names, batches, *options)
-            return found, "fisher"
+            return estimated_damages(base, candidates, names, batches, *options), "fisher"
         except ConfigError:
             if metric == "fisher":
                 raise
@@ -250,17 +248,16 @@ class _Search:
     def __init__(
         self,
         base: nn.Module,
-        candidates: list[Candidate],
+        candidates: dict[str, Candidate],
         formats: list[str],
         free: list[str],
-        names: list[str],
         damages: Damages,
         facts: dict[str, LayerFacts],
     ) -> None:
-        self.base, self.formats, self.free, self.names = base, formats, free, names
-        self.candidates = {candidate.name: candidate for candidate in candidates}
+        self.base, self.candidates = base, candidates
+        self.formats, self.free = formats, free
         self.damages, self.facts = damages, facts
-        self.group_of = {name: number for number, name in enumerate(names)}
+        self.group_of = {name: number for number, name in enumerate(facts)}
         self.forced: dict[str, str] = {}
 
     def join(
@@ -274,8 +271,8 @@ class _Search:
                 self._unite([name for name in shared if name in self.group_of])
         # With forward= nothing is shared yet, but the layers read one tensor all the same.
         readers: dict[Any, list[str]] = {}
-        for name in self.names:
-            for tensor in self.facts[name].reads:
+        for name, facts in self.facts.items():
+            for tensor in facts.reads:
                 readers.setdefault(tensor, []).append(name)
         for names in readers.values():
             self._unite(names)
@@ -289,22 +286,25 @@ class _Search:
             patterns = (patterns,)
         found = [
             name
-            for name in self.names
+            for name in self.facts
             if any(matches(p, (name,), self.base.get_submodule(name)) for p in patterns)
         ]
         if not found:
             raise ConfigError(
                 f"{_WHERE}: the patterns {patterns!r} select no layer; expected one of "
-                f"{', '.join(self.names[:8])}, ..."
+                f"{', '.join(list(self.facts)[:8])}, ..."
             )
         return found
 
     def _unite(self, names: Sequence[str]) -> None:
-        if names:
-            old = {self.group_of[name] for name in names}
-            for name, number in self.group_of.items():
-                if number in old:
-                    self.group_of[name] = min(old)
+        old = {self.group_of[name] for name in names}
+        for name, number in self.group_of.items():
+            if number in old:
+                self.group_of[name] = min(old)
+
+    def _decision(self, name: str, format: str) -> Decision | None:
+        """Return what a format means for a layer; None where it stays or is float."""
+        return None if format == FLOAT else self.candidates[format].decisions.get(name)
 
     def _damage(self, name: str, format: str) -> float:
         """Return the damage; infinity where the layer cannot have the format."""
@@ -313,39 +313,51 @@ class _Search:
             return math.inf
         if format == FLOAT:
             return 0.0
-        if name not in self.candidates[format].decisions:
+        if self._decision(name, format) is None:
             return math.inf
         return self.damages.get((name, format), 0.0)
 
-    def plan(self, budget: Mapping[str, float]) -> MixedPrecision:
+    def config(self, budget: Mapping[str, float], metric: str) -> MixedPrecision:
         """Solve for the budget, and for others."""
-        total = sum(facts.weights for facts in self.facts.values())
-        costs = {
-            (name, format): costs_of(name, self.facts[name], self.candidates.get(format), total)
-            for name in self.names
-            for format in self.formats
-            if math.isfinite(self._damage(name, format))
-        }
         groups = sorted(set(self.group_of.values()))
-        members = [[n for n in self.names if self.group_of[n] == g] for g in groups]
+        members = [[n for n in self.facts if self.group_of[n] == g] for g in groups]
         for names in members:
             self._check_together(names)
-        kinds = list(next(iter(costs.values())))
-        problem = Problem(
-            [[sum(self._damage(n, f) for n in group) for f in self.formats] for group in members],
+        problem = self._problem(members)
+        best = self._point(members, problem.require(budget))
+        first = next(iter(budget))
+        others = {kind: bound for kind, bound in budget.items() if kind != first}
+        front = [self._point(members, s) for s in problem.front(first, others, _POINTS)]
+        return MixedPrecision(
+            rules=tuple(exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
+            name="mixed",
+            choices=tuple(self._choice(n, f) for n, f in best.formats.items()),
+            front=tuple(front),
+            budget=dict(budget),
+            costs=best.costs,
+            damage=best.damage,
+            metric=metric,
+        )
+
+    def _problem(self, members: list[list[str]]) -> Problem:
+        """Return the sums of damages and of costs for each group in each format."""
+        total = sum(facts.weights for facts in self.facts.values())
+        damages = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
+        costs = {
+            (name, format): costs_of(self.facts[name], self._decision(name, format), total)
+            for (name, format), damage in damages.items()
+            if math.isfinite(damage)
+        }
+        return Problem(
+            [[sum(damages[n, f] for n in group) for f in self.formats] for group in members],
             {
                 kind: [
                     [sum(costs.get((n, f), {}).get(kind, 0.0) for n in group) for f in self.formats]
                     for group in members
                 ]
-                for kind in kinds
+                for kind in BUDGETS
             },
         )
-        best = problem.require(budget)
-        first = next(iter(budget))
-        others = {kind: bound for kind, bound in budget.items() if kind != first}
-        front = [self._point(members, s) for s in problem.front(first, others, _POINTS)]
-        return self._config(self._point(members, best), front, budget)
 
     def _check_together(self, names: list[str]) -> None:
         """Raise ConfigError unless there is a format that all ``names`` can have."""
@@ -364,35 +376,17 @@ class _Search:
             for group, format in zip(members, solution.choices, strict=True)
             for name in group
         }
-        ordered = {name: chosen[name] for name in self.names}
+        ordered = {name: chosen[name] for name in self.facts}
         return FrontPoint(solution.costs, solution.damage, ordered)
 
-    def _config(
-        self, best: FrontPoint, front: list[FrontPoint], budget: Mapping[str, float]
-    ) -> MixedPrecision:
-        rules, choices = [], []
-        for name, format in best.formats.items():
-            decision = None if format == FLOAT else self.candidates[format].decisions[name]
-            input = None if decision is None else decision.input
-            weight = None if decision is None else decision.weight
-            rules.append(exact_rule(name, input, weight))
-            choices.append(
-                LayerChoice(
-                    name=name,
-                    format=format,
-                    damage=self._damage(name, format),
-                    weights=self.facts[name].weights,
-                    weight_bits=32 if weight is None else weight.format.bits,
-                    input_bits=32 if input is None else input.format.bits,
-                    group=self.group_of[name],
-                )
-            )
-        return MixedPrecision(
-            rules=tuple(rules),
-            name="mixed",
-            choices=tuple(choices),
-            front=tuple(front),
-            budget=dict(budget),
-            costs=best.costs,
-            damage=best.damage,
+    def _choice(self, name: str, format: str) -> LayerChoice:
+        weight_bits, input_bits = widths_of(self._decision(name, format))
+        return LayerChoice(
+            name=name,
+            format=format,
+            damage=self._damage(name, format),
+            weights=self.facts[name].weights,
+            weight_bits=weight_bits,
+            input_bits=input_bits,
+            group=self.group_of[name],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchq.analysis.noise import Noise
+from torchq.analysis.metrics import Noise
 from torchq.nn import TensorQuantizer
 
 #: Elements of one call whose codes are counted; more of them change little.
@@ -42,18 +42,16 @@ class QuantizerRow:
 
 
 @dataclass
-class Counts:
-    """What was counted.
+class QuantizerStatistics:
+    """Statistics of one quantizer over the calls that it sees; tensors have channels on an axis.
 
-    Attributes:
-        noise: of the quantized tensors beside what they were made of.
-        elements: how many there were.
-        clipped: those beyond the range.
-        codes: distinct codes.
-        lost: for each channel, whether all of its values became 0; None before the first call.
-        silent: for each channel, whether all of its values were 0; None where none was lost.
+    ``lost`` marks channels of which only zeros are left, ``silent`` those that were zeros before;
+    ``silent`` is None until a channel is lost.
     """
 
+    name: str
+    quantizer: TensorQuantizer
+    channel_axis: int
     noise: Noise = field(default_factory=Noise)
     elements: int = 0
     clipped: int = 0
@@ -61,47 +59,26 @@ class Counts:
     lost: Tensor | None = None
     silent: Tensor | None = None
 
-
-class QuantizerStatistics:
-    """Statistics of one quantizer over the calls that it sees.
-
-    Args:
-        name: its dotted path.
-        quantizer: calibrated or dynamic.
-        channel_axis: the axis of the channels in its tensors.
-    """
-
-    def __init__(self, name: str, quantizer: TensorQuantizer, channel_axis: int) -> None:
-        self._name, self._quantizer, self._axis = name, quantizer, channel_axis
-        self.counts = Counts()
-
     def add(self, x: Tensor, quantized: Tensor) -> None:
-        """Add one call.
-
-        Args:
-            x: what the quantizer was given.
-            quantized: what it returned, of the same shape.
-        """
+        """Add one call: what the quantizer was given, and what it returned."""
         if not x.numel():
             return
-        if self._quantizer.pre_quant_scale is not None:
-            x = x * self._quantizer.pre_quant_scale.to(x.dtype)
-        self.counts.noise.add(quantized, x)
-        self.counts.elements += x.numel()
-        scale = self._scale(x)
-        if scale is not None:
-            self.counts.clipped += self._count_clipped(x, quantized, scale)
-            self.counts.codes.update(self._sample_codes(quantized, scale))
-        self._note_channels(x, quantized)
-
-    def _scale(self, x: Tensor) -> Tensor | None:
-        """Return the scale in a shape that broadcasts against ``x``; None where it is not fixed."""
-        quantizer = self._quantizer
-        descriptor = quantizer.descriptor
-        if descriptor.dynamic or descriptor.block_size is not None or not quantizer.calibrated:
-            return None
-        scale = quantizer.calculate_qparams()[0]
-        return descriptor.granularity.align(scale, x.shape).to(x.dtype)
+        if self.quantizer.pre_quant_scale is not None:
+            x = x * self.quantizer.pre_quant_scale.to(x.dtype)
+        self.noise.add(quantized, x)
+        self.elements += x.numel()
+        descriptor = self.quantizer.descriptor
+        has_grid = not descriptor.dynamic and descriptor.block_size is None
+        if has_grid and self.quantizer.calibrated:
+            scale = self.quantizer.calculate_qparams()[0]
+            scale = descriptor.granularity.align(scale, x.shape).to(x.dtype)
+            self.clipped += self._count_clipped(x, quantized, scale)
+            self.codes.update(self._sample_codes(quantized, scale))
+        if x.dim() > 1:
+            axis = self.channel_axis % x.dim()
+            self.lost = _both(self.lost, _only_zeros(quantized, axis))
+            if bool(self.lost.any()):
+                self.silent = _both(self.silent, _only_zeros(x, axis))
 
     def _count_clipped(self, x: Tensor, quantized: Tensor, scale: Tensor) -> int:
         """Return how many values lie beyond the grid.
@@ -109,7 +86,7 @@ class QuantizerStatistics:
         Rounding moves a value by half a scale at most, on an even grid, so what moved further was
         clipped.
         """
-        format = self._quantizer.descriptor.format
+        format = self.quantizer.descriptor.format
         if format.is_integer:
             return int(((x - quantized).abs_() > scale * 0.51).sum())
         return int((x.abs() > scale * format.qmax).sum())
@@ -117,38 +94,28 @@ class QuantizerStatistics:
     def _sample_codes(self, quantized: Tensor, scale: Tensor) -> list[float]:
         codes = (quantized / scale).reshape(-1)
         codes = codes[:: max(1, codes.numel() // _COUNTED)].float()
-        if not self._quantizer.descriptor.format.is_integer:
+        if not self.quantizer.descriptor.format.is_integer:
             return torch.unique(codes).tolist()
         codes = codes.nan_to_num().round_().int()
         lowest = int(codes.min())
         return (torch.bincount(codes - lowest).nonzero().flatten() + lowest).tolist()
 
-    def _note_channels(self, x: Tensor, quantized: Tensor) -> None:
-        if x.dim() < 2:
-            return
-        axis = self._axis % x.dim()
-        self.counts.lost = _both(self.counts.lost, _only_zeros(quantized, axis))
-        if bool(self.counts.lost.any()):
-            self.counts.silent = _both(self.counts.silent, _only_zeros(x, axis))
-
     def row(self) -> QuantizerRow:
         """Return what was seen."""
-        descriptor, counts = self._quantizer.descriptor, self.counts
-        lost, silent = counts.lost, counts.silent
-        dead = 0 if lost is None or silent is None else int((lost & ~silent).sum())
+        descriptor, lost, silent = self.quantizer.descriptor, self.lost, self.silent
         amax = None
-        if self._quantizer.calibrated and not descriptor.dynamic:
-            smallest, largest = torch.aminmax(self._quantizer.amax.detach())
+        if self.quantizer.calibrated and not descriptor.dynamic:
+            smallest, largest = torch.aminmax(self.quantizer.amax.detach())
             amax = (float(smallest), float(largest))
         return QuantizerRow(
-            name=self._name,
+            name=self.name,
             descriptor=str(descriptor),
             amax=amax,
-            sqnr=counts.noise.sqnr,
-            clipped=counts.clipped / counts.elements if counts.elements else 0.0,
-            used_codes=len(counts.codes),
-            codes=len(descriptor.format.values) if counts.codes else 0,
-            dead_channels=dead,
+            sqnr=self.noise.sqnr,
+            clipped=self.clipped / self.elements if self.elements else 0.0,
+            used_codes=len(self.codes),
+            codes=len(descriptor.format.values) if self.codes else 0,
+            dead_channels=0 if lost is None or silent is None else int((lost & ~silent).sum()),
             channels=0 if lost is None else lost.numel(),
         )
 

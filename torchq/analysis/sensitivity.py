@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from torchq.analysis.fisher import Disturbance, fisher_sums
+from torchq.analysis.fisher import Disturbance, fisher_costs
 from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
     quantized_layers,
     quantizing,
 )
-from torchq.analysis.metrics import Evaluate, Evaluation, Metric, Score, batch_size, find_metric
+from torchq.analysis.metrics import Evaluate, Evaluation, Score, Sqnr, Sums, add_sums, find_metric
 from torchq.analysis.text import bar, decibel_text
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model, state_kept
@@ -30,6 +30,7 @@ from torchq.utils import (
     check_batches,
     device_of,
     evaluating,
+    item_count,
     pattern_text,
     progress_bar,
     table,
@@ -42,6 +43,7 @@ from torchq.workflow import select_quantizers
 #: Names of scopes, or the patterns of groups.
 Scope = str | Mapping[str, Any] | Sequence[Pattern]
 Mode = Literal["only", "all_but"]
+T = TypeVar("T")
 
 _WHERE = "sensitivity"
 # Keys of results that belong to no group.
@@ -197,17 +199,17 @@ def sensitivity(
     check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)
     groups = _find_groups(model, layers, scope)
-    run = _Measurement(model, layers, groups, mode, forward, num_batches, progress)
+    call = partial(call_model, model, forward=forward, device=device_of(model))
+    run = _Run(model, layers, groups, mode, call, progress)
+    chosen = None if metric == "fisher" else find_metric(_WHERE, metric)
     with evaluating(model), state_kept(model):
-        if metric == "fisher":
-            found = run.estimate(batches)
+        if chosen is None:
+            values = run.estimate(batches, num_batches)
+        elif isinstance(chosen, Evaluation):
+            values = run.evaluate(chosen)
         else:
-            chosen = find_metric(_WHERE, metric)
-            if isinstance(chosen, Evaluation):
-                found = run.evaluate(chosen)
-            else:
-                found = run.compare(chosen, batches)
-    return _report(found, groups, mode, scope if isinstance(scope, str) else "groups")
+            values = run.compare(chosen, batches, num_batches)
+    return _report(values, groups, mode, scope, chosen)
 
 
 @dataclass(frozen=True)
@@ -249,81 +251,60 @@ def _selected(model: nn.Module, layers: list[QuantizedLayer], name: str, pattern
     return _Group(name, tuple(owners), active)
 
 
-@dataclass
-class _Measured:
-    """The values of groups, and those of everything (``baseline``) and nothing quantized."""
+@dataclass(frozen=True)
+class _Run:
+    """One ranking of one model, which is in eval mode; ``call`` runs it on a batch.
 
-    metric: str
-    unit: str
-    rising: bool
-    values: dict[str, float]
-    baseline: float
-    reference: float | None = None
-
-
-@dataclass
-class _Measurement:
-    """One ranking of one model, which is in eval mode; ``known`` are its quantizers that are on."""
+    Each way of measuring returns the values of the groups that were reached, and those of
+    everything and nothing quantized.
+    """
 
     model: nn.Module
     layers: list[QuantizedLayer]
     groups: list[_Group]
     mode: str
-    forward: Forward | None
-    num_batches: int | None
+    call: Callable[[Any], Any]
     progress: bool
-    known: list[TensorQuantizer] = field(init=False)
-    sums: dict[str, list[float]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.known = active_quantizers(self.model)
-
-    def compare(self, metric: Metric, batches: Iterable[Any]) -> _Measured:
+    def compare(
+        self, metric: Sqnr | Score, batches: Iterable[Any], most: int | None
+    ) -> dict[str, float]:
         """Measure the outputs of each group, batch by batch."""
-        cases = self._cases()
-        reached: set[str] = set()
-        with torch.no_grad():
-            self._show(self._comparisons(metric, batches, cases, reached), batches, len(cases))
-        values = {name: metric.value(sums) for name, sums in self._required_sums().items()}
-        return _Measured(
-            metric=metric.name,
-            unit=metric.unit,
-            rising=metric.rising,
-            values={g.name: values[g.name] for g in self.groups if g.name in reached},
-            baseline=values[_EVERYTHING],
-            reference=values[_NOTHING] if isinstance(metric, Score) else None,
+        known, cases, reached = active_quantizers(self.model), self._cases(), set[str]()
+        sums: Sums = {}
+        expected: Any = None
+        count = item_count(batches, most)
+        shown = progress_bar(
+            ((batch, name) for batch in islice(batches, most) for name in cases),
+            description=_WHERE,
+            total=None if count is None else count * len(cases),
+            unit="run",
+            enabled=self.progress,
         )
+        with torch.no_grad():
+            for batch, name in shown:
+                noted = self._noted(reached) if name == _EVERYTHING else nullcontext()
+                with quantizing(known, cases[name]), noted:
+                    output = self.call(batch)
+                expected = output if name == _NOTHING else expected
+                add_sums(sums, name, metric.sums(output, expected, batch))
+        reached |= {_EVERYTHING, _NOTHING}
+        return {name: metric.value(row) for name, row in _required(sums).items() if name in reached}
 
     def _cases(self) -> dict[str, list[TensorQuantizer]]:
         """Return the quantizers that are on in each run; nothing quantized comes first."""
-        cases = {_NOTHING: [], _EVERYTHING: self.known}
+        known = active_quantizers(self.model)
+        cases = {_NOTHING: [], _EVERYTHING: known}
         for group in self.groups:
             chosen = {id(q) for q in group.quantizers.values()}
-            own = [q for q in self.known if (id(q) in chosen) == (self.mode == "only")]
-            cases[group.name] = own
+            cases[group.name] = [q for q in known if (id(q) in chosen) == (self.mode == "only")]
         return cases
 
-    def _comparisons(
-        self,
-        metric: Metric,
-        batches: Iterable[Any],
-        cases: dict[str, list[TensorQuantizer]],
-        reached: set[str],
-    ) -> Iterator[None]:
-        for batch in islice(batches, self.num_batches):
-            expected = None
-            for name, active in cases.items():
-                with quantizing(self.known, active), self._noted(reached, name == _EVERYTHING):
-                    output = self._call(batch)
-                expected = output if name == _NOTHING else expected
-                self._add(name, metric.sums(output, expected, batch))
-                yield
-
     @contextmanager
-    def _noted(self, reached: set[str], wanted: bool) -> Iterator[None]:
+    def _noted(self, reached: set[str]) -> Iterator[None]:
         """Add the names of the groups of which a layer or a quantizer is called."""
         with ExitStack() as stack:
-            for group in self.groups if wanted else ():
+            for group in self.groups:
 
                 def before(module: nn.Module, args: Any, name: str = group.name) -> None:
                     reached.add(name)
@@ -333,42 +314,27 @@ class _Measurement:
                     stack.callback(part.register_forward_pre_hook(before).remove)
             yield
 
-    def evaluate(self, metric: Evaluation) -> _Measured:
+    def evaluate(self, metric: Evaluation) -> dict[str, float]:
         """Let the user's function run the model once for each group."""
-        cases = self._cases()
-        values = {}
+        known, cases, values = active_quantizers(self.model), self._cases(), {}
         shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
-        with torch.no_grad():
-            for name in shown:
-                with quantizing(self.known, cases[name]):
-                    values[name] = metric.of(self.model)
-        everything, nothing = values.pop(_EVERYTHING), values.pop(_NOTHING)
-        return _Measured(metric.name, "", True, values, everything, nothing)
+        for name in shown:
+            with quantizing(known, cases[name]):
+                values[name] = metric.of(self.model)
+        return values
 
-    def estimate(self, batches: Iterable[Any]) -> _Measured:
+    def estimate(self, batches: Iterable[Any], most: int | None) -> dict[str, float]:
         """Estimate the cost of each group from gradients."""
         if self.mode != "only":
             raise ConfigError(
                 f"{_WHERE}: got mode {self.mode!r} with metric='fisher'; expected mode='only'"
             )
-        disturbances = [d for g in self.groups for d in self._disturbances(g.name, g.quantizers)]
         everything = {p: q for a in self.layers for p, q in a.quantizers.items()}
-        disturbances += self._disturbances(_EVERYTHING, everything)
-        with quantizing(self.known, []):
-            self._show(self._estimates(batches, disturbances), batches, 1)
-        values = {name: sums[0] / sums[1] for name, sums in self._required_sums().items()}
-        baseline = values.pop(_EVERYTHING)
-        return _Measured("fisher", "nat", False, values, baseline, 0.0)
-
-    def _estimates(self, batches: Iterable[Any], disturbances: list[Disturbance]) -> Iterator[None]:
-        for number, batch in enumerate(islice(batches, self.num_batches)):
-            call = partial(self._call, batch)
-            for name, new in fisher_sums(call, disturbances, batch_size(batch), number).items():
-                self._add(name, new)
-            yield
-
-    def _call(self, batch: Any) -> Any:
-        return call_model(self.model, batch, forward=self.forward, device=device_of(self.model))
+        chosen = {g.name: g.quantizers for g in self.groups} | {_EVERYTHING: everything}
+        disturbances = [d for name, own in chosen.items() for d in self._disturbances(name, own)]
+        shown = progress_bar(batches, description=_WHERE, most=most, enabled=self.progress)
+        with quantizing(active_quantizers(self.model), []):
+            return _required(fisher_costs(self.call, shown, disturbances)) | {_NOTHING: 0.0}
 
     def _disturbances(self, key: str, chosen: dict[str, TensorQuantizer]) -> list[Disturbance]:
         """Return what quantizing ``chosen`` alone does to each layer that has some of them."""
@@ -380,25 +346,12 @@ class _Measurement:
                 found.append(Disturbance(key, layer.module, partial(_run_with, layer.module, own)))
         return found
 
-    def _add(self, name: str, new: list[float]) -> None:
-        known = self.sums.get(name, [0.0] * len(new))
-        self.sums[name] = [a + b for a, b in zip(known, new, strict=True)]
 
-    def _required_sums(self) -> dict[str, list[float]]:
-        if not self.sums:
-            raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
-        return self.sums
-
-    def _show(self, work: Iterator[None], batches: Iterable[Any], runs: int) -> None:
-        """Do the work behind a bar; it yields once for each of ``runs`` of each batch."""
-        length = len(batches) if isinstance(batches, Sized) else None
-        known = [number for number in (length, self.num_batches) if number is not None]
-        total = min(known) * runs if known else None
-        shown = progress_bar(
-            work, description=_WHERE, total=total, unit="run", enabled=self.progress
-        )
-        for _ in shown:
-            pass
+def _required(found: dict[str, T]) -> dict[str, T]:
+    """Return what was found over batches; an error says that there was none."""
+    if not found:
+        raise CalibrationError(f"{_WHERE}: got no batch; expected at least one")
+    return found
 
 
 def _run_with(
@@ -409,30 +362,32 @@ def _run_with(
         return module.forward(*args, **kwargs)
 
 
-def _report(found: _Measured, groups: list[_Group], mode: str, scope: str) -> SensitivityReport:
+def _report(
+    values: dict[str, float],
+    groups: list[_Group],
+    mode: str,
+    scope: Scope,
+    metric: Sqnr | Score | Evaluation | None,
+) -> SensitivityReport:
+    """Return the ranking of measured values, or of an estimate, which has no metric."""
+    rising = metric is not None
     rows = [
-        SensitivityRow(g.name, found.values[g.name], g.layers, tuple(g.quantizers))
+        SensitivityRow(g.name, values[g.name], g.layers, tuple(g.quantizers))
         for g in groups
-        if g.name in found.values
+        if g.name in values
     ]
     # What hurts alone, or helps by its absence, is to be excluded first.
-    largest_first = found.rising == (mode == "all_but")
-    rows.sort(key=lambda row: _key(row.value, largest_first))
+    sign = -1 if rising == (mode == "all_but") else 1
+    # NaN, the output of a broken layer, comes first.
+    rows.sort(key=lambda row: -math.inf if math.isnan(row.value) else sign * row.value)
     return SensitivityReport(
         rows=tuple(rows),
-        metric=found.metric,
-        unit=found.unit,
-        rising=found.rising,
+        metric="fisher" if metric is None else metric.name,
+        unit="nat" if metric is None else getattr(metric, "unit", ""),
+        rising=rising,
         mode=mode,
-        scope=scope,
-        baseline=found.baseline,
-        reference=found.reference,
-        unseen=tuple(g.name for g in groups if g.name not in found.values),
+        scope=scope if isinstance(scope, str) else "groups",
+        baseline=values[_EVERYTHING],
+        reference=None if isinstance(metric, Sqnr) else values[_NOTHING],
+        unseen=tuple(g.name for g in groups if g.name not in values),
     )
-
-
-def _key(value: float, largest_first: bool) -> float:
-    """Return the place of a value; NaN, the output of a broken layer, comes first."""
-    if math.isnan(value):
-        return -math.inf
-    return -value if largest_first else value

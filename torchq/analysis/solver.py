@@ -56,9 +56,6 @@ class Problem:
         From the least damage, and from the least cost, each step takes the change of one group that
         does the least damage for what it saves. Then single changes and pairs of them are made as
         long as they help; the better one of both results counts.
-
-        Args:
-            budget: kind -> the most that the sum may be.
         """
         damages = torch.tensor(self.damages, dtype=torch.float64, device="cpu")
         shares = torch.stack(
@@ -84,16 +81,12 @@ class Problem:
     def front(self, kind: str, others: Mapping[str, float], count: int) -> list[Solution]:
         """Return solutions that no other one beats in both damage and cost, the cheapest first.
 
-        Args:
-            kind: the budget that varies, between the least and the greatest possible cost.
-            others: budgets that hold as they are.
-            count: how many budgets are tried.
+        ``count`` budgets of one kind are tried, between the least and the greatest possible cost;
+        the others hold as they are.
         """
         low, high = self.bounds(kind)
-        if low <= 0 or count < 2:
-            tried = [high]
-        else:
-            tried = [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+        steps = range(count) if low > 0 else []
+        tried = [low * (high / low) ** (i / (count - 1)) for i in steps] or [high]
         found: list[Solution] = []
         for bound in tried:
             solution = self.solve({**others, kind: max(bound, 1e-30) * (1 + 1e-9)})
@@ -102,11 +95,7 @@ class Problem:
         return found
 
     def require(self, budget: Mapping[str, float]) -> Solution:
-        """Return :meth:`solve`.
-
-        Raises:
-            ConfigError: Nothing is within the budget; the text names the least that is possible.
-        """
+        """Return :meth:`solve`; an error names the least that is possible."""
         found = self.solve(budget)
         if found is not None:
             return found

@@ -24,7 +24,7 @@ from torchq.utils.names import (
     pattern_text,
     qualified_name,
 )
-from torchq.utils.progress import progress_bar, progress_stages
+from torchq.utils.progress import item_count, progress_bar, progress_stages
 from torchq.utils.registry import Registry
 from torchq.utils.text import bullets, markdown_table, table, terminal_width, wrap
 
@@ -41,6 +41,7 @@ __all__ = [
     "deployed_part",
     "device_of",
     "evaluating",
+    "item_count",
     "kept_batches",
     "markdown_table",
     "matches",

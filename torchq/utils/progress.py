@@ -30,10 +30,14 @@ def progress_bar(
     unit: str = "batch",
 ) -> Iterator[T]:
     """Iterate over ``items``, ``most`` of them, behind a bar with the rate and the time left."""
-    if total is None:
-        length = len(items) if isinstance(items, Sized) else None
-        total = min((n for n in (length, most) if n is not None), default=None)
+    total = item_count(items, most) if total is None else total
     yield from _bar(enabled, islice(items, most), desc=description, total=total, unit=unit)
+
+
+def item_count(items: Iterable[Any], most: int | None = None) -> int | None:
+    """Return how many of the items are read, ``most`` of them; None where that is not known."""
+    length = len(items) if isinstance(items, Sized) else None
+    return min((n for n in (length, most) if n is not None), default=None)
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from torch import nn
 
 from torchq.analysis.costs import LayerFacts, gather_facts
 from torchq.analysis.doctor import doctor
-from torchq.analysis.layer_errors import LayerError, LayerErrors, layer_errors
+from torchq.analysis.layer_errors import LayerErrors, layer_errors
 from torchq.analysis.layers import QuantizedLayer, active_quantizers, quantized_layers, quantizing
 from torchq.analysis.metrics import batch_size
 from torchq.analysis.mixed_precision import MixedPrecision, mixed_precision
-from torchq.analysis.noise import relative_error
 from torchq.analysis.page.outputs import compare_outputs
 from torchq.analysis.page.samples import channel_rows, histogram_rows
 from torchq.analysis.page.verdict import culprits, damage_shares, verdict
@@ -41,7 +40,7 @@ def collect(
     where, model = "report", unwrapped(model)
     layers = quantized_layers(model, where)
     options: dict[str, Any] = {"forward": forward, "progress": progress}
-    run = partial(_run, model, forward, device_of(model))
+    run = partial(call_model, model, forward=forward, device=device_of(model))
     outputs = compare_outputs(model, batches, metric, **options)
     errors = layer_errors(model, batches, **options)
     ranking = _ranking(model, batches, options)
@@ -50,10 +49,18 @@ def collect(
     facts = _facts(model, layers, run, batches[0])
     found = histogram_rows(model, layers, batches, run, progress=progress)
     data = {
-        **_about(model, batches),
+        "torchq": __version__,
+        "torch": torch.__version__,
+        "model": type(model).__name__,
+        "batches": len(batches),
+        "inputs": sum(map(batch_size, batches)),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
-        "ranking": _ranking_row(ranking),
+        "ranking": {
+            "metric": ranking.metric,
+            "unit": ranking.unit,
+            "worst": [name or "(root)" for name in culprits(ranking)],
+        },
         "layers": _layer_rows(layers, errors, ranking, facts),
         "quantizers": _quantizer_rows(layers, errors, found),
         "channels": channel_rows(layers),
@@ -64,28 +71,6 @@ def collect(
     }
     found_data: dict[str, Any] = plain(data, digits=5)
     return found_data
-
-
-def _about(model: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
-    return {
-        "torchq": __version__,
-        "torch": torch.__version__,
-        "model": type(model).__name__,
-        "batches": len(batches),
-        "inputs": sum(map(batch_size, batches)),
-    }
-
-
-def _ranking_row(ranking: SensitivityReport) -> dict[str, Any]:
-    return {
-        "metric": ranking.metric,
-        "unit": ranking.unit,
-        "worst": [name or "(root)" for name in culprits(ranking)],
-    }
-
-
-def _run(model: nn.Module, forward: Forward | None, device: Any, batch: Any) -> Any:
-    return call_model(model, batch, forward=forward, device=device)
 
 
 def _ranking(
@@ -134,66 +119,67 @@ def _layer_rows(
     shares = damage_shares(ranking)
     rows = []
     for row in errors.rows:
-        place, value = ranked.get(row.name, (None, None))
-        known = {"rank": place, "harm": value, "damage": shares.get(row.name, 0.0)}
-        size = _size_row(by_name[row.name], facts[row.name])
-        rows.append({"name": row.name or "(root)", **known, **_error_row(row), **size})
+        place, harm = ranked.get(row.name, (None, None))
+        rows.append(
+            {
+                "name": row.name or "(root)",
+                "rank": place,
+                "harm": harm,
+                "damage": shares.get(row.name, 0.0),
+                "kind": row.kind,
+                "local_sqnr": row.local_sqnr,
+                "sqnr": row.sqnr,
+                "local_error": _relative_error(row.local_sqnr),
+                "error": _relative_error(row.sqnr),
+                "born": row.born,
+                "clipped": row.clipped,
+                "codes": row.used_codes,
+                "dead": row.dead_channels,
+                "quantizers": [q.name for q in row.quantizers],
+                **_size_row(by_name[row.name], facts[row.name]),
+            }
+        )
     return rows
 
 
-def _error_row(row: LayerError) -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "local_sqnr": row.local_sqnr,
-        "sqnr": row.sqnr,
-        "local_error": relative_error(row.local_sqnr),
-        "error": relative_error(row.sqnr),
-        "cosine": row.cosine,
-        "max_error": row.max_error,
-        "born": row.born,
-        "clipped": row.clipped,
-        "codes": row.used_codes,
-        "dead": row.dead_channels,
-        "quantizers": [q.name for q in row.quantizers],
-    }
+def _relative_error(sqnr: float) -> float:
+    """Return the size of an error beside the signal, from a ratio in dB: 1 is as large."""
+    return float(10 ** (-sqnr / 20))
 
 
 def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
-    weight_bits = _bits(layer.weights.values())
+    weight_bits, input_bits = (
+        min((q.descriptor.format.bits for q in quantizers.values()), default=32)
+        for quantizers in (layer.weights, layer.inputs)
+    )
     return {
         "weights": facts.weights,
         "weight_bits": weight_bits,
-        "input_bits": _bits(layer.inputs.values()),
+        "input_bits": input_bits,
         "bytes": facts.weights * weight_bits / 8,
         "float_bytes": facts.weights * 4,
         "operations": facts.multiplications,
     }
 
 
-def _bits(quantizers: Any) -> int:
-    return min((q.descriptor.format.bits for q in quantizers), default=32)
-
-
 def _quantizer_rows(
-    layers: list[QuantizedLayer],
-    errors: LayerErrors,
-    found: dict[str, dict[str, Any]],
+    layers: list[QuantizedLayer], errors: LayerErrors, found: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
+    """Return the rows of histograms with what layer errors know of the same quantizers."""
     known = {q.name: q for row in errors.rows for q in row.quantizers}
     weights = {path for layer in layers for path in layer.weights}
-    rows = {}
-    for path, row in found.items():
-        if path in known:
-            q = known[path]
-            rows[path] = {
-                **row,
-                "descriptor": q.descriptor,
-                "is_weight": path in weights,
-                "clipped": q.clipped,
-                "codes": q.used_codes,
-                "all_codes": q.codes,
-                "dead": q.dead_channels,
-                "channels": q.channels,
-                "sqnr": q.sqnr,
-            }
-    return rows
+    return {
+        path: {
+            **row,
+            "descriptor": known[path].descriptor,
+            "is_weight": path in weights,
+            "clipped": known[path].clipped,
+            "codes": known[path].used_codes,
+            "all_codes": known[path].codes,
+            "dead": known[path].dead_channels,
+            "channels": known[path].channels,
+            "sqnr": known[path].sqnr,
+        }
+        for path, row in found.items()
+        if path in known
+    }

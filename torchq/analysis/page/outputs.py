@@ -5,45 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.analysis.layers import active_quantizers, quantizing
-from torchq.analysis.metrics import Evaluation, Score, Sqnr, class_axis, find_metric, only_scores
+from torchq.analysis.metrics import (
+    Evaluation,
+    Score,
+    Sqnr,
+    Sums,
+    add_sums,
+    class_axis,
+    find_metric,
+    only_scores,
+)
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, state_kept
 from torchq.utils import device_of, evaluating, progress_bar
-
-
-@dataclass
-class Agreement:
-    """Counts of predictions.
-
-    Attributes:
-        same: those with the class that the float model gives.
-        predictions: all of them.
-    """
-
-    same: int = 0
-    predictions: int = 0
-
-    def add(self, found: Any, expected: Any) -> None:
-        """Add the outputs of one batch; outputs without classes add nothing, NaN never agrees."""
-        ours, theirs = only_scores(found), only_scores(expected)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            return
-        axis = class_axis(theirs)
-        known = ~(ours.isnan() | theirs.isnan()).any(axis)
-        same = known & (ours.argmax(axis) == theirs.argmax(axis))
-        self.same += int(same.sum())
-        self.predictions += same.numel()
-
-    @property
-    def share(self) -> float | None:
-        """The share of equal predictions; None without any."""
-        return self.same / self.predictions if self.predictions else None
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,6 @@ def compare_outputs(
     batches: Iterable[Any],
     metric: Any = None,
     *,
-    reference: nn.Module | None = None,
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Outputs:
@@ -82,7 +62,6 @@ def compare_outputs(
         model: quantized; left unchanged.
         batches: what to run.
         metric: ``metric(output, batch)`` or ``metric(model)``, or None.
-        reference: another float model to compare with; default the model without quantizers.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         progress: show a bar.
 
@@ -90,21 +69,34 @@ def compare_outputs(
         ConfigError: The metric is no such function.
     """
     chosen = None if metric is None else _user_metric(metric)
-    original = model if reference is None else reference
-    comparison = _Comparison(chosen)
-    known, device = active_quantizers(model), device_of(model)
+    known, sums = active_quantizers(model), Sums()
+    call = partial(call_model, model, forward=forward, device=device_of(model))
     scores: list[float | None] = [None, None]
-    with torch.no_grad(), evaluating(model), evaluating(original), state_kept(model):
+    with torch.no_grad(), evaluating(model), state_kept(model):
         for batch in progress_bar(batches, description="compare outputs", enabled=progress):
             with quantizing(known, []):
-                expected = call_model(original, batch, forward=forward, device=device)
-            found = call_model(model, batch, forward=forward, device=device)
-            comparison.add(found, expected, batch)
+                expected = call(batch)
+            found = call(batch)
+            add_sums(sums, "noise", Sqnr().sums(found, expected, batch))
+            add_sums(sums, "agreement", _agreement(found, expected))
+            if isinstance(chosen, Score):
+                add_sums(sums, "float", chosen.sums(expected, expected, batch))
+                add_sums(sums, "quantized", chosen.sums(found, expected, batch))
         if isinstance(chosen, Evaluation):
             with quantizing(known, []):
-                scores[0] = chosen.of(original)
+                scores[0] = chosen.of(model)
             scores[1] = chosen.of(model)
-    return comparison.outputs(scores)
+    if isinstance(chosen, Score) and sums:
+        scores = [chosen.value(sums[name]) for name in ("float", "quantized")]
+    same, predictions = sums.get("agreement", [0.0, 0.0])
+    return Outputs(
+        sqnr=Sqnr().value(sums["noise"]) if sums else math.nan,
+        agreement=same / predictions if predictions else None,
+        predictions=int(predictions),
+        metric="" if chosen is None else chosen.name,
+        float_score=scores[0],
+        score=scores[1],
+    )
 
 
 def _user_metric(metric: Any) -> Score | Evaluation:
@@ -117,34 +109,15 @@ def _user_metric(metric: Any) -> Score | Evaluation:
     return chosen
 
 
-class _Comparison:
-    """Sums over the batches that were compared."""
+def _agreement(found: Any, expected: Any) -> list[float]:
+    """Return how many predictions of one batch are those of the float model, and how many it has.
 
-    def __init__(self, metric: Score | Evaluation | None) -> None:
-        self._metric = metric
-        self._sums: dict[str, list[float]] = {}
-        self._agreement, self._noise = Agreement(), Sqnr()
-
-    def add(self, found: Any, expected: Any, batch: Any) -> None:
-        self._agreement.add(found, expected)
-        self._sum("noise", self._noise.sums(found, expected, batch))
-        if isinstance(self._metric, Score):
-            self._sum("float", self._metric.sums(expected, expected, batch))
-            self._sum("quantized", self._metric.sums(found, expected, batch))
-
-    def _sum(self, name: str, new: list[float]) -> None:
-        old = self._sums.get(name, [0.0] * len(new))
-        self._sums[name] = [a + b for a, b in zip(old, new, strict=True)]
-
-    def outputs(self, scores: list[float | None]) -> Outputs:
-        """Return the figures; ``scores`` are those of a metric that ran the models itself."""
-        if isinstance(self._metric, Score) and self._sums:
-            scores = [self._metric.value(self._sums[name]) for name in ("float", "quantized")]
-        return Outputs(
-            sqnr=self._noise.value(self._sums["noise"]) if self._sums else math.nan,
-            agreement=self._agreement.share,
-            predictions=self._agreement.predictions,
-            metric="" if self._metric is None else self._metric.name,
-            float_score=scores[0],
-            score=scores[1],
-        )
+    Outputs without classes have none; NaN never agrees.
+    """
+    ours, theirs = only_scores(found), only_scores(expected)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return [0.0, 0.0]
+    axis = class_axis(theirs)
+    known = ~(ours.isnan() | theirs.isnan()).any(axis)
+    same = known & (ours.argmax(axis) == theirs.argmax(axis))
+    return [float(same.sum()), float(same.numel())]
