@@ -13,7 +13,7 @@ import torchq
 from tests.ptq.test_interrupts import state
 from torchq.errors import CalibrationError, ConfigError, QuantizationError, TorchqError
 from torchq.ptq import adaround_, correct_bias_, equalize_, gptq_, smooth_
-from torchq.ptq.blockwise import grid_of
+from torchq.ptq.layers import grid_of
 
 GOOD = torch.rand(16, 6, generator=torch.Generator().manual_seed(0))
 

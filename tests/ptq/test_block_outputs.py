@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.ptq import gptq_
-from torchq.ptq.blockwise import TensorStore
-from torchq.ptq.blockwise.output_watch import OutputWatch
+from torchq.ptq.replay import OutputWatch
+from torchq.ptq.store import TensorStore
 
 X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
 
@@ -110,19 +110,3 @@ def test_what_nothing_reads_is_forgotten(
     assert nothing == set()
     for name, value in state.items():
         assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 20])
-def test_a_blank_value_keeps_its_shapes_alone(limit: int) -> None:
-    with TensorStore(limit) as store:
-        store.put("x", {"a": torch.ones(2, 3), "b": (torch.ones(4, dtype=torch.int64), "text")})
-        for _ in range(2):  # A second call changes nothing.
-            store.blank("x")
-            found = store.get("x")
-            assert found["a"].shape == (2, 3) and bool(found["a"].isnan().all())
-            assert torch.equal(found["b"][0], torch.zeros(4, dtype=torch.int64))
-            assert found["b"][1] == "text"
-            assert store.in_memory == 0 and found["a"].untyped_storage().nbytes() == 4
-        store.drop("x")
-        store.blank("x")
-        assert "x" not in store

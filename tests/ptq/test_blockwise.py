@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import CalibrationError, ConfigError
-from torchq.ptq.blockwise import (
-    CallCount,
-    Replay,
-    RunOptions,
-    TensorStore,
-    find_blocks,
-    find_layers,
-)
+from torchq.errors import ConfigError
+from torchq.ptq.blocks import find_blocks
+from torchq.ptq.layers import find_layers
+from torchq.ptq.replay import Replay
+from torchq.ptq.store import TensorStore
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,
@@ -95,9 +91,9 @@ def batches() -> list[Tensor]:
     return [torch.randn(n, 4, generator=generator) for n in (5, 3)]
 
 
-def prepared(model: nn.Module, store: TensorStore) -> tuple[Replay, list[str]]:
-    layers, _ = find_layers(model)
-    replay = Replay(model, batches(), RunOptions(), store, "test")
+def prepared(model: nn.Module) -> tuple[Replay, list[str]]:
+    layers, _ = find_layers("test", model)
+    replay = Replay("test", model, batches())
     blocks, _ = find_blocks(model, layers, replay.count_calls())
     replay.use_blocks(blocks)
     return replay, [block.name for block in blocks]
@@ -105,13 +101,11 @@ def prepared(model: nn.Module, store: TensorStore) -> tuple[Replay, list[str]]:
 
 def test_blocks_follow_the_structure() -> None:
     model = quantized(Net())
-    with TensorStore(1 << 20) as store:
-        _, names = prepared(model, store)
-    assert names == ["stem", "stages.0", "stages.1.0", "stages.1.1", "head"]
-    layers, _ = find_layers(model)
-    with TensorStore(1 << 20) as store:
-        calls = Replay(model, batches(), RunOptions(), store, "test").count_calls()
+    layers, _ = find_layers("test", model)
+    calls = Replay("test", model, batches()).count_calls()
     blocks, skipped = find_blocks(model, layers, calls)
+    names = ["stem", "stages.0", "stages.1.0", "stages.1.1", "head"]
+    assert [block.name for block in blocks] == names
     assert list(blocks[1].layers) == ["stages.0.first", "stages.0.second"]
     assert skipped == {"unused": "no batch reached it"}
     chosen, _ = find_blocks(model, layers, calls, "stages.*")
@@ -129,19 +123,13 @@ def test_a_layer_that_runs_twice_is_no_block() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(self.a(x)))
 
-    model = quantized(Twice())
-    layers, _ = find_layers(model)
-    with TensorStore(1 << 20) as store:
-        calls = Replay(model, batches(), RunOptions(), store, "test").count_calls()
-    blocks, skipped = find_blocks(model, layers, calls)
-    assert [block.name for block in blocks] == ["b"]
-    assert skipped == {"a": "it or a module around it runs several times"}
-    assert isinstance(calls, CallCount)
+    report = torchq.ptq.gptq_(quantized(Twice()), batches(), progress=False)
+    assert list(report.layers) == ["b"]
+    assert report.skipped == {"a": "it or a module around it runs several times"}
 
 
-@pytest.mark.parametrize("limit", [0, 300, 1 << 20])
-def test_replayed_runs_equal_runs_of_the_whole_model(limit: int) -> None:
-    """The head sees what it sees in a whole run, in float and quantized, also from files."""
+def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
+    """The head sees what it sees in a whole run, in float and quantized."""
     model = quantized(Net())
     seen: dict[str, list[Tensor]] = {"float": [], "quantized": []}
     for kind, found in seen.items():
@@ -152,8 +140,8 @@ def test_replayed_runs_equal_runs_of_the_whole_model(limit: int) -> None:
             for batch in batches():
                 model(batch)
             handle.remove()
-    with torch.no_grad(), TensorStore(limit) as store:
-        replay, names = prepared(model, store)
+    with torch.no_grad():
+        replay, names = prepared(model)
         for number in range(len(names)):
             for kind in ("float", "quantized"):
                 replay.finish(number, kind)  # type: ignore[arg-type]
@@ -169,8 +157,8 @@ def test_replayed_runs_equal_runs_of_the_whole_model(limit: int) -> None:
 
 def test_shortcuts_are_what_is_added() -> None:
     model = quantized(Net())
-    with torch.no_grad(), TensorStore(1 << 20) as store:
-        replay, _ = prepared(model, store)
+    with torch.no_grad():
+        replay, _ = prepared(model)
         for number, (name, block) in enumerate([("stem", ""), ("stages.0", "stages.0")]):
             layers = [f"{block}.first", f"{block}.second"] if block else [name]
             got = replay.run(number, 0, "float", want_outputs=layers, want_shortcuts=layers)
@@ -192,15 +180,10 @@ def test_additions_in_modules_count() -> None:
             return self.add(x, self.layer(x))
 
     model = quantized(nn.Sequential(Block()))
-    with torch.no_grad(), TensorStore(1 << 20) as store:
-        replay, _ = prepared(model, store)
+    with torch.no_grad():
+        replay, _ = prepared(model)
         got = replay.run(0, 0, "quantized", want_inputs=["0.layer"], want_shortcuts=["0.layer"])
     assert torch.equal(got.shortcuts["0.layer"], batches()[0])
-
-
-def test_no_batch_is_an_error() -> None:
-    with TensorStore(0) as store, pytest.raises(CalibrationError, match="test: got no batch"):
-        Replay(quantized(Net()), iter([]), RunOptions(), store, "test")
 
 
 class Pair(NamedTuple):
@@ -208,27 +191,30 @@ class Pair(NamedTuple):
     b: Any
 
 
-def test_the_store_keeps_structures_and_frees_what_is_dropped() -> None:
-    value = Pair(torch.arange(4.0), {"x": [torch.ones(3), 7, None]})
-    with TensorStore(limit=16) as store:
-        store.put("key", value)
-        value.a.zero_()
-        for _ in range(2):
-            got = store.get("key")
-            assert got.a.tolist() == [0, 1, 2, 3] and got.b["x"][0].tolist() == [1, 1, 1]
-            assert isinstance(got, Pair) and got.b["x"][1:] == [7, None]
-            got.a.fill_(9)  # the copy is the caller's
-        assert store.in_memory == 16
-        store.put("key", torch.ones(2))
-        assert store.in_memory == 8
-        store.drop("key")
-        assert store.in_memory == 0 and "key" not in store
+def test_the_store_returns_copies_and_keeps_structures() -> None:
+    """A cache of keys and values is an object that a block may write to; a function is none."""
+    cache, store = {1, 2}, TensorStore()
+    value = Pair(torch.arange(4.0), {"x": [torch.ones(3), 7, None], "cache": cache, "f": torch.add})
+    store.put("key", value)
+    value.a.zero_()
+    for _ in range(2):
+        got = store.get("key")
+        assert isinstance(got, Pair) and got.b["x"][1:] == [7, None] and got.b["f"] is torch.add
+        assert got.a.tolist() == [0, 1, 2, 3] and got.b["x"][0].tolist() == [1, 1, 1]
+        assert got.b["cache"] == {1, 2}
+        got.a.fill_(9)
+        got.b["cache"].add(3)
+    store.drop("key")
+    assert "key" not in store
 
 
-def test_a_store_returns_copies_of_objects_that_a_block_may_write_to() -> None:
-    """A cache of keys and values is such an object; a function stays the same."""
-    cache = {1, 2}
-    with TensorStore(1 << 20) as store:
-        store.put("arguments", ((torch.ones(2),), {"cache": cache, "mask": torch.add}))
-        store.get("arguments")[1]["cache"].add(3)
-        assert store.get("arguments")[1] == {"cache": {1, 2}, "mask": torch.add}
+def test_a_blank_value_keeps_its_shapes_alone() -> None:
+    store = TensorStore()
+    store.put("x", {"a": torch.ones(2, 3), "b": (torch.ones(4, dtype=torch.int64), "text")})
+    for _ in range(2):  # A second call changes nothing.
+        store.blank("x")
+        found = store.get("x")
+        assert found["a"].shape == (2, 3) and bool(found["a"].isnan().all())
+        assert torch.equal(found["b"][0], torch.zeros(4, dtype=torch.int64))
+        assert found["b"][1] == "text" and found["a"].untyped_storage().nbytes() == 4
+    store.blank("nothing")

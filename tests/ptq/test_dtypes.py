@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.ptq import (
-    adaround_,
-    correct_bias_,
-    equalize_,
-    gptq_,
-    smooth_,
-)
+from torchq.ptq import adaround_, correct_bias_, equalize_, gptq_, smooth_
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 # Factors change 16-bit weights by half a unit in the last place each, and the output with them.

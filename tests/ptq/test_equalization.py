@@ -241,10 +241,6 @@ def test_bad_input_changes_nothing(generator: torch.Generator) -> None:
     x = torch.randn(1, 3, 9, 9)
     with pytest.raises(QuantizationError, match=r"equalize_: the float output changed by .*e-"):
         equalize_(model, x, tolerance=1e-12)
-    with pytest.raises(QuantizationError, match=r"the float output changed by nan"):
-        equalize_(model, x * torch.nan)
-    with pytest.raises(ConfigError, match="equalize_: got iterations=0; expected at least 1"):
-        equalize_(model, x, iterations=0)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)

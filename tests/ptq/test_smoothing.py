@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.errors import QuantizationError
 from torchq.ptq import smooth_
 
 
@@ -103,24 +103,13 @@ def test_quantized_outputs_become_better_and_float_ones_stay(alpha: Any, tmp_pat
         assert torch.equal(loaded(x), model(x))
 
 
-def test_bad_input_changes_nothing() -> None:
+def test_a_norm_that_uses_its_weight_in_another_way_is_found_and_nothing_changes() -> None:
     model = net(offset=1.0)  # x * (1 + weight), as in Gemma
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(QuantizationError, match="smooth_: the float output changed by"):
         smooth_(model, batches(), progress=False)
-    with pytest.raises(CalibrationError, match="smooth_: got no batch; expected at least one"):
-        smooth_(model, [], progress=False)
-    with pytest.raises(CalibrationError, match="smooth_: q: got NaN or infinite inputs"):
-        smooth_(model, [batches()[0] * torch.nan], progress=False)
-    with pytest.raises(ConfigError, match="smooth_: got alpha=2; expected 0 to 1, or 'auto'"):
-        smooth_(model, batches(), alpha=2)
-    with pytest.raises(ConfigError, match=r"smooth_: got no layer to treat \(none is quantized\)"):
-        smooth_(nn.Sequential(nn.Linear(8, 8)), batches())
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
-    with pytest.raises(ConfigError, match=r"smooth_: got a calibrated model \(.* has a range\)"):
-        smooth_(model, batches())
 
 
 def test_layers_that_cannot_be_smoothed_are_named() -> None:
@@ -148,24 +137,3 @@ def test_factors_that_would_be_worse_than_none_are_left_out() -> None:
     assert torch.equal(model[0].weight, before)
     assert model[0].input_quantizer.pre_quant_scale is None
     assert report.groups[0].spread_before == report.groups[0].spread_after
-
-
-def test_an_interrupt_changes_nothing() -> None:
-    """The fourth run is the one that verifies the output after all factors are folded."""
-    model, runs = net(), 0
-    before = copy.deepcopy(model.state_dict())
-
-    def interrupted(model: nn.Module, batch: Tensor) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 4:
-            assert not torch.equal(model.norm.weight, before["norm.weight"])
-            raise KeyboardInterrupt
-        return model(batch)
-
-    run = torchq.ptq.RunOptions(forward=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        smooth_(model, batches(), run=run, progress=False)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())

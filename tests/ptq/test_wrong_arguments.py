@@ -23,21 +23,17 @@ def calibrated() -> nn.Module:
     return model
 
 
-def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(model: nn.Module, batches: Any, *, num_batches: Any, progress: bool) -> Any:
-        options = torchq.ptq.RunOptions(num_batches=num_batches)
-        if function is torchq.ptq.smooth_:  # It comes before calibration.
-            torchq.restore_(model)
-            torchq.quantize_(model)
-        return function(model, batches, run=options, progress=progress)
-
-    return run
+def smoothed(model: nn.Module, batches: Any, **arguments: Any) -> Any:
+    torchq.restore_(model)  # It comes before calibration.
+    torchq.quantize_(model)
+    return torchq.ptq.smooth_(model, batches, **arguments)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "correct_bias_": torchq.ptq.correct_bias_,
-    "gptq_": with_options(torchq.ptq.gptq_),
-    "smooth_": with_options(torchq.ptq.smooth_),
+    "gptq_": torchq.ptq.gptq_,
+    "adaround_": torchq.ptq.adaround_,
+    "smooth_": smoothed,
     "reestimate_bn_": torchq.qat.reestimate_bn_,
     "sensitivity": torchq.sensitivity,
     "layer_errors": torchq.layer_errors,
@@ -66,3 +62,19 @@ def test_a_metric_of_another_form_is_named(metric: Any, text: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
     with pytest.raises(ConfigError, match=text):
         torchq.tune(model, [X], metric, max_drop=0.1, progress=False)
+
+
+ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
+    (torchq.ptq.gptq_, {"target": "magic"}, "got target='magic'; expected one of weight, layer"),
+    (torchq.ptq.gptq_, {"damping": 0}, "got damping=0; expected a number > 0"),
+    (torchq.ptq.adaround_, {"steps": 0}, "got steps=0; expected at least 1"),
+    (torchq.ptq.smooth_, {"alpha": 2}, "got alpha=2; expected 0 to 1, or 'auto'"),
+    (torchq.ptq.correct_bias_, {"method": "magic"}, "got method='magic'; expected 'empirical' or"),
+    (torchq.ptq.equalize_, {"iterations": 0}, "got iterations=0; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "text"), ARGUMENTS)
+def test_other_arguments_are_named(function: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{function.__name__}: {text}"):
+        function(calibrated(), [X], **arguments)

@@ -6,7 +6,6 @@ and what it could not. May import workflow and below.
 
 from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
 from torchq.ptq.bias_correction import BiasReport, correct_bias_
-from torchq.ptq.blockwise import RunOptions
 from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
@@ -20,7 +19,6 @@ __all__ = [
     "EqualizedPair",
     "GPTQLayer",
     "GPTQReport",
-    "RunOptions",
     "SmoothReport",
     "SmoothedGroup",
     "TuneResult",

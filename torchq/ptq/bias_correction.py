@@ -21,18 +21,10 @@ from torch import Tensor, nn
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule
-from torchq.ptq.blockwise import check_calibrated
-from torchq.ptq.channels import restored_on_error
-from torchq.ptq.modes import quantizers_off
-from torchq.ptq.ranks import Group, all_sums
+from torchq.ptq.channels import LAYERS, TRANSPOSED, restored_on_error
+from torchq.ptq.layers import check_calibrated, quantizers_off
 from torchq.ptq.reports import report_text
 from torchq.utils import check_batches, device_of, evaluating, progress_bar
-
-__all__ = ["BiasReport", "correct_bias_"]
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,6 @@ def correct_bias_(
     method: Literal["empirical", "analytic"] = "empirical",
     num_batches: int | None = None,
     forward: Forward | None = None,
-    group: Group = None,
     progress: bool = True,
 ) -> BiasReport:
     """Correct the biases of the quantized layers of ``model``, in place; no labels are needed.
@@ -83,8 +74,6 @@ def correct_bias_(
             it reads the batches once, and leaves ConvTranspose layers alone.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
-        group: processes of torch.distributed that work together, each with its own batches; every
-            rank gets the same biases.
         progress: show a progress bar.
 
     Returns:
@@ -109,7 +98,7 @@ def correct_bias_(
         )
     layers, skipped = _find_layers(model, method)
     check_calibrated("correct_bias_", model)
-    stream = _Stream(model, batches, num_batches, forward, progress, group)
+    stream = _Stream(model, batches, num_batches, forward, progress)
     with (
         torch.no_grad(),
         evaluating(model),
@@ -141,11 +130,11 @@ def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[st
     for name, module in model.named_modules():
         if not isinstance(module, QuantModule) or not list(module.quantized_weights()):
             continue
-        if not isinstance(module, _LAYERS):
+        if not isinstance(module, LAYERS):
             skipped[name] = f"{type(module).__name__} is no convolution or linear layer"
         elif module.bias is None:
             skipped[name] = "it has no bias; fuse BatchNorm first, or build it with one"
-        elif method == "analytic" and isinstance(module, _TRANSPOSED):
+        elif method == "analytic" and isinstance(module, TRANSPOSED):
             skipped[name] = "the analytic method leaves transposed convolutions alone"
         else:
             layers[name] = module
@@ -171,7 +160,6 @@ class _Stream:
     num_batches: int | None
     forward: Forward | None
     progress: bool
-    group: Group
     count: int = field(default=0, init=False)
     calls_once: frozenset[str] = field(default=frozenset(), init=False)
 
@@ -185,12 +173,8 @@ class _Stream:
     ) -> dict[str, Tensor]:
         """Return the float64 mean of each channel of the layers that run, in running order.
 
-        :attr:`calls_once` then names those that ran no more than once in any batch.
-
-        Args:
-            layers: path of each layer -> the layer.
-            of_inputs: True for the inputs of the layers, False for their outputs.
-            stop: end each pass after the first call of any of the layers.
+        :attr:`calls_once` then names those that ran no more than once in any batch. The means are
+        of inputs or outputs; with ``stop`` a pass ends after the first call of any of the layers.
         """
         sums: dict[str, _Mean] = {}
         device, self.count = device_of(self.model), 0
@@ -213,7 +197,7 @@ class _Stream:
         if not self.count:
             raise CalibrationError("correct_bias_: got no batch; expected at least one")
         self.calls_once = frozenset(name for name, mean in sums.items() if mean.most_calls <= 1)
-        return {name: mean.value(name, self.group) for name, mean in sums.items()}
+        return {name: mean.value(name) for name, mean in sums.items()}
 
 
 class _Mean:
@@ -240,18 +224,12 @@ class _Mean:
         self.total = total if self.total is None else self.total + total
         self.number += rows.shape[1]
 
-    def value(self, name: str, group: Group) -> Tensor:
-        """Return the mean over the processes of ``group``.
-
-        Raises:
-            CalibrationError: it is NaN or infinite.
-        """
+    def value(self, name: str) -> Tensor:
+        """Return the mean; NaN or infinity is an error."""
         assert self.total is not None
-        number = torch.tensor(self.number, dtype=torch.float64, device=self.total.device)
-        total, number = all_sums([self.total, number], group)
-        mean = total / number
+        mean = self.total / self.number
         if not bool(mean.isfinite().all()):
-            what = "NaN or infinite values" if number else "batches without rows"
+            what = "NaN or infinite values" if self.number else "batches without rows"
             raise CalibrationError(
                 f"correct_bias_: {name}: got {what}; expected finite ones. Check the input and the "
                 "layers before"

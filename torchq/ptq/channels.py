@@ -9,25 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "CONVOLUTIONS",
-    "LAYERS",
-    "TRANSPOSED",
-    "input_ranges",
-    "largest_change",
-    "output_ranges",
-    "scale_inputs_",
-    "restored_on_error",
-    "scale_outputs_",
-    "spread",
-    "tensors_restored_on_error",
-]
+from torchq.graph import Call, Forward, call_model, tensors_in
+from torchq.utils import device_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 #: Layers with a weight of two or more dimensions that are channels.
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-
 
 # What factors may change of 16-bit weights, in units in the last place.
 _ULPS = 8
@@ -36,11 +24,22 @@ _ULPS = 8
 def largest_change(least: float, dtype: torch.dtype) -> float:
     """Return the relative change of a float output that rounding of the new weights explains.
 
-    Args:
-        least: that for float32.
-        dtype: of the weights.
+    ``least`` is that for float32.
     """
     return max(least, _ULPS * torch.finfo(dtype).eps)
+
+
+def float_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[Tensor]:
+    """Return the floating-point outputs of a model, in float64."""
+    out = call_model(model, batch, forward=forward, device=device_of(model))
+    return [tensor.double() for tensor in tensors_in(out) if tensor.is_floating_point()]
+
+
+def relative_change(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative change of a tensor; NaN if there is one."""
+    pairs = zip(found, expected, strict=True)
+    errors = [(f - e).norm() / e.norm().clamp(min=1e-30) for f, e in pairs]
+    return torch.stack(errors).max().item() if errors else 0.0
 
 
 def _by_groups(layer: Any) -> Tensor:
@@ -68,12 +67,7 @@ def input_ranges(layer: Any) -> Tensor:
 
 
 def scale_outputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the output channels of a layer, weight and bias, in place.
-
-    Args:
-        layer: one of :data:`LAYERS`.
-        factor: (out,).
-    """
+    """Multiply the output channels of a layer, weight and bias, by factors (out,) in place."""
     factor = factor.to(layer.weight.dtype)
     if layer.bias is not None:
         layer.bias.mul_(factor)
@@ -84,12 +78,7 @@ def scale_outputs_(layer: Any, factor: Tensor) -> None:
 
 
 def scale_inputs_(layer: Any, factor: Tensor) -> None:
-    """Multiply the input channels of a layer's weight in place.
-
-    Args:
-        layer: one of :data:`LAYERS`.
-        factor: (in,).
-    """
+    """Multiply the input channels of a layer's weight by factors (in,) in place."""
     factor = factor.to(layer.weight.dtype)
     if isinstance(layer, nn.Linear):
         layer.weight.mul_(factor)
@@ -131,3 +120,31 @@ def restored_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
             for tensor, value in before:
                 tensor.copy_(value)
         raise
+
+
+# Element by element.
+_HOMOGENEOUS = (
+    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
+_HOMOGENEOUS_FUNCTIONS = frozenset(["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"])
+# The same for the pixels of one channel.
+_POOLING = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+_POOLING_FUNCTIONS = frozenset(
+    f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
+)
+
+
+def keeps_factors(call: Call, is_convolution: bool) -> bool:
+    """Return True if a call on channels times positive factors gives its output times these.
+
+    Pooling keeps the channels of images apart, after a convolution.
+    """
+    modules = (*_HOMOGENEOUS, *_POOLING) if is_convolution else _HOMOGENEOUS
+    names = _HOMOGENEOUS_FUNCTIONS
+    if is_convolution:
+        names = names | _POOLING_FUNCTIONS
+    return isinstance(call.module, modules) if call.module is not None else call.name in names

@@ -16,29 +16,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.errors import ConfigError, QuantizationError
-from torchq.graph import Call, Flow, call_model, is_torch_leaf, record, tensors_in
+from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule
 from torchq.ptq.channels import (
     LAYERS,
+    float_outputs,
     input_ranges,
+    keeps_factors,
     largest_change,
     output_ranges,
+    relative_change,
     scale_inputs_,
     scale_outputs_,
     spread,
     tensors_restored_on_error,
 )
-from torchq.ptq.homogeneous import keeps_factors
-from torchq.ptq.modes import quantizers_off
+from torchq.ptq.layers import check_not_calibrated, quantizers_off
 from torchq.ptq.reports import report_text
 from torchq.utils import evaluating
-from torchq.workflow import quantizers
-
-__all__ = ["EqualizedPair", "EqualizeReport", "equalize_"]
 
 # The iterations end when no factor differs from 1 by more.
 _CONVERGED = 1e-4
@@ -127,23 +126,19 @@ def equalize_(
     """
     if iterations < 1:
         raise ConfigError(f"equalize_: got iterations={iterations}; expected at least 1")
-    known = [n for n, q in quantizers(model).items() if q.calibrated]
-    if known:
-        raise ConfigError(
-            f"equalize_: got a calibrated model ({known[0]} has a range), whose ranges would be "
-            "wrong afterwards; expected a call before torchq.calibrate"
-        )
+    check_not_calibrated("equalize_", model)
     with torch.no_grad(), evaluating(model), quantizers_off(model):
         flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
         pairs, skipped = _find_pairs(model, flow)
-        expected = [t.double() for t in tensors_in(call_model(model, example))]
-        most = _most_change(pairs) if tolerance is None else tolerance
+        expected = float_outputs(model, example)
+        most = tolerance
+        if most is None:
+            most = largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
         with tensors_restored_on_error(layers):
             before = [spread(output_ranges(pair.first)) for pair in pairs]
             _equalize_all(pairs, iterations)
-            found = [t.double() for t in tensors_in(call_model(model, example))]
-            error = _relative_error(found, expected)
+            error = relative_change(float_outputs(model, example), expected)
             if not error <= most:
                 raise QuantizationError(
                     f"equalize_: the float output changed by {error:.1e}, relative; expected at "
@@ -164,11 +159,6 @@ class _Pair:
     names: tuple[str, str]
     first: Any
     second: Any
-
-
-def _most_change(pairs: list[_Pair]) -> float:
-    """Return the change of the float output that is accepted without being asked for."""
-    return largest_change(1e-5, pairs[0].first.weight.dtype) if pairs else 0.0
 
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:
@@ -273,12 +263,3 @@ def _equalize(pair: _Pair) -> float:
     scale_outputs_(pair.first, 1 / factor)
     scale_inputs_(pair.second, factor)
     return factor.log().abs().max().item() if factor.numel() else 0.0
-
-
-def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative change of an output tensor."""
-    changes = [
-        ((f - e).norm() / e.norm().clamp(min=1e-30)).item()
-        for f, e in zip(found, expected, strict=True)
-    ]
-    return max(changes, default=0.0)

@@ -10,30 +10,17 @@ import torch
 from torch import nn
 
 from torchq.errors import ConfigError
-from torchq.ptq.adaround.block_state import BlockState, learnable_ranges
-from torchq.ptq.adaround.learned_block import LearnedBlock
-from torchq.ptq.adaround.reconstruction import BlockData, Settings, learn, mean_error
-from torchq.ptq.blockwise import (
-    Block,
-    Replay,
-    RunOptions,
-    TensorStore,
-    check_ready,
-    find_blocks,
-    find_layers,
-    said_how_far,
-    weight_quantizer,
-)
-from torchq.ptq.gptq.block import BlockRounding
+from torchq.graph import Forward
+from torchq.nn import TensorQuantizer
+from torchq.ptq.adaround.learning import BlockData, LearnedBlock, learn, mean_error
+from torchq.ptq.blocks import Block
+from torchq.ptq.gptq.api import BlockRounding
 from torchq.ptq.gptq.layer import Options
-from torchq.ptq.ranks import rank_in
+from torchq.ptq.layers import find_layers, weight_quantizer
+from torchq.ptq.replay import Replay, treat_blocks
 from torchq.ptq.reports import report_text
-from torchq.utils import Pattern, evaluating, progress_bar
-
-__all__ = ["AdaRoundBlock", "AdaRoundReport", "adaround_"]
-
-#: Rows of a batch in one step of a block.
-_ROWS = 32
+from torchq.utils import Pattern, evaluating
+from torchq.workflow import weight_quantizers
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,8 @@ def adaround_(
     block: Pattern | Sequence[Pattern] | None = None,
     steps: int = 500,
     seed: int = 0,
-    run: RunOptions | None = None,
+    num_batches: int | None = None,
+    forward: Forward | None = None,
     progress: bool = True,
 ) -> AdaRoundReport:
     """Learn the rounding of the weights of Linear and Conv layers, in place; no labels are needed.
@@ -106,8 +94,8 @@ def adaround_(
         block: patterns of the modules that are blocks; None finds them in the structure (BRECQ).
         steps: training steps of each block, each on 32 rows of a batch, at least 1.
         seed: of the random choices. The result depends on it and on the batches alone.
-        run: how the model is run; see :class:`RunOptions`. With ``run.group`` the gradients of all
-            processes are averaged, each has its own batches, and all get the same weights.
+        num_batches: the number of batches to read; default all.
+        forward: called as ``forward(model, batch)`` in place of the model.
         progress: show a progress bar.
 
     Returns:
@@ -128,52 +116,28 @@ def adaround_(
     """
     if steps < 1:
         raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
-    run = run or RunOptions()
-    layers, skipped = find_layers(model)
-    layers, skipped = _without_float_formats(layers, skipped)
-    check_ready("adaround_", model, layers, skipped)
-    settings = Settings(steps, _ROWS, run.group)
-    with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
-        replay = Replay(model, batches, run, store, "adaround_")
-        blocks, more = find_blocks(model, layers, replay.count_calls(), block)
-        replay.use_blocks(blocks)
-        work = _Work(model, replay, settings, seed)
-        with said_how_far("adaround_", work.finished, blocks):
-            for number, one in progress_bar(
-                list(enumerate(blocks)), description="adaround_", enabled=progress, unit="block"
-            ):
-                work.treat(number, one)
-    skipped |= more
-    ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return AdaRoundReport(work.done, ordered, len(replay.batches))
-
-
-def _without_float_formats(
-    layers: dict[str, Any], skipped: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Move layers whose weights have no integer codes to the skipped ones."""
-    for name, layer in list(layers.items()):
-        if not weight_quantizer(layer).descriptor.format.is_integer:
-            skipped[name] = "its weight has no integer codes"
-            del layers[name]
-    return layers, skipped
+    found = find_layers("adaround_", model, integer=True)
+    with torch.no_grad(), evaluating(model):
+        replay = Replay("adaround_", model, batches, num_batches, forward)
+        work = _Work(replay, steps, seed)
+        skipped = treat_blocks(replay, found, block, work.treat, work.finished, progress)
+    return AdaRoundReport(work.done, skipped, len(replay.batches))
 
 
 class _Work:
     """The treatment of the blocks, one after the other."""
 
-    def __init__(self, model: nn.Module, replay: Replay, settings: Settings, seed: int) -> None:
-        self.model, self.replay, self.settings, self.seed = model, replay, settings, seed
+    def __init__(self, replay: Replay, steps: int, seed: int) -> None:
+        self.replay, self.steps, self.seed = replay, steps, seed
         self.done: dict[str, AdaRoundBlock] = {}
         self.finished: list[str] = []
-        options = Options("block", True, 0.01, refine=True)
-        self._rounding = BlockRounding(replay, options, settings.group, keep_wanted=True)
+        self._rounding = BlockRounding(replay, Options("block", 0.01, refine=True))
 
     def treat(self, number: int, block: Block) -> None:
         """Learn one block."""
         replay, store = self.replay, self.replay.store
         replay.finish(number, "float")
-        state = BlockState(block, learnable_ranges(self.model, block.module))
+        state = _BlockState(block, _learnable_ranges(replay.model, block.module))
         try:
             result = self._learn(number, block, state)
         except BaseException:
@@ -185,19 +149,18 @@ class _Work:
         for index in range(len(replay.batches)):
             store.drop(("inputs", index))
 
-    def _learn(self, number: int, block: Block, state: BlockState) -> tuple[float, float, float]:
+    def _learn(self, number: int, block: Block, state: _BlockState) -> tuple[float, float, float]:
         """Learn the block in place; return both errors and the share of undecided weights."""
         data = self._data(number)
-        before = mean_error(block.module, data, self.settings)
+        before = mean_error(block.module, data)
         self._rounding.treat(number, block)
-        error = mean_error(block.module, data, self.settings)
-        rounded = BlockState(block, state.ranges)
-        own_seed = self.seed * 1_000_003 + number + 1_000_000_007 * rank_in(self.settings.group)
-        generator = torch.Generator().manual_seed(own_seed)
+        error = mean_error(block.module, data)
+        rounded = _BlockState(block, state.ranges)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         learned = LearnedBlock(block, self._rounding.wanted, state.ranges)
-        learn(block.name, learned, data, self.settings, generator)
+        learn(block.name, learned, data, self.steps, generator)
         learned.apply_("adaround_")
-        after = mean_error(block.module, data, self.settings)
+        after = mean_error(block.module, data)
         if not after < error:
             rounded.restore()
             for layer in block.layers.values():
@@ -218,3 +181,52 @@ class _Work:
             lambda index: store.get(("inputs", index)),
             lambda index: store.get(("float", number, index)),
         )
+
+
+def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer]:
+    """Return the activation quantizers that only ``part`` uses and whose ranges can be learned."""
+    inside = [m for m in part.modules() if isinstance(m, TensorQuantizer)]
+    own = {id(m) for m in part.modules()}
+    outside = {
+        id(child)
+        for module in model.modules()
+        if id(module) not in own
+        for child in module.children()
+        if child is not part
+    }
+    weights = weight_quantizers(model)
+    return [q for q in inside if id(q) not in outside | weights and _can_learn(q)]
+
+
+def _can_learn(quantizer: TensorQuantizer) -> bool:
+    d = quantizer.descriptor
+    is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
+    return is_on and d.format.is_integer and d.block_scale_format is None
+
+
+class _BlockState:
+    """The weights, biases and ranges of a block, as they were when this object was made."""
+
+    def __init__(self, block: Block, ranges: list[TensorQuantizer]) -> None:
+        self.block, self.ranges = block, ranges
+        self._saved = [t.detach().clone() for t in self._parameters()]
+        self._ends = [quantizer.ends() for quantizer in self._quantizers()]
+
+    def _quantizers(self) -> list[TensorQuantizer]:
+        """Return the quantizers whose ranges may change."""
+        return [*map(weight_quantizer, self.block.layers.values()), *self.ranges]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        layers = self.block.layers.values()
+        return [t for m in layers for t in (m.weight, m.bias) if t is not None]
+
+    def restore(self) -> None:
+        """Bring all tensors back."""
+        with torch.no_grad():
+            for parameter, saved in zip(self._parameters(), self._saved, strict=True):
+                parameter.copy_(saved)
+        for quantizer, ends in zip(self._quantizers(), self._ends, strict=True):
+            if ends[0].numel():
+                quantizer.set_ends(ends)
+            else:
+                quantizer.forget_amax()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["SoftWeight", "decision_penalty", "rectified_sigmoid", "start_near"]
-
 # The stretch of the sigmoid of the paper, so that it reaches 0 and 1.
 _GAMMA, _ZETA = -0.1, 1.1
 # How far a start value stays away from 0 and 1, where the gradient would vanish.
@@ -33,12 +31,6 @@ def decision_penalty(h: Tensor, beta: float) -> Tensor:
 
 class SoftWeight:
     """A weight ``scale * clip(floor(weight / scale) + h(v), quant_min, quant_max)``.
-
-    Args:
-        weight: what is rounded.
-        scale: of every element.
-        quant_min: the smallest code.
-        quant_max: the largest code.
 
     Attributes:
         v: what is learned; at the start the soft weight is about ``weight``.
@@ -69,9 +61,6 @@ class SoftWeight:
 def start_near(rounded: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
     """Return a weight that rounds to ``rounded`` and lies as near to ``wanted`` as it can.
 
-    Args:
-        rounded: values of the grid.
-        wanted: what they were rounded from, perhaps several grid values away.
-        scale: of every element.
+    ``rounded`` may be several values of the grid away from ``wanted``, what it was rounded from.
     """
     return rounded + (wanted - rounded).clamp(-0.45 * scale, 0.45 * scale)

@@ -11,25 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.ptq.blockwise import (
-    Replay,
-    RunOptions,
-    TensorStore,
-    check_ready,
-    find_blocks,
-    find_layers,
-    said_how_far,
-)
-from torchq.ptq.gptq.block import BlockRounding
-from torchq.ptq.gptq.layer import GPTQLayer, Options, Target
+from torchq.graph import Forward
+from torchq.ptq.blocks import Block
+from torchq.ptq.gptq.layer import GPTQLayer, MomentSums, Options, Target, round_layer_
+from torchq.ptq.layers import find_layers
+from torchq.ptq.replay import Replay, treat_blocks
 from torchq.ptq.reports import report_text
-from torchq.utils import Pattern, evaluating, progress_bar
-
-__all__ = ["GPTQReport", "gptq_"]
-
+from torchq.utils import Pattern, evaluating
+from torchq.workflow.layer_matrices import input_matrix, output_matrix
 
 _TARGETS = ("weight", "layer", "block")
 
@@ -65,11 +57,11 @@ def gptq_(
     batches: Iterable[Any],
     *,
     target: Target = "block",
-    act_order: bool = True,
     damping: float = 0.01,
     refine: bool = True,
     block: Pattern | Sequence[Pattern] | None = None,
-    run: RunOptions | None = None,
+    num_batches: int | None = None,
+    forward: Forward | None = None,
     progress: bool = True,
 ) -> GPTQReport:
     """Round the weights of Linear and Conv layers for the least error of their outputs, in place.
@@ -93,7 +85,6 @@ def gptq_(
             rounded, moments are centred, and the bias follows in closed form. ``"block"`` wants
             the same, and a layer whose output is added to a shortcut also makes up for the error
             of the shortcut.
-        act_order: round columns in the order of falling diagonals of the Hessian.
         damping: the fraction of the mean diagonal of the Hessian that is added to the diagonal,
             > 0. Where the sum is not positive definite, it grows tenfold; the report has it. Unless
             the target is ``"weight"``, it grows for layers with fewer than 20 samples for each
@@ -101,8 +92,8 @@ def gptq_(
         refine: search the ranges of the weights for the least error of the output, and improve
             the rounding by coordinate descent. Without it the ranges are those of calibration.
         block: patterns of the modules that are blocks; None finds them in the structure.
-        run: how the model is run; see :class:`RunOptions`. With ``run.group`` the statistics of
-            all processes are summed, and every rank gets the same weights.
+        num_batches: the number of batches to read; default all.
+        forward: called as ``forward(model, batch)`` in place of the model.
         progress: show a progress bar.
 
     Returns:
@@ -121,24 +112,19 @@ def gptq_(
         >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
         ['0', '1']
     """
-    options, run = Options(target, act_order, damping, refine), run or RunOptions()
+    options = Options(target, damping, refine)
     _check(options)
-    layers, skipped = find_layers(model)
-    check_ready("gptq_", model, layers, skipped)
-    with torch.no_grad(), evaluating(model), TensorStore(run.memory_limit) as store:
-        replay = Replay(model, batches, run, store, "gptq_")
-        blocks, more = find_blocks(model, layers, replay.count_calls(), block)
-        replay.use_blocks(blocks)
-        rounding = BlockRounding(replay, options, run.group)
-        with said_how_far("gptq_", rounding.done, blocks):
-            for number, one in progress_bar(
-                list(enumerate(blocks)), description="gptq_", enabled=progress, unit="block"
-            ):
-                rounding.treat(number, one)
-                replay.finish(number, "quantized")
-    skipped |= more
-    ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return GPTQReport(rounding.done, ordered, len(replay.batches))
+    found = find_layers("gptq_", model)
+    with torch.no_grad(), evaluating(model):
+        replay = Replay("gptq_", model, batches, num_batches, forward)
+        rounding = BlockRounding(replay, options)
+
+        def treat(number: int, one: Block) -> None:
+            rounding.treat(number, one)
+            replay.finish(number, "quantized")
+
+        skipped = treat_blocks(replay, found, block, treat, rounding.done, progress)
+    return GPTQReport(rounding.done, skipped, len(replay.batches))
 
 
 def _check(options: Options) -> None:
@@ -149,3 +135,70 @@ def _check(options: Options) -> None:
         )
     if not 0 < options.damping < float("inf"):
         raise ConfigError(f"gptq_: got damping={options.damping}; expected a number > 0")
+
+
+class BlockRounding:
+    """Rounds the layers of one block after the other.
+
+    Attributes:
+        done: path of each layer that was rounded -> what happened.
+        wanted: path of each layer of the last block -> the weight matrix that was rounded.
+    """
+
+    def __init__(self, replay: Replay, options: Options) -> None:
+        self.replay, self.options = replay, options
+        self.done: dict[str, GPTQLayer] = {}
+        self.wanted: dict[str, Tensor] = {}
+
+    def treat(self, number: int, block: Block) -> None:
+        """Round the layers of block ``number``; all blocks before it are finished."""
+        self.wanted = {}
+        if self.options.target == "weight":
+            shortcuts: set[str] = set()
+        else:
+            shortcuts = self._keep_targets(number, block)
+        for names in self.replay.layers_by_input(number):
+            self._treat_layers(number, block, names, shortcuts)
+
+    def _keep_targets(self, number: int, block: Block) -> set[str]:
+        """Keep the float outputs of the layers; return those that are added to a shortcut."""
+        replay, names = self.replay, list(block.layers)
+        wanted = names if self.options.target == "block" else []
+        repairing: set[str] = set()
+        for index in range(len(replay.batches)):
+            got = replay.run(number, index, "float", want_outputs=names, want_shortcuts=wanted)
+            for name, out in got.outputs.items():
+                shortcut = got.shortcuts.get(name)
+                replay.store.put(
+                    ("target", name, index), out if shortcut is None else out + shortcut
+                )
+            repairing |= got.shortcuts.keys()
+        return repairing
+
+    def _treat_layers(
+        self, number: int, block: Block, names: Sequence[str], repairing: set[str]
+    ) -> None:
+        """Treat layers that read the same input."""
+        replay = self.replay
+        sums = {name: MomentSums() for name in names}
+        wanted = [name for name in names if name in repairing]
+        for index in range(len(replay.batches)):
+            got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
+            for name in names:
+                layer = block.layers[name]
+                x = input_matrix(layer, layer.input_quantizer(got.inputs.pop(name)))
+                target = self._target(name, layer, index, got.shortcuts.get(name))
+                sums[name].add(x, target)
+        for name in names:
+            self.done[name], self.wanted[name] = round_layer_(
+                name, block.layers[name], sums.pop(name), self.options, name in repairing
+            )
+
+    def _target(self, name: str, layer: Any, index: int, shortcut: Tensor | None) -> Tensor | None:
+        """Return the target of a layer for one batch, None where it is that of its weight."""
+        key = ("target", name, index)
+        if key not in self.replay.store:
+            return None
+        out = self.replay.store.get(key)
+        self.replay.store.drop(key)
+        return output_matrix(layer, out if shortcut is None else out - shortcut)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,18 +10,10 @@ import torch
 from torch import Tensor
 
 from torchq.errors import CalibrationError
-from torchq.ptq.blockwise import (
-    check_on_grid,
-    grid_of,
-    weight_quantizer,
-)
-from torchq.ptq.gptq.output_error import OutputError
-from torchq.ptq.gptq.ranges import round_groups_, round_with_best_ranges_
-from torchq.ptq.gptq.solver import Elimination, ridge_regression
-from torchq.ptq.gptq.statistics import Moments, MomentSums
+from torchq.ptq.gptq.ranges import round_groups_, round_with_best_ranges
+from torchq.ptq.gptq.solver import Elimination, damped_, quadratic_error, ridge_regression
+from torchq.ptq.layers import check_on_grid, grid_of, weight_quantizer
 from torchq.workflow.layer_matrices import weight_from_matrix, weight_matrix
-
-__all__ = ["GPTQLayer", "Options", "round_layer_"]
 
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
 # samples for each input it is larger: what cancels their errors by chance does not on others.
@@ -38,7 +29,6 @@ class Options:
     """The arguments of :func:`torchq.ptq.gptq_` that concern one layer."""
 
     target: Target
-    act_order: bool
     damping: float
     refine: bool
 
@@ -61,32 +51,124 @@ class GPTQLayer:
     repairs_shortcut: bool
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Means over all samples, all in float64.
+
+    Attributes:
+        x: (groups, inputs), the mean input.
+        t: (groups, outputs), the mean target; None without targets.
+        xx: (groups, inputs, inputs), the mean of ``x x^T``, of inputs less their mean if centred.
+        tx: (groups, outputs, inputs), the mean of ``t x^T``, the same for both; None without
+            targets.
+        tt: (groups, outputs), the mean of ``t^2``, the same; None without targets.
+        centred: the moments are about the means.
+    """
+
+    x: Tensor
+    t: Tensor | None
+    xx: Tensor
+    tx: Tensor | None
+    tt: Tensor | None
+    centred: bool
+
+    @property
+    def finite(self) -> bool:
+        """True if no NaN or infinity was seen."""
+        return all(bool(m.isfinite().all()) for m in (self.xx, self.tx, self.tt) if m is not None)
+
+
+class MomentSums:
+    """Running sums of products.
+
+    The products of one batch are in float32, their sums in float64.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.count = 0
+
+    def add(self, x: Tensor, t: Tensor | None = None) -> None:
+        """Add samples ``x``, (groups, inputs, samples), and their targets in every call or none."""
+        x, t = x.float(), None if t is None else t.float()
+        self._add(0, x.sum(2, dtype=torch.float64))
+        self._add(1, x @ x.mT)
+        if t is not None:
+            self._add(2, t.sum(2, dtype=torch.float64))
+            self._add(3, t.square().sum(2))
+            self._add(4, t @ x.mT)
+        self.count += x.shape[2]
+
+    def _add(self, number: int, value: Tensor) -> None:
+        """Add to one of the sums, or make it."""
+        if number == len(self.sums):
+            self.sums.append(value.double())
+        else:
+            self.sums[number] += value
+
+    def take_moments(self, *, centred: bool) -> Moments:
+        """Return the means, about the mean input and target if ``centred``; forget the sums."""
+        x, xx, *of_targets = (total.div_(max(self.count, 1)) for total in self.sums)
+        self.sums = []
+        if centred:
+            xx -= x.unsqueeze(2) * x.unsqueeze(1)
+        if not of_targets:
+            return Moments(x, None, xx, None, None, centred)
+        t, tt, tx = of_targets
+        if centred:
+            tx -= t.unsqueeze(2) * x.unsqueeze(1)
+            tt -= t.square()
+        return Moments(x, t, xx, tx, tt, centred)
+
+
+class OutputError:
+    """The power of the error of the output, over the variance of the target.
+
+    The target is that of the moments, which are taken before any damping. Where they have none, it
+    is the output of the float weight of ``layer`` on the same inputs.
+    """
+
+    def __init__(self, layer: Any, moments: Moments) -> None:
+        self._weight = weight_matrix(layer, layer.weight.detach())
+        self._bias = None if layer.bias is None else layer.bias.detach().view(len(moments.x), -1)
+        self._moments = moments
+        self.variance = float(self._variance())
+
+    def _variance(self) -> Tensor:
+        """Return the sum of the variances of the outputs."""
+        m = self._moments
+        if m.tt is None or m.t is None:
+            weight = self._weight.to(m.xx.dtype)
+            mean = (weight @ m.x.unsqueeze(2)).squeeze(2)
+            return (quadratic_error(weight, m.xx) - mean.square()).sum()
+        return (m.tt if m.centred else m.tt - m.t.square()).sum()
+
+    def of(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """Return the relative error of another weight matrix, and of a bias in place of its own."""
+        bias = self._bias if bias is None else bias.view(len(self._weight), -1)
+        return float(self._power(weight, bias).sum()) / max(self.variance, 1e-30)
+
+    def _power(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the mean squared error of the outputs."""
+        m = self._moments
+        weight = weight.to(m.xx.dtype)
+        if m.tx is None or m.tt is None or m.t is None:
+            return quadratic_error(weight - self._weight.to(weight.dtype), m.xx)
+        shift = torch.zeros_like(m.t) if bias is None else bias.to(m.t.dtype)
+        mean = (weight @ m.x.unsqueeze(2)).squeeze(2)
+        power = m.tt - 2 * (weight * m.tx).sum(2) + quadratic_error(weight, m.xx)
+        if m.centred:
+            return power.clamp(min=0) + (m.t - mean - shift).square()
+        return (power - 2 * shift * (m.t - mean) + shift.square()).clamp(min=0)
+
+
 def round_layer_(
-    name: str,
-    layer: Any,
-    sums: MomentSums,
-    options: Options,
-    *,
-    repairs_shortcut: bool = False,
-    keep: Callable[[Tensor], None] | None = None,
-) -> GPTQLayer:
+    name: str, layer: Any, sums: MomentSums, options: Options, repairs_shortcut: bool = False
+) -> tuple[GPTQLayer, Tensor]:
     """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
-    Args:
-        name: its path, for error texts.
-        layer: a quantized Linear or Conv layer.
-        sums: the statistics of its quantized inputs and, unless the target is ``"weight"``, of
-            its targets; they are used up.
-        options: how to round.
-        repairs_shortcut: for the report.
-        keep: called with a copy of the weight matrix that is rounded.
-
-    Returns:
-        What happened.
-
-    Raises:
-        CalibrationError: the statistics hold NaN or infinity.
-        QuantizationError: the grid does not fit the dtype of the weight.
+    ``sums`` are of its quantized inputs and, unless the target is ``"weight"``, of its targets;
+    they are used up. Returned is what happened, and the weight matrix that was rounded.
     """
     fits_bias = layer.bias is not None and options.target != "weight"
     moments = sums.take_moments(centred=fits_bias)
@@ -96,8 +178,7 @@ def round_layer_(
     w0, grid = weight_matrix(layer, layer.weight.detach()), grid_of(layer)
     before = error.of(grid.nearest(w0.to(moments.xx.dtype)))
     rounded = _wanted(w0, moments, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
-    if keep is not None:
-        keep(rounded.clone())
+    wanted = rounded.clone()
     quantizer, h, diagonals = weight_quantizer(layer), moments.xx, _diagonals(moments.xx).clone()
     published = options.target == "weight"
     least = options.damping if published else max(options.damping, scarcity - _FEW)
@@ -115,7 +196,7 @@ def round_layer_(
     layer.weight.copy_(weight)
     if bias is not None:
         layer.bias.copy_(bias)
-    return GPTQLayer(before, after, used, repairs_shortcut)
+    return GPTQLayer(before, after, used, repairs_shortcut), wanted
 
 
 def _diagonals(h: Tensor) -> Tensor:
@@ -153,11 +234,12 @@ def _round_with_ranges_(
 
     Returns the damping, which is added to ``h``.
     """
-    found = [Elimination.damped_(matrix, damping, act_order=options.act_order) for matrix in h]
+    found = [damped_(matrix, damping, Elimination.of) for matrix in h]
     solved, used = [one for one, _ in found], max(used for _, used in found)
     quantizer = weight_quantizer(layer)
     if options.refine:
-        _, amax = round_with_best_ranges_(layer, wanted, h, solved)
+        rounded, amax = round_with_best_ranges(layer, wanted, h, solved)
+        wanted.copy_(rounded)
         quantizer.set_amax(amax)
         return used
     if not quantizer.calibrated:

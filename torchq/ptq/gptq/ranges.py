@@ -8,91 +8,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.formats import PerAxis, PerBlock
+from torchq.formats import PerAxis
 from torchq.functional import amax_from_scale
-from torchq.ptq.blockwise.grid import Grid, grid_of
-from torchq.ptq.blockwise.layers import weight_quantizer
 from torchq.ptq.gptq.solver import Elimination, descend, quadratic_error, round_rows_
-
-__all__ = ["round_groups_", "round_with_best_ranges_"]
+from torchq.ptq.layers import Grid, grid_of, weight_quantizer
 
 # Ranges that are tried, as fractions of the largest magnitude, down to the smallest one.
 _FRACTIONS = 24
 _SMALLEST = 0.2
 # Rounds of fitting ranges to codes and codes to ranges.
 _REFITS = 2
-# Bytes of the rows that are treated at the same time; all their candidates need as many times more.
+# Bytes of the rows whose candidates are rounded at the same time.
 _MEMORY = 1 << 21
 
 
-def round_with_best_ranges_(
+def round_with_best_ranges(
     layer: Any, weight: Tensor, h: Tensor, solved: list[Elimination]
 ) -> tuple[Tensor, Tensor]:
-    """Round a weight matrix in place; return it, and the range of the weight that goes with it.
+    """Return a rounded weight matrix, and the range of the weight that goes with it.
 
     Where each row has one range, every candidate is rounded by GPTQ, and each row takes the one
     with the least error. Then the ranges are fitted to the codes by least squares, and the codes to
     the ranges by coordinate descent, in turn. Other granularities take the candidate with the least
     error of nearest rounding, weighted by the diagonal of H.
 
-    Rows that do not share a range are treated some at a time, which bounds the memory.
-
-    Args:
-        layer: a quantized Linear or Conv layer.
-        weight: (groups, rows, columns), what is to be rounded.
-        h: (groups, columns, columns), positive definite, of the same dtype.
-        solved: the elimination of each group.
-    """
-    if not (len(weight) == 1 and _rows_share_nothing(layer)):
-        rounded, amax = _rounded(layer, weight, h, solved, None)
-        return weight.copy_(rounded), amax
-    ranges = []
-    count = max(1, _MEMORY // (weight.shape[2] * 8))
-    for start in range(0, weight.shape[1], count):
-        part = slice(start, start + count)
-        weight[:, part], amax = _rounded(layer, weight[:, part], h, solved, part)
-        ranges.append(amax)
-    return weight, torch.cat(ranges)
-
-
-def _rows_have_own_ranges(layer: Any) -> bool:
-    """Return True if every row of the weight matrix of ``layer`` has one range of its own."""
-    granularity = weight_quantizer(layer).descriptor.granularity
-    return isinstance(granularity, PerAxis) and granularity.axes == (0,)
-
-
-def _rows_share_nothing(layer: Any) -> bool:
-    """Return True if every row of the weight of ``layer`` has one range or more of its own."""
-    granularity = weight_quantizer(layer).descriptor.granularity
-    in_row = isinstance(granularity, PerBlock) and granularity.axis % layer.weight.dim() > 0
-    return in_row or _rows_have_own_ranges(layer)
-
-
-def _rounded(
-    layer: Any, weight: Tensor, h: Tensor, solved: list[Elimination], part: slice | None
-) -> tuple[Tensor, Tensor]:
-    """Return what :func:`round_with_best_ranges_` does, for the rows ``part``; None is all.
-
-    ``weight`` holds these rows alone.
+    ``weight`` is (groups, rows, columns) and ``h`` (groups, columns, columns), positive definite.
     """
     granularity = weight_quantizer(layer).descriptor.granularity
-    largest = granularity.amax(_as_weight(layer, weight)).float()
+    largest = granularity.amax(weight.reshape(layer.weight.shape)).float()
     fractions = torch.linspace(1, _SMALLEST, _FRACTIONS, dtype=torch.float32, device="cpu").tolist()
-    if not _rows_have_own_ranges(layer):
-        amax = _weighted_search(layer, weight, h, part, largest, fractions)
-        grid, q = grid_of(layer, amax, part), weight.clone()
+    if not (isinstance(granularity, PerAxis) and granularity.axes == (0,)):
+        amax = _weighted_search(layer, weight, h, largest, fractions)
+        grid, q = grid_of(layer, amax), weight.clone()
         round_groups_(q, solved, grid)
         return _improve(q, weight, h, grid), amax
-    q, amax = _best_of_candidates(layer, weight, h, solved, part, largest, fractions)
-    q = _improve(q, weight, h, grid_of(layer, amax, part))
+    q, amax = _best_of_candidates(layer, weight, h, solved, largest, fractions)
+    q = _improve(q, weight, h, grid_of(layer, amax))
     for _ in range(_REFITS):
-        amax, q = _refit(layer, weight, h, part, amax, q)
+        amax, q = _refit(layer, weight, h, amax, q)
     return q, amax
-
-
-def _as_weight(layer: Any, matrix: Tensor) -> Tensor:
-    """Return some rows of the weight matrix of ``layer`` in the shape of its weight."""
-    return matrix.reshape(-1, *layer.weight.shape[1:])
 
 
 def _best_of_candidates(
@@ -100,47 +54,43 @@ def _best_of_candidates(
     weight: Tensor,
     h: Tensor,
     solved: list[Elimination],
-    part: slice | None,
     largest: Tensor,
     fractions: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Return the rounded rows with the best of some ranges, and these ranges.
 
-    All candidates are rounded at the same time.
+    All candidates of some rows are rounded at the same time.
     """
-    grids = [_first_column(grid_of(layer, largest * f, part)) for f in fractions]
-    count, rows = len(grids), weight.shape[1]
-    stacked = Grid(
-        torch.cat([grid.scale for grid in grids], 1).expand(-1, -1, weight.shape[2]),
-        torch.cat([grid.divisor for grid in grids], 1).expand(-1, -1, weight.shape[2]),
-        grids[0].format,
-    )
-    q = weight.repeat(1, count, 1)
-    round_groups_(q, solved, stacked)
-    q = q.unflatten(1, (count, rows))
-    errors = [quadratic_error(one - weight, h) for one in q.unbind(1)]
-    best = torch.stack(errors, 1).argmin(1)  # (groups, rows)
-    fraction = largest.new_tensor(fractions)[best].view(largest.shape)
-    index = best.unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, weight.shape[2])
-    return q.gather(1, index).squeeze(1), largest * fraction
+    # The first column is like the others if a row has one range.
+    grids = [grid_of(layer, largest * fraction) for fraction in fractions]
+    scales = torch.stack([grid.scale[..., :1] for grid in grids], 1)
+    divisors = torch.stack([grid.divisor[..., :1] for grid in grids], 1)
+    columns, q, best = weight.shape[2], torch.empty_like(weight), []
+    for rows in torch.arange(weight.shape[1]).split(max(1, _MEMORY // (columns * 8))):
+        part = weight[:, rows]
+        tried = part.repeat(1, len(grids), 1)
+        scale, divisor = (
+            t[:, :, rows].flatten(1, 2).expand(-1, -1, columns) for t in (scales, divisors)
+        )
+        round_groups_(tried, solved, Grid(scale, divisor, grids[0].format))
+        tried = tried.unflatten(1, (len(grids), len(rows)))
+        errors = [quadratic_error(one - part, h) for one in tried.unbind(1)]
+        best.append(torch.stack(errors, 1).argmin(1))  # (groups, rows)
+        index = best[-1].unsqueeze(1).unsqueeze(3).expand(-1, 1, -1, columns)
+        q[:, rows] = tried.gather(1, index).squeeze(1)
+    fraction = largest.new_tensor(fractions)[torch.cat(best, 1)]
+    return q, largest * fraction.view(largest.shape)
 
 
-def _first_column(grid: Grid) -> Grid:
-    """Return a copy of the first column, which is like the others if a row has one range."""
-    return Grid(grid.scale[..., :1].clone(), grid.divisor[..., :1].clone(), grid.format)
-
-
-def _refit(
-    layer: Any, weight: Tensor, h: Tensor, part: slice | None, amax: Tensor, q: Tensor
-) -> tuple[Tensor, Tensor]:
+def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
-    grid = grid_of(layer, amax, part)
+    grid = grid_of(layer, amax)
     codes = q / grid.scale
     along = codes @ h
     scale = (along * weight).sum(-1) / (along * codes).sum(-1).clamp(min=1e-300)
     fitted = amax_from_scale(scale, grid.format).view(amax.shape).float()
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
-    new = grid_of(layer, fitted, part)
+    new = grid_of(layer, fitted)
     start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)
     found = _descend_groups(start, weight, h, new)
     is_better = quadratic_error(found - weight, h) < quadratic_error(q - weight, h)
@@ -151,10 +101,7 @@ def _refit(
 
 
 def round_groups_(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> None:
-    """Round every group of ``weight`` by GPTQ, in place.
-
-    The arguments are those of :func:`round_rows_`, with a first dimension of groups.
-    """
+    """Round every group of ``weight`` by GPTQ, in place."""
     for part in zip(weight, eliminations, grid.groups(), strict=True):
         round_rows_(*part)
 
@@ -175,21 +122,16 @@ def _descend_groups(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
 
 
 def _weighted_search(
-    layer: Any,
-    weight: Tensor,
-    h: Tensor,
-    part: slice | None,
-    largest: Tensor,
-    fractions: list[float],
+    layer: Any, weight: Tensor, h: Tensor, largest: Tensor, fractions: list[float]
 ) -> Tensor:
     """Return the range with the least error of nearest rounding, weighted by the diagonal of H."""
     granularity = weight_quantizer(layer).descriptor.granularity
     importance = h.diagonal(dim1=1, dim2=2).unsqueeze(1)
     best, least = largest, torch.full_like(largest, torch.inf)
     for fraction in fractions:
-        rounded = grid_of(layer, largest * fraction, part).nearest(weight)
+        rounded = grid_of(layer, largest * fraction).nearest(weight)
         loss = ((rounded - weight).square() * importance).float()
-        parts = granularity.split(_as_weight(layer, loss))
+        parts = granularity.split(loss.reshape(layer.weight.shape))
         dims = granularity.reduce_dims(parts.dim())
         error = (parts.sum(dims) if dims else parts).view(largest.shape)
         best = torch.where(error < least, largest * fraction, best)

@@ -10,21 +10,16 @@ Transformers (ICLR 2023), section 3 and algorithm 1. Coordinate descent: Behdin 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torchq.ptq.blockwise.grid import Grid
+from torchq.ptq.layers import Grid
 
-__all__ = [
-    "Elimination",
-    "damp_",
-    "descend",
-    "quadratic_error",
-    "ridge_regression",
-    "round_rows_",
-]
+T = TypeVar("T")
 
 # Columns after which the rest of the matrix is brought up to date, in one product.
 _LAZY = 128
@@ -35,54 +30,40 @@ _SWEEPS = 4
 
 
 def quadratic_error(difference: Tensor, h: Tensor) -> Tensor:
-    """Return ``d H d^T`` of each row d.
-
-    Args:
-        difference: (..., rows, columns).
-        h: (..., columns, columns).
-
-    Returns:
-        (..., rows).
-    """
+    """Return ``d H d^T`` of each row d of (..., rows, columns), with H (..., columns, columns)."""
     return (difference @ h).mul_(difference).sum(-1)
 
 
-def damp_(h: Tensor, damping: float) -> float:
-    """Make a matrix positive definite, in place; return the damping that did it.
+def damped_(h: Tensor, damping: float, solve: Callable[[Tensor], T]) -> tuple[T, float]:
+    """Return ``solve(H)`` after damping H in place, and the fraction that it needed.
 
-    The damping is a fraction of the mean of the diagonal that is added to the diagonal. It grows
-    tenfold until the Cholesky decomposition exists. A matrix of zeros becomes the identity.
-
-    Args:
-        h: (columns, columns), symmetric; its diagonal is changed.
-        damping: the fraction to start from, > 0.
+    This fraction of the mean of the diagonal is added to the diagonal; zeros become the fraction.
+    It grows tenfold while ``solve`` finds a matrix that is not positive definite, because it is
+    singular or because of rounding.
     """
     diagonal = h.diagonal().clone()
     mean = diagonal.mean()
     unit = torch.where(mean > 0, mean, 1.0)
     while True:
         h.diagonal().copy_(diagonal + damping * unit)
-        _, info = torch.linalg.cholesky_ex(h)
-        if not bool(info) or damping > _MOST_DAMPING:
-            return damping
+        try:
+            return solve(h), damping
+        except torch.linalg.LinAlgError:
+            if damping > _MOST_DAMPING:
+                raise
         damping *= 10
 
 
 def ridge_regression(weight: Tensor, xx: Tensor, tx: Tensor, ridge: float) -> Tensor:
-    """Return the weights that minimise ``mean((t - W x)^2) + r |W - weight|^2``.
+    """Return the weights that minimise ``mean((t - W x)^2) + r |W - weight|^2``, (rows, columns).
 
-    Args:
-        weight: (rows, columns), where the solution is pulled to.
-        xx: (columns, columns), moments of the inputs; its diagonal is changed and restored.
-        tx: (rows, columns), moments of targets and inputs.
-        ridge: r as a fraction of the mean of the diagonal of ``xx``.
-
-    Returns:
-        (rows, columns), in the dtype of ``xx``.
+    ``xx`` are moments of the inputs, (columns, columns), whose diagonal is changed and restored,
+    and ``tx`` those of targets and inputs. ``ridge`` is r as a fraction of the mean of the diagonal
+    of ``xx``.
     """
     diagonal = xx.diagonal().clone()
     try:
-        damp_(xx, ridge)
+        damped_(xx, ridge, torch.linalg.cholesky)
         r = xx.diagonal().mean() - diagonal.mean()
         factors, pivots = torch.linalg.lu_factor(xx)
     finally:
@@ -104,20 +85,9 @@ class Elimination:
     factor: Tensor
 
     @classmethod
-    def of(cls, h: Tensor, *, act_order: bool = True) -> Elimination:
-        """Return the elimination for a positive definite matrix H.
-
-        Args:
-            h: (columns, columns).
-            act_order: False takes the columns as they come.
-
-        Raises:
-            torch.linalg.LinAlgError: H is not positive definite, or too little so for its dtype.
-        """
-        if act_order:
-            order = h.diagonal().argsort(descending=True, stable=True)
-        else:
-            order = torch.arange(len(h), device=h.device)
+    def of(cls, h: Tensor) -> Elimination:
+        """Return the elimination for a positive definite H; else raise LinAlgError."""
+        order = h.diagonal().argsort(descending=True, stable=True)
         # LAPACK works in place where the entries of a column lie next to each other.
         matrix = h.mT[order.unsqueeze(1), order].mT
         torch.linalg.cholesky(matrix, out=matrix)
@@ -125,42 +95,13 @@ class Elimination:
         torch.linalg.cholesky(matrix, upper=True, out=matrix)
         return cls(order, matrix)
 
-    @classmethod
-    def damped_(
-        cls, h: Tensor, damping: float, *, act_order: bool = True
-    ) -> tuple[Elimination, float]:
-        """Return the elimination of H after damping in place, and the fraction that it needed.
-
-        A matrix may be positive definite while its inverse, with the errors of float32, is not.
-
-        Args:
-            h: (columns, columns), symmetric; its diagonal is changed.
-            damping: the fraction to start from, see :func:`damp_`.
-            act_order: False takes the columns as they come.
-        """
-        diagonal = h.diagonal().clone()
-        while True:
-            damping = damp_(h, damping)
-            try:
-                return cls.of(h, act_order=act_order), damping
-            except torch.linalg.LinAlgError:
-                if damping > _MOST_DAMPING:
-                    raise
-            h.diagonal().copy_(diagonal)
-            damping *= 10
-
 
 def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
     """Round ``weight`` by GPTQ, in place.
 
     One column is rounded after the other. Each error is made up for by the columns that are not
     rounded yet, as well as they can: by ``-error / U[i, i] * U[i, i + 1:]``, where U is the upper
-    Cholesky factor of the inverse of H.
-
-    Args:
-        weight: (rows, columns), in the dtype of H.
-        elimination: of H.
-        grid: of the rows.
+    Cholesky factor of the inverse of H. ``weight`` is (rows, columns), in the dtype of H.
     """
     order, u = elimination.order, elimination.factor
     columns, w = order.tolist(), weight[:, order]
@@ -180,13 +121,8 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
 def descend(rounded: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
     """Return ``rounded`` after coordinate descent, which never makes the error of a row larger.
 
-    Each column in turn takes the grid value that is best for the values of all others.
-
-    Args:
-        rounded: (rows, columns) on the grid.
-        weight: (rows, columns), what was rounded.
-        h: (columns, columns), positive definite.
-        grid: of the rows.
+    Each column in turn takes the grid value that is best for the values of all others. ``rounded``
+    is on the grid, and ``weight`` is what was rounded, both (rows, columns).
     """
     q = rounded.clone()
     gradient = (q - weight) @ h

@@ -11,8 +11,6 @@ from torch import nn
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer
 
-__all__ = ["ChannelGroup", "find_groups"]
-
 
 @dataclass(frozen=True)
 class ChannelGroup:
@@ -42,14 +40,16 @@ class ChannelGroup:
 def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dict[str, str]]:
     """Return the groups in running order, and the layers that cannot be treated.
 
-    Args:
-        model: a quantized model whose quantizers are off.
-        example: the arguments of one call.
+    The quantizers of ``model`` are off; ``example`` holds the arguments of one call.
     """
     flow = record(model, example, _is_leaf)
     skipped: dict[str, str] = {}
     chosen: dict[tuple[int, ...], list[Call]] = {}
-    wanted = _wanted(model)
+    wanted = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and isinstance(module, QuantModule)
+    }
     reached = set()
     for call in flow.calls:
         if call.name not in wanted or call.module is not wanted[call.name]:
@@ -72,14 +72,6 @@ def find_groups(model: nn.Module, example: Any) -> tuple[list[ChannelGroup], dic
         else:
             groups += [ChannelGroup((layer,), None) for layer in layers]
     return groups, skipped
-
-
-def _wanted(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and isinstance(module, QuantModule)
-    }
 
 
 def _is_leaf(module: nn.Module) -> bool:

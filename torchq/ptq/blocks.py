@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +10,6 @@ from torch import nn
 
 from torchq.errors import ConfigError
 from torchq.utils import Pattern, check_pattern, matches, pattern_text
-
-__all__ = ["Block", "CallCount", "find_blocks", "said_how_far"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -59,16 +55,7 @@ def find_blocks(
     A block is the largest module that runs once and is no chain. A chain is the model itself, a
     list of modules inside a chain, or a module around a list of which two children or more hold
     two layers each, such as the encoder around the blocks of a transformer. A layer outside all
-    others is a block of its own.
-
-    Args:
-        model: any model.
-        layers: path -> layer to treat.
-        calls: what one run of the model called.
-        patterns: the modules that are blocks, in place of the structure.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
+    others is a block of its own. ``patterns`` name the blocks in place of the structure.
     """
     found: dict[str, nn.Module] = {}
     if patterns is None:
@@ -90,28 +77,6 @@ def find_blocks(
         skipped[path] = _why_not(calls.counts.get(id(layers[path]), 0))
     blocks.sort(key=lambda block: calls.order[id(next(iter(block.layers.values())))])
     return blocks, skipped
-
-
-@contextmanager
-def said_how_far(where: str, done: Collection[str], blocks: Sequence[Block]) -> Iterator[None]:
-    """Warn how many layers are done if anything ends the block early.
-
-    Args:
-        where: the start of the warning.
-        done: the layers that are done, which grow in the body.
-        blocks: all blocks.
-    """
-    try:
-        yield
-    except BaseException:
-        if done:
-            total = sum(len(block.layers) for block in blocks)
-            warnings.warn(
-                f"{where}: ended after {len(done)} of {total} layers, which keep their new "
-                "weights; the others are as before",
-                stacklevel=4,
-            )
-        raise
 
 
 def _why_not(count: int) -> str:

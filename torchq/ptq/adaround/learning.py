@@ -1,0 +1,267 @@
+"""The reconstruction of one block: its quantized output becomes that of the float block.
+
+References: Li et al., BRECQ: Pushing the Limit of Post-Training Quantization by Block
+Reconstruction (ICLR 2021), algorithm 1. The target is the output of the float block on the float
+input (asymmetric reconstruction).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import CalibrationError
+from torchq.functional import learned_fake_quantize
+from torchq.graph import tensors_in
+from torchq.nn import TensorQuantizer
+from torchq.ptq.adaround.soft_rounding import (
+    SoftWeight,
+    decision_penalty,
+    rectified_sigmoid,
+    start_near,
+)
+from torchq.ptq.blocks import Block
+from torchq.ptq.layers import check_on_grid, grid_of, weight_quantizer
+from torchq.ptq.replay import replaced_forward
+from torchq.ptq.store import map_tensors
+from torchq.workflow.layer_matrices import weight_from_matrix
+
+# Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02
+# decides roundings in a few hundred steps.
+_RATE_WEIGHTS, _RATE = 2e-2, 1e-3
+_PENALTY = 0.01
+# The penalty begins after a fifth of the steps; its exponent falls from 20 to 2.
+_WARMUP, _BETA_START, _BETA_END = 0.2, 20.0, 2.0
+# Rows of a batch in one step of a block.
+_ROWS = 32
+
+
+class LearnedRange:
+    """The range of a calibrated activation quantizer; each end is learned as a logarithm."""
+
+    def __init__(self, quantizer: TensorQuantizer) -> None:
+        self.quantizer = quantizer
+        self._start = quantizer.ends()
+        self.logs = [torch.zeros_like(end, requires_grad=True) for end in self._start]
+
+    def ends(self) -> list[Tensor]:
+        """Return the ends of the range now: amax, after amin if the range is asymmetric."""
+        return [end * log.exp() for end, log in zip(self._start, self.logs, strict=True)]
+
+    def apply_(self) -> None:
+        """Write the learned range into the quantizer."""
+        ends = [end.detach() for end in self.ends()]
+        if self.quantizer.descriptor.symmetric:
+            self.quantizer.set_amax(*ends)
+        else:
+            self.quantizer.set_range(*ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` fake quantized in the learned range."""
+        q = self.quantizer
+        if q.pre_quant_scale is not None:
+            x = x * q.pre_quant_scale.to(x.dtype)
+        d = q.descriptor
+        *low, amax = [end * (d.scale_amax or 1.0) for end in self.ends()]
+        amin = low[0] if low else None
+        return learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
+
+
+class LearnedBlock:
+    """What is learned of a block whose weights have integer formats.
+
+    ``wanted`` is the weight matrix that the weight of each layer was rounded from, and ``ranges``
+    are the activation quantizers whose ranges are learned.
+    """
+
+    def __init__(
+        self, block: Block, wanted: dict[str, Tensor], ranges: list[TensorQuantizer]
+    ) -> None:
+        self.block = block
+        self.weights = {n: _soft_weight(m, wanted[n]) for n, m in block.layers.items()}
+        self.ranges = [LearnedRange(q) for q in ranges]
+        self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
+
+    def others(self) -> list[Tensor]:
+        """Return what is learned beside the weights."""
+        return [*(log for learned in self.ranges for log in learned.logs), *self.biases]
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Return the output of the block with its soft weights; differentiable."""
+        with ExitStack() as stack:
+            for name, soft in self.weights.items():
+                quantizer = weight_quantizer(self.block.layers[name])
+                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: s.value().to(w)))
+            for learned in self.ranges:
+                stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
+            return self.block.module(*args, **kwargs)
+
+    def apply_(self, where: str) -> None:
+        """Write the rounded weights and the learned ranges into the block."""
+        for name, soft in self.weights.items():
+            layer = self.block.layers[name]
+            weight = soft.rounded().to(layer.weight.dtype)
+            check_on_grid(where, name, layer, weight)
+            layer.weight.copy_(weight)
+        for learned in self.ranges:
+            learned.apply_()
+
+
+def _soft_weight(layer: Any, wanted: Tensor) -> SoftWeight:
+    """Return the soft weight of a layer, which starts from its rounding."""
+    grid, weight = grid_of(layer), layer.weight.detach()
+    scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
+    start = weight_from_matrix(layer, wanted).to(scale.dtype)
+    start = start_near(weight.to(scale.dtype), start, scale)
+    # A dead range has an infinite divisor, and all of its codes are 0.
+    start = torch.where(divisor.isinf(), 0.0, start)
+    return SoftWeight(start, scale, grid.format.quant_min, grid.format.quant_max)
+
+
+@contextmanager
+def biases_learned(biases: list[nn.Parameter]) -> Iterator[None]:
+    """Let gradients reach the biases; give them their flags and gradients back."""
+    before = [(bias, bias.requires_grad, bias.grad) for bias in biases]
+    try:
+        for bias in biases:
+            bias.requires_grad_()
+            bias.grad = None
+        yield
+    finally:
+        for bias, required, grad in before:
+            bias.requires_grad_(required)
+            bias.grad = grad
+
+
+@dataclass(frozen=True)
+class BlockData:
+    """The inputs and outputs of a block on every batch.
+
+    Attributes:
+        count: the number of batches.
+        inputs: index of a batch -> ``(args, kwargs)`` from the quantized blocks before.
+        target: index of a batch -> the output of the float block.
+    """
+
+    count: int
+    inputs: Callable[[int], Any]
+    target: Callable[[int], Any]
+
+
+def output_error(out: Any, target: Any) -> Tensor:
+    """Return the squared error, summed over channels and averaged over everything else."""
+    pairs = [
+        (o, t)
+        for o, t in zip(tensors_in(out), tensors_in(target), strict=True)
+        if t.is_floating_point()
+    ]
+    total = torch.zeros((), device="cpu")
+    for o, t in pairs:
+        channels = t.shape[1] if t.dim() > 3 else t.shape[-1] if t.dim() else 1
+        total = total.to(o.device) + (o - t).square().mean() * channels
+    return total
+
+
+def learn(
+    name: str,
+    learned: LearnedBlock,
+    data: BlockData,
+    steps: int,
+    generator: torch.Generator,
+) -> None:
+    """Learn roundings, ranges and biases of a block, whose path is ``name``.
+
+    ``learned`` is changed in place; the weights of the block are not. A loss that is NaN or
+    infinite is an error.
+    """
+    weights = [soft.v for soft in learned.weights.values()]
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "lr": _RATE_WEIGHTS},
+        {"params": learned.others(), "lr": _RATE},
+    ]
+    with torch.enable_grad(), biases_learned(learned.biases):
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        # Steps of 16-bit values would be rounded away, and their squares would be 0.
+        exact = [_in_float32(parameter) for parameter in parameters]
+        optimizer = _adam(groups, exact)
+        for number in range(steps):
+            optimizer.param_groups[1]["lr"] = _RATE * _cosine(number, steps)
+            loss = _loss(learned, data, number / steps, generator)
+            if not bool(loss.isfinite()):
+                raise CalibrationError(
+                    f"adaround_: {name}: the error became NaN or infinite after {number} "
+                    "steps; expected finite inputs and outputs. The block keeps its former weights"
+                )
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for copy, gradient in zip(exact, gradients, strict=True):
+                copy.grad = None if gradient is None else gradient.to(copy.dtype)
+            optimizer.step()
+            for parameter, copy in zip(parameters, exact, strict=True):
+                parameter.detach().copy_(copy)
+
+
+def _adam(groups: list[dict[str, Any]], parameters: list[Tensor]) -> torch.optim.Adam:
+    """Return the optimizer of ``groups`` with other parameters, as many and in the same order."""
+    rest = iter(parameters)
+    return torch.optim.Adam(
+        [{**group, "params": list(islice(rest, len(group["params"])))} for group in groups]
+    )
+
+
+def _in_float32(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter in float32 at least: its own memory, or else a copy."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _loss(
+    learned: LearnedBlock,
+    data: BlockData,
+    done: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the loss after a share of the steps: the error of some rows, and the penalty."""
+    (args, kwargs), target = _some_rows(data, generator)
+    out = learned.run(args, kwargs)
+    loss = output_error(out, target)
+    progress = (done - _WARMUP) / (1 - _WARMUP)
+    if progress >= 0:
+        beta = _BETA_START + (_BETA_END - _BETA_START) * progress
+        for soft in learned.weights.values():
+            loss = loss + _PENALTY * decision_penalty(rectified_sigmoid(soft.v), beta)
+    return loss
+
+
+def _some_rows(data: BlockData, generator: torch.Generator) -> tuple[Any, Any]:
+    """Return the inputs and the target of random rows of a random batch."""
+    index = int(torch.randint(data.count, (), generator=generator, device="cpu"))
+    inputs, target = data.inputs(index), data.target(index)
+    first = next((t for t in tensors_in(inputs) if t.dim()), None)
+    if first is None or len(first) <= _ROWS:
+        return inputs, target
+    order = torch.randperm(len(first), generator=generator, device="cpu")
+    rows = order[:_ROWS].to(first.device)
+
+    def choose(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and len(tensor) == len(first) else tensor
+
+    return map_tensors(inputs, choose), map_tensors(target, choose)
+
+
+def _cosine(number: int, steps: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * number / steps))
+
+
+def mean_error(block: Any, data: BlockData) -> float:
+    """Return the error of the block as it is now, over all batches."""
+    errors = []
+    for index in range(data.count):
+        args, kwargs = data.inputs(index)
+        errors.append(output_error(block(*args, **kwargs), data.target(index)).item())
+    return sum(errors) / len(errors)

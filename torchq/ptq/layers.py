@@ -1,0 +1,158 @@
+"""The layers that algorithms treat, what they need before, and the grids of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from torchq.errors import ConfigError, QuantizationError
+from torchq.formats import Format
+from torchq.functional import scale_from_amax
+from torchq.functional.scale import divisor
+from torchq.nn import QuantModule, TensorQuantizer, modes_kept
+from torchq.ptq.channels import CONVOLUTIONS
+from torchq.workflow import quantizers, weight_quantizers
+from torchq.workflow.layer_matrices import weight_matrix
+
+
+@contextmanager
+def quantizers_off(model: nn.Module) -> Iterator[None]:
+    """Turn the quantizers of ``model`` off; give them their modes back at the end."""
+    found = list(quantizers(model).values())
+    with modes_kept(found):
+        for quantizer in found:
+            quantizer.mode = "off"
+        yield
+
+
+def find_layers(
+    where: str, model: nn.Module, *, integer: bool = False
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the quantized Linear and Conv layers, and why other quantized layers are left alone.
+
+    With ``integer`` the weights must have integer codes. No layer at all, or a fixed range of an
+    activation that is not known, is an error that starts with ``where``.
+    """
+    layers: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantModule) and list(module.quantized_weights()):
+            reason = _obstacle(model, module, integer)
+            if reason is None:
+                layers[name] = module
+            else:
+                skipped[name] = reason
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        raise ConfigError(
+            f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected a model "
+            "with quantized Linear or Conv layers. Run torchq.quantize_ and torchq.calibrate first"
+        )
+    check_calibrated(where, model)
+    return layers, skipped
+
+
+def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | None:
+    """Return why the weight of a quantized module cannot be rounded otherwise, or None."""
+    if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+        return f"{type(module).__name__} is no convolution or linear layer"
+    if parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    quantizer = weight_quantizer(module)
+    descriptor = quantizer.descriptor
+    if not quantizer.quantizing:
+        return "its weight quantizer is off"
+    if descriptor.dynamic:
+        return "its weight range is dynamic: it would change with the rounded weights"
+    if not descriptor.symmetric:
+        return "its weight range is asymmetric"
+    if not descriptor.fake_quant:
+        return "its weight quantizer returns codes"
+    owners = [m for m in model.modules() if any(p is module.weight for p in m.parameters(False))]
+    if len(owners) > 1:
+        return "it shares its weight with another module"
+    is_float = integer and not descriptor.format.is_integer
+    return "its weight has no integer codes" if is_float else None
+
+
+def weight_quantizer(layer: Any) -> TensorQuantizer:
+    """Return the quantizer of the weight of a Linear or Conv layer."""
+    ((quantizer, _),) = layer.quantized_weights()
+    return quantizer
+
+
+def check_calibrated(where: str, model: nn.Module) -> None:
+    """Raise an error unless every fixed range of an activation is known."""
+    weights = weight_quantizers(model)
+    for name, quantizer in quantizers(model).items():
+        is_fixed = quantizer.quantizing and not quantizer.descriptor.dynamic
+        if is_fixed and not quantizer.calibrated and id(quantizer) not in weights:
+            raise ConfigError(
+                f"{where}: {name} has no range yet; expected a calibrated model. Run "
+                "torchq.calibrate(model, batches) first"
+            )
+
+
+def check_not_calibrated(where: str, model: nn.Module) -> None:
+    """Raise an error for a calibrated model."""
+    known = [name for name, quantizer in quantizers(model).items() if quantizer.calibrated]
+    if known:
+        raise ConfigError(
+            f"{where}: got a calibrated model ({known[0]} has a range), whose ranges would be "
+            "wrong afterwards; expected a call before torchq.calibrate"
+        )
+
+
+class Grid:
+    """The scale of every entry of a weight matrix, and rounding onto the grid.
+
+    Codes are multiplied by ``scale`` and values divided by ``divisor``, which is infinite where a
+    range is dead; both are (rows, columns), perhaps with a first dimension of groups.
+    """
+
+    def __init__(self, scale: Tensor, divisor: Tensor, format: Format) -> None:
+        self.scale, self.divisor, self.format = scale, divisor, format
+
+    def nearest(self, values: Tensor, columns: slice | int = slice(None)) -> Tensor:
+        """Return ``values`` of some columns rounded to the nearest grid value, in their dtype."""
+        scale, divisor = self.scale[..., columns], self.divisor[..., columns]
+        codes = self.format.snap_(values.to(scale.dtype) / divisor)
+        return (codes * scale).to(values.dtype)
+
+    def groups(self) -> list[Grid]:
+        """Return the grid of each group, for a grid with a first dimension of groups."""
+        pairs = zip(self.scale, self.divisor, strict=True)
+        return [Grid(scale, divisor, self.format) for scale, divisor in pairs]
+
+
+def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
+    """Return the grid of the weight of ``layer``, as (groups, outputs, inputs) matrices.
+
+    ``amax`` is a range in place of that of its weight quantizer, of the same shape.
+    """
+    quantizer, weight = weight_quantizer(layer), layer.weight.detach()
+    d = quantizer.descriptor
+    amax = quantizer.range_for(weight) if amax is None else amax
+    compute = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    aligned = d.granularity.align(amax.to(compute), weight.shape)
+    scale = scale_from_amax(aligned, d.format, d.block_scale_format)
+    split = d.granularity.split(weight)
+    whole = [
+        weight_matrix(layer, d.granularity.join(t.expand_as(split), weight.shape))
+        for t in (scale, divisor(aligned, scale))
+    ]
+    return Grid(whole[0], whole[1], d.format)
+
+
+def check_on_grid(where: str, name: str, layer: Any, weight: Tensor) -> None:
+    """Raise an error unless the quantizer of ``layer`` returns ``weight`` bit for bit."""
+    if not torch.equal(weight_quantizer(layer)(weight), weight):
+        raise QuantizationError(
+            f"{where}: {name}: got rounded weights that {weight_quantizer(layer).descriptor} "
+            f"changes in {weight.dtype}; expected values of its grid. Use a wider dtype"
+        )

@@ -1,0 +1,324 @@
+"""SmoothQuant: move outliers of activation channels into the weights that read them.
+
+Reference: Xiao et al., SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
+Language Models (ICML 2023), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq.errors import CalibrationError, ConfigError, QuantizationError
+from torchq.functional import fake_quantize, reduce_amax, reduce_range
+from torchq.graph import Forward, call_model
+from torchq.nn import TensorQuantizer
+from torchq.ptq.channel_groups import ChannelGroup, find_groups
+from torchq.ptq.channels import (
+    float_outputs,
+    input_ranges,
+    largest_change,
+    relative_change,
+    scale_inputs_,
+    spread,
+    tensors_restored_on_error,
+)
+from torchq.ptq.layers import check_not_calibrated, quantizers_off
+from torchq.ptq.reports import report_text
+from torchq.utils import device_of, evaluating, kept_batches, progress_bar
+
+_ALPHAS = tuple(i / 10 for i in range(10))
+# The change of a float32 output that is accepted without being asked for.
+_TOLERANCE = 1e-4
+# Rows of the input of a layer that are kept in all.
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class SmoothedGroup:
+    """Layers that read one tensor, and what was done.
+
+    Attributes:
+        layers: their paths.
+        source: path of the norm that took the inverse factors; None if the input quantizers did.
+        alpha: the share of the difficulty that moved to the weights; None if nothing changed,
+            because all factors would have made the error larger.
+        spread_before: the largest over the median magnitude of the input channels.
+        spread_after: the same afterwards.
+    """
+
+    layers: tuple[str, ...]
+    source: str | None
+    alpha: float | None
+    spread_before: float
+    spread_after: float
+
+
+@dataclass(frozen=True)
+class SmoothReport:
+    """The result of :func:`smooth_`.
+
+    Attributes:
+        groups: what was smoothed, in running order.
+        skipped: path of each quantized layer that was left alone -> the reason.
+        error: the relative change of the float output on the first batch.
+    """
+
+    groups: tuple[SmoothedGroup, ...]
+    skipped: Mapping[str, str]
+    error: float
+
+    def __str__(self) -> str:
+        rows = []
+        for group in self.groups:
+            change = f"{group.spread_before:.3g} -> {group.spread_after:.3g}"
+            where = group.source or "input quantizer"
+            alpha = "none" if group.alpha is None else f"{group.alpha:g}"
+            rows.append((", ".join(group.layers), where, alpha, change))
+        header = ("layers", "factors in", "alpha", "spread of channels")
+        last = f"{len(self.groups)} inputs, output changed by {self.error:.1e}"
+        return report_text(header, rows, self.skipped, last)
+
+
+def smooth_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    alpha: float | Literal["auto"] = "auto",
+    tolerance: float | None = None,
+    num_batches: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> SmoothReport:
+    """Divide the input channels of quantized Linear layers by factors, in place.
+
+    Call it after :func:`torchq.quantize_` and before :func:`torchq.calibrate`. The factor of
+    channel j is ``max|x_j|^alpha / max|w_j|^(1 - alpha)`` (equation 4 of the paper); the weights
+    are multiplied by it. A LayerNorm or RMSNorm whose output only such layers read takes the
+    inverse factors; elsewhere the input quantizer multiplies by them (``pre_quant_scale``). The
+    float output stays the same, which is verified on the first batch. A call that fails changes
+    nothing.
+
+    Args:
+        model: a quantized model that is not calibrated.
+        batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
+        alpha: 0 leaves all difficulty in the activations, 1 moves all of it to the weights.
+            ``"auto"`` searches 0.0, 0.1, ... 0.9 for each input, for the least error of the layers'
+            outputs, and leaves an input as it is if all of these make the error larger.
+        tolerance: the largest relative change of the float output that is accepted; None means
+            1e-4 for float32, and 8 units in the last place for dtypes of 16 bits.
+        num_batches: the number of batches to read; default all.
+        forward: called as ``forward(model, batch)`` in place of the model.
+        progress: show a progress bar.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: the model is calibrated already, has no layer to treat, or alpha is out of
+            range.
+        CalibrationError: there is no batch, or an input is NaN or infinite.
+        QuantizationError: the float output changed by more than ``tolerance``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+        >>> _ = torchq.quantize_(model, torchq.recipes.int8())
+        >>> torchq.ptq.smooth_(model, [torch.randn(16, 8)], progress=False).groups[0].source
+        '0'
+    """
+    if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
+        raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
+    check_not_calibrated("smooth_", model)
+    kept = kept_batches("smooth_", batches, num_batches)
+    with torch.no_grad(), evaluating(model), quantizers_off(model):
+        groups, skipped = find_groups(model, kept[0])
+        if not groups:
+            reasons = "; ".join(f"{name}: {text}" for name, text in list(skipped.items())[:3])
+            raise ConfigError(
+                f"smooth_: got no layer to treat ({reasons or 'none is quantized'}); expected "
+                "quantized Linear layers whose input channels can take factors. Run "
+                "torchq.quantize_ first, or leave this algorithm out"
+            )
+        seen = _observe_inputs(model, groups, kept, forward, progress)
+        expected = float_outputs(model, kept[0], forward)
+        most = tolerance
+        if most is None:
+            most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
+        with _restored_on_error(groups):
+            smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
+            error = relative_change(float_outputs(model, kept[0], forward), expected)
+            if not error <= most:
+                raise QuantizationError(
+                    f"smooth_: the float output changed by {error:.1e}, relative; expected at most "
+                    f"{most:.1e}. The model is as before. A norm may use its weight in "
+                    "another way than as a factor"
+                )
+    return SmoothReport(tuple(smoothed), skipped, error)
+
+
+@contextmanager
+def _restored_on_error(groups: list[ChannelGroup]) -> Iterator[None]:
+    """Bring weights and factors back if anything ends the block early."""
+    layers = [layer for group in groups for _, layer in group.layers]
+    scales = [(layer.input_quantizer, layer.input_quantizer.pre_quant_scale) for layer in layers]
+    with tensors_restored_on_error(m for group in groups for m in group.modules()):
+        try:
+            yield
+        except BaseException:
+            for quantizer, scale in scales:
+                quantizer.pre_quant_scale = scale
+            raise
+
+
+@dataclass
+class _Inputs:
+    """What a group reads: the largest magnitude of each channel, and some rows."""
+
+    largest: Tensor
+    samples: Tensor
+
+
+def _observe_inputs(
+    model: nn.Module,
+    groups: list[ChannelGroup],
+    batches: list[Any],
+    forward: Forward | None,
+    progress: bool,
+) -> dict[str, _Inputs]:
+    """Run the float model and return what the first layer of each group reads."""
+    found: dict[str, list[_Inputs]] = {}
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = (args[0] if args else kwargs["input"]).detach().float()
+            found.setdefault(name, []).append(_inputs(x, len(batches)))
+
+        return hook
+
+    with ExitStack() as stack:
+        for group in groups:
+            name, layer = group.layers[0]
+            hook = layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+            stack.callback(hook.remove)
+        for batch in progress_bar(batches, description="smooth_", enabled=progress):
+            call_model(model, batch, forward=forward, device=device_of(model))
+    return {name: _joined(name, parts) for name, parts in found.items()}
+
+
+def _inputs(x: Tensor, batches: int) -> _Inputs:
+    """Return the inputs of one call."""
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    each = max(1, _ROWS // batches)
+    samples = rows[:: max(1, len(rows) // each)][:each].clone()
+    nothing = rows.new_zeros(1, rows.shape[1])
+    return _Inputs(torch.cat([rows.abs(), nothing]).amax(0), samples)  # also without a row
+
+
+def _joined(name: str, parts: list[_Inputs]) -> _Inputs:
+    """Return the inputs of all calls of the layer ``name``."""
+    largest = torch.stack([part.largest for part in parts]).amax(0)
+    samples = torch.cat([part.samples for part in parts])
+    if not len(samples):
+        raise CalibrationError(
+            f"smooth_: {name}: got batches without rows; expected at least one row"
+        )
+    if not bool(largest.isfinite().all()):
+        raise CalibrationError(
+            f"smooth_: {name}: got NaN or infinite inputs; expected finite ones. Check the "
+            "batches and the layers before"
+        )
+    return _Inputs(largest, samples)
+
+
+def _smooth(group: ChannelGroup, inputs: _Inputs, asked: float | str) -> SmoothedGroup:
+    """Smooth one group in place."""
+    columns = torch.stack([input_ranges(layer).float() for _, layer in group.layers]).amax(0)
+
+    def factors(exponent: float | None) -> Tensor:
+        if exponent is None:
+            return torch.ones_like(columns)
+        return _channel_factors(inputs.largest, columns, exponent)
+
+    alpha = _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
+    found = factors(alpha)
+    if alpha is not None:
+        _fold_(group, found)
+    source = None if group.source is None else group.source[0]
+    before, after = spread(inputs.largest), spread(inputs.largest / found)
+    return SmoothedGroup(group.names, source, alpha, before, after)
+
+
+def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
+    """Return ``x_j^alpha / weight_j^(1 - alpha)`` of each channel j.
+
+    With the largest magnitudes it is equation 4 of the paper. The factors are divided by their
+    geometric mean, so that equal channels change nothing. A channel that is zero on either side
+    keeps the factor 1. ``x`` are the sizes of input channels, ``weight`` those of columns.
+    """
+    live = (x > 0) & (weight > 0)
+    log = alpha * x.clamp(min=1e-30).log() - (1 - alpha) * weight.clamp(min=1e-30).log()
+    if not bool(live.any()):
+        return torch.ones_like(x)
+    return torch.where(live, (log - log[live].mean()).exp(), 1.0)
+
+
+def _fold_(group: ChannelGroup, factors: Tensor) -> None:
+    """Multiply the input channels of the layers by factors, and what they read by the inverse.
+
+    A norm before them takes the inverse; without one the input quantizers do.
+    """
+    for _, layer in group.layers:
+        scale_inputs_(layer, factors)
+        if group.source is None:
+            inverse = (1 / factors).to(layer.weight.dtype)
+            old = layer.input_quantizer.pre_quant_scale
+            layer.input_quantizer.pre_quant_scale = inverse if old is None else old * inverse
+    if group.source is None:
+        return
+    norm: Any = group.source[1]
+    for parameter in (norm.weight, getattr(norm, "bias", None)):
+        if parameter is not None:
+            parameter.div_(factors.to(parameter.dtype))
+
+
+def _best_alpha(
+    group: ChannelGroup, samples: Tensor, factors: Callable[[float | None], Tensor]
+) -> float | None:
+    """Return the exponent with the least squared error of the outputs of a group, or None.
+
+    The formats of its quantizers are tried with the largest magnitudes.
+    """
+    errors: dict[float | None, float] = {}
+    for alpha in (None, *_ALPHAS):
+        scale = factors(alpha)
+        errors[alpha] = sum(_error(layer, samples, scale) for _, layer in group.layers)
+    return min(errors, key=errors.__getitem__)
+
+
+def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
+    """Return the squared error of the output of one layer with some factors."""
+    weight = layer.weight.detach().float()
+    rounded = _quantized(layer.weight_quantizer, weight * factors)
+    found = _quantized(layer.input_quantizer, x / factors) @ rounded.t()
+    return float((found - x @ weight.t()).square().sum())
+
+
+def _quantized(quantizer: nn.Module, x: Tensor) -> Tensor:
+    """Return ``x`` fake quantized in the range of its largest magnitudes."""
+    if not isinstance(quantizer, TensorQuantizer):
+        return x
+    d = quantizer.descriptor
+    if d.unsigned == "auto":
+        d = d.replace(unsigned=bool((x >= 0).all()))
+    if d.symmetric:
+        amin, amax = None, reduce_amax(x, d.granularity)
+    else:
+        amin, amax = reduce_range(x, d.granularity)
+    return fake_quantize(
+        x.to(torch.float32), amax, d.format, d.granularity, d.block_scale_format, amin=amin
+    )
