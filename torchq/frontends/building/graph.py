@@ -268,6 +268,23 @@ class FileNode:
             self.refuse(f"the attribute {name!r} is missing")
         return self.attributes[name]
 
+    def check_all_read(self) -> None:
+        """Refuse attributes that the converter did not read, in formats that tell."""
+
+    def converted(self, convert: Callable[[Any], Any]) -> list[Value]:
+        """Return what a converter makes of this node; errors of a damaged file name the node."""
+        try:
+            result = convert(self)
+            self.check_all_read()
+        except FrontendError:
+            raise
+        except Exception as error:  # a file may hold any attribute and any constant
+            raise FrontendError(
+                f"{self.builder.where}: {self.op_type} {self.name!r} cannot be converted "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return list(result) if isinstance(result, (list, tuple)) else [result]
+
     def input(self, index: int) -> Value:
         """Return an input, None where it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchq.errors import FrontendError
-from torchq.frontends.building import GraphBuilder, Value
+from torchq.frontends.building.graph import Value
+from torchq.frontends.building.importer import NetworkImporter, Output
 from torchq.frontends.caffe.messages import read_weights
-from torchq.frontends.caffe.network import Layer, Network, Output, read_network
+from torchq.frontends.caffe.network import Network, read_network
 from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer
 
 #: Layers that measure or write, and give nothing that a network computes with.
@@ -53,123 +53,79 @@ def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
     return _Importer(network, read_weights(caffemodel, where), where).run()
 
 
-class _Importer:
+class _Importer(NetworkImporter):
     """Converts one network."""
 
+    format, kinds, converters = "caffe", "layers", CONVERTERS
+
     def __init__(self, network: Network, weights: dict[str, list[Tensor]], where: str) -> None:
-        self._network, self._weights, self._where = network, weights, where
-        self._builder = GraphBuilder(where)
-        self._values: dict[Output, Value] = {}
+        super().__init__(where)
+        self._network, self._weights = network, weights
         self._ndims: dict[Output, int | None] = {}
-        self._dropped = [bool(_DROPPED.fullmatch(layer.type)) for layer in network.layers]
+        layers = enumerate(network.layers)
+        self._kept = {n: layer for n, layer in layers if not _DROPPED.fullmatch(layer.type)}
+        self._read = {bottom for layer in self._kept.values() for bottom in layer.bottoms}
 
     def run(self) -> fx.GraphModule:
         """Convert the whole network."""
-        self._refuse_unknown()
-        inputs = self._begin()
-        for number, layer in enumerate(self._network.layers):
-            if not self._dropped[number] and (number, 0) not in self._values:
-                self._convert(number, layer)
-        found = self._outputs()
-        end = CaffeLayer(self._builder, self._network.layers[-1], [], [], [])
-        outputs = [end.tensor(self._values[output]) for output in found]
-        names = [self._network.names[output] for output in found]
-        stated = dict(self._network.inputs)
-        shapes = [stated[name] for name in inputs]
-        return self._builder.finish(outputs, self._network.name, inputs, names, shapes)
-
-    def _refuse_unknown(self) -> None:
-        kept = [
-            n.type for n, out in zip(self._network.layers, self._dropped, strict=True) if not out
-        ]
-        unknown = collections.Counter(kind for kind in kept if kind not in CONVERTERS)
-        if unknown:
-            found = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
-            raise FrontendError(
-                f"{self._where}: got layers that cannot be converted: {found}. "
-                "Register a converter with torchq.frontends.caffe.converter, or cut the network"
-            )
-
-    def _begin(self) -> list[str]:
-        """Make placeholders of the inputs that something other than a loss reads."""
-        read = self._read()
-        names = []
+        self.refuse_unknown(layer.type for layer in self._kept.values())
+        inputs = []
         for number, (name, shape) in enumerate(self._network.inputs, start=1):
-            if (-number, 0) in read:
-                node = self._builder.input(name)
-                node.meta["caffe_name"] = name
-                self._values[-number, 0] = node
+            if (-number, 0) in self._read:
+                self.input((-number, 0), name)
                 # Layers that read images from files do not state their shape.
                 self._ndims[-number, 0] = 4 if shape is None else len(shape)
-                names.append(name)
-        return names
+                inputs.append((name, shape))
+        for number, layer in self._kept.items():
+            if (number, 0) not in self.values:
+                self.convert(number, layer.type)
+        return self.finish(self._network.name, inputs, self._outputs())
 
-    def _context(self, layer: Layer) -> CaffeLayer:
-        missing = [self._network.names[b] for b in layer.bottoms if b not in self._values]
+    def context(self, number: int) -> CaffeLayer:
+        layer, names = self._network.layers[number], self._network.names
+        missing = [names[bottom] for bottom in layer.bottoms if bottom not in self.values]
         if missing:
             raise FrontendError(
-                f"{self._where}: {layer.type} {layer.name!r} reads {missing[0]!r}, "
+                f"{self.where}: {layer.type} {layer.name!r} reads {missing[0]!r}, "
                 "which exists in training only"
             )
         return CaffeLayer(
-            self._builder,
+            self.builder,
             layer,
-            [self._values[bottom] for bottom in layer.bottoms],
+            [self.values[bottom] for bottom in layer.bottoms],
             self._weights.get(layer.name, []),
             [self._ndims.get(bottom) for bottom in layer.bottoms],
         )
 
-    def _convert(self, number: int, layer: Layer) -> None:
-        context = self._context(layer)
-        after = self._sole_reader(number)
+    def convert(self, number: int, kind: str) -> None:
+        """Write what a layer computes, together with the Scale layer that alone reads it."""
+        context, after = self.context(number), self._sole_reader(number)
         if after is not None and self._network.layers[after].type == "Scale":
             scale = self._network.layers[after]
             blobs = self._weights.get(scale.name, [])
-            context.scale = CaffeLayer(self._builder, scale, [], blobs, [None])
-        try:
-            result: Any = CONVERTERS[layer.type](context)
-            context.check_all_read()
-        except FrontendError:
-            raise
-        except Exception as error:  # a file may hold any field and any blob
-            raise FrontendError(
-                f"{self._where}: {layer.type} {layer.name!r} cannot be converted "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        results = result if isinstance(result, list) else [result]
-        for place, value in enumerate(results):
-            self._values[number, place] = value
-            self._ndims[number, place] = context.result_ndim
+            context.scale = CaffeLayer(self.builder, scale, [], blobs, [None])
+        for place, value in enumerate(context.converted(CONVERTERS[kind])):
+            self._note((number, place), value, context)
         if context.scale_done and after is not None:
-            self._values[after, 0] = results[0]
-            self._ndims[after, 0] = context.result_ndim
+            self._note((after, 0), self.values[number, 0], context)
+
+    def _note(self, output: Output, value: Value, context: CaffeLayer) -> None:
+        self.values[output], self._ndims[output] = value, context.result_ndim
 
     def _sole_reader(self, number: int) -> int | None:
         """Return the only layer that reads the first output of a layer, None if there are more."""
-        if self._network.readers[number, 0] != 1:
-            return None
-        return next(
-            place
-            for place, layer in enumerate(self._network.layers)
-            if (number, 0) in layer.bottoms
-        )
+        layers = enumerate(self._network.layers)
+        places = [n for n, layer in layers for bottom in layer.bottoms if bottom == (number, 0)]
+        return places[0] if len(places) == 1 else None
 
-    def _read(self) -> set[Output]:
-        """Return the values that layers read which are not dropped."""
-        layers = zip(self._network.layers, self._dropped, strict=True)
-        return {bottom for layer, dropped in layers if not dropped for bottom in layer.bottoms}
-
-    def _outputs(self) -> list[Output]:
+    def _outputs(self) -> list[tuple[Output, str]]:
         """Return the values that no layer reads but one that is dropped."""
-        read = self._read()
         found = [
-            (number, place)
-            for number, layer in enumerate(self._network.layers)
-            for place in range(len(layer.tops))
-            if not self._dropped[number] and (number, place) not in read
+            ((number, place), name)
+            for number, layer in self._kept.items()
+            for place, name in enumerate(layer.tops)
+            if (number, place) not in self._read
         ]
-        missing = [output for output in found if output not in self._values]
-        if missing or not found:
-            name = self._network.names[missing[0]] if missing else "any layer"
-            raise FrontendError(f"{self._where}: the output of {name!r} is not supported")
+        if not found:
+            raise FrontendError(f"{self.where}: got no output; expected a layer that gives one")
         return found

@@ -7,16 +7,13 @@ The differences between generations of the format end here: inputs of five kinds
 from __future__ import annotations
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchq.errors import FrontendError
+from torchq.frontends.building.importer import Output
 from torchq.frontends.caffe.messages import Message, parse_text
-
-#: (number of a layer, number of its output). Inputs of the network have negative layer numbers.
-Output = tuple[int, int]
 
 #: Types of version 1 whose new name is not the old one in camel case.
 _V1_TYPES = {
@@ -57,12 +54,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers and inputs."""
+    """Layers, and inputs, which have negative numbers instead of a layer's."""
 
     name: str
     inputs: tuple[tuple[str, tuple[int, ...] | None], ...]
     layers: tuple[Layer, ...]
-    readers: Counter[Output]
     names: dict[Output, str]
 
 
@@ -111,19 +107,17 @@ class _Reader:
     def run(self) -> Network:
         self._declared_inputs()
         layers: list[Layer] = []
-        readers: Counter[Output] = Counter()
         for kind, message in self._layers:
             if kind in _DATA:
                 self._input_layer(kind, message)
                 continue
             bottoms = tuple(self._find(name, message) for name in message.texts("bottom"))
             tops = tuple(message.texts("top"))
-            readers.update(bottoms)
             for place, top in enumerate(tops):
                 self._enter(top, (len(layers), place))
             layers.append(Layer(message.text("name"), kind, bottoms, tops, message))
         name = self._message.text("name", "CaffeModel")
-        return Network(name, tuple(self._inputs), tuple(layers), readers, self._names)
+        return Network(name, tuple(self._inputs), tuple(layers), self._names)
 
     def _enter(self, name: str, output: Output) -> None:
         self._current[name] = output

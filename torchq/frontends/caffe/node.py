@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value, entering
+from torchq.frontends.building.graph import Constant, FileNode, GraphBuilder, Value, entering
 from torchq.frontends.caffe.messages import Message
 from torchq.frontends.caffe.network import Layer
 from torchq.utils import Registry

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torchq.errors import FrontendError
-from torchq.frontends.building import Constant, GraphBuilder, Value
+from torchq.frontends.building.graph import Constant
+from torchq.frontends.building.importer import NetworkImporter, Output
 from torchq.frontends.mxnet.converters.layers import LOSSES
 from torchq.frontends.mxnet.node import CONVERTERS, SymbolContext
 from torchq.frontends.mxnet.params import read_params
-from torchq.frontends.mxnet.symbol import Symbol, infer_ndims, read_symbol
+from torchq.frontends.mxnet.symbol import Symbol, SymbolNode, infer_ndims, read_symbol
 
 
 def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
@@ -51,72 +51,52 @@ def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
     return _Importer(symbol, read_params(params, where), where).run()
 
 
-class _Importer:
+class _Importer(NetworkImporter):
     """Converts one symbol."""
 
+    format, kinds, converters = "mxnet", "operators", CONVERTERS
+
     def __init__(self, symbol: Symbol, params: dict[str, Tensor], where: str) -> None:
-        self._symbol, self._params, self._where = symbol, params, where
-        self._builder = GraphBuilder(where)
+        super().__init__(where)
+        self._symbol, self._params = symbol, params
         self._ndims = infer_ndims(symbol, params)
-        self._values: dict[tuple[int, int], Value] = {}
         read = [entry for node in symbol.nodes for entry in node.inputs]
-        self._outputs: collections.Counter[int] = collections.Counter()
+        self._read: collections.Counter[int] = collections.Counter()  # how many outputs of a node
         for number, output in (*read, *symbol.heads):
-            self._outputs[number] = max(self._outputs[number], output + 1)
+            self._read[number] = max(self._read[number], output + 1)
 
     def run(self) -> fx.GraphModule:
         """Convert the whole symbol."""
-        self._refuse_unknown()
+        operators = {
+            n: node.op for n, node in enumerate(self._symbol.nodes) if not node.is_variable
+        }
+        self.refuse_unknown(operators.values())
         inputs = self._begin()
-        for number, node in enumerate(self._symbol.nodes):
-            if not node.is_variable and self._outputs[number]:
-                self._convert(number)
-        end = SymbolContext(self._builder, "output", "output", {}, [], [], 1)
-        outputs = [end.tensor(self._value(entry)) for entry in self._symbol.heads]
-        names = self._output_names()
-        return self._builder.finish(outputs, "MxnetModel", inputs, names, self._shapes(inputs))
+        for number, op in operators.items():
+            if self._read[number]:
+                self.convert(number, op)
+        return self.finish("MxnetModel", inputs, self._heads())
 
-    def _output_names(self) -> list[str]:
-        """Return the names of the nodes of the outputs, in MXNet's form where one gives several."""
-        heads = [(self._symbol.nodes[number].name, place) for number, place in self._symbol.heads]
-        counts = collections.Counter(name for name, _ in heads)
-        return [name if counts[name] == 1 else f"{name}_output{place}" for name, place in heads]
+    def _heads(self) -> list[tuple[Output, str]]:
+        """Return the outputs with the names of their nodes, in MXNet's form where one has more."""
+        names = [self._symbol.nodes[number].name for number, _ in self._symbol.heads]
+        heads = zip(self._symbol.heads, names, strict=True)
+        return [(o, n if names.count(n) == 1 else f"{n}_output{o[1]}") for o, n in heads]
 
-    def _shapes(self, inputs: list[str]) -> list[list[int] | None]:
-        """Return the shapes that variables state; 0 stands for a size that is not known."""
-        stated = {}
-        for node in self._symbol.nodes:
-            text = node.attributes.get("__shape__", "")
-            if node.is_variable and re.fullmatch(r"[(\[][\d, L]+[)\]]", text):
-                stated[node.name] = [int(size) for size in re.findall(r"\d+", text)]
-        return [stated.get(name) for name in inputs]
-
-    def _refuse_unknown(self) -> None:
-        operators = [node.op for node in self._symbol.nodes if not node.is_variable]
-        unknown = collections.Counter(op for op in operators if op not in CONVERTERS)
-        if unknown:
-            found = ", ".join(f"{op} ({count})" for op, count in sorted(unknown.items()))
-            raise FrontendError(
-                f"{self._where}: got operators that cannot be converted: {found}. "
-                "Register a converter with torchq.frontends.mxnet.converter, or cut the network"
-            )
-
-    def _begin(self) -> list[str]:
-        """Make parameters of the variables that the file has, and inputs of the others."""
-        names = []
+    def _begin(self) -> list[tuple[str, list[int] | None]]:
+        """Make parameters of the variables that the file has; return inputs with their shapes."""
+        found = []
         labels = self._labels()
         for number, node in enumerate(self._symbol.nodes):
             if not node.is_variable:
                 continue
             tensor = self._params.get(node.name)
             if tensor is not None:
-                self._values[number, 0] = Constant(tensor, node.name, trainable=True)
-            elif number not in labels and self._outputs[number]:
-                placeholder = self._builder.input(node.name)
-                placeholder.meta["mxnet_name"] = node.name
-                self._values[number, 0] = placeholder
-                names.append(node.name)
-        return names
+                self.values[number, 0] = Constant(tensor, node.name, trainable=True)
+            elif number not in labels and self._read[number]:
+                self.input((number, 0), node.name)
+                found.append((node.name, _stated_shape(node)))
+        return found
 
     def _labels(self) -> set[int]:
         """Return the variables that only training reads."""
@@ -127,33 +107,23 @@ class _Importer:
                 (trained if place and node.op in LOSSES else read).add(number)
         return trained - read
 
-    def _convert(self, number: int) -> None:
+    def context(self, number: int) -> SymbolContext:
         node = self._symbol.nodes[number]
         inputs = node.inputs[:1] if node.op in LOSSES else node.inputs
-        context = SymbolContext(
-            self._builder,
+        return SymbolContext(
+            self.builder,
             node.op,
             node.name,
             dict(node.attributes),
-            [self._value(entry) for entry in inputs],
+            [self.value(entry, self._symbol.nodes[entry[0]].name) for entry in inputs],
             [self._ndims.get(entry) for entry in inputs],
-            self._outputs[number],
+            self._read[number],
         )
-        try:
-            result: Any = CONVERTERS[node.op](context)
-            context.check_all_read()
-        except FrontendError:
-            raise
-        except Exception as error:  # a file may hold any attribute and any constant
-            raise FrontendError(
-                f"{self._where}: {node.op} {node.name!r} cannot be converted "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        for output, value in enumerate(result if isinstance(result, list) else [result]):
-            self._values[number, output] = value
 
-    def _value(self, entry: tuple[int, int]) -> Value:
-        if entry not in self._values:
-            name = self._symbol.nodes[entry[0]].name
-            raise FrontendError(f"{self._where}: output {entry[1]} of {name!r} is not supported")
-        return self._values[entry]
+
+def _stated_shape(node: SymbolNode) -> list[int] | None:
+    """Return the shape that a variable states; 0 stands for a size that is not known."""
+    text = node.attributes.get("__shape__", "")
+    if not re.fullmatch(r"[(\[][\d, L]+[)\]]", text):
+        return None
+    return [int(size) for size in re.findall(r"\d+", text)]

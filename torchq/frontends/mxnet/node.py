@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchq.frontends.building import Constant, FileNode, GraphBuilder, Value, entering
+from torchq.frontends.building.graph import Constant, FileNode, GraphBuilder, Value, entering
 from torchq.utils import Registry
 
 #: Attributes that say how MXNet computes or trains, not what a network computes.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchq.errors import ConfigError, FrontendError
+from torchq.frontends.building.importer import Output
 from torchq.utils import parse_json, short_repr
 
 _VARIABLE = "null"
@@ -116,9 +117,6 @@ def _with_hidden_states(nodes: list[SymbolNode]) -> list[SymbolNode]:
     return result + extra
 
 
-#: (number of a node, number of its output).
-Output = tuple[int, int]
-
 #: Operators whose first output has as many dimensions as their first input.
 _KEEPS_FIRST = frozenset(
     {
@@ -126,13 +124,10 @@ _KEEPS_FIRST = frozenset(
         "InstanceNorm", "L2Normalization", "LRN", "LayerNorm", "LeakyReLU",
         "LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput", "MakeLoss",
         "Pad", "Softmax", "SoftmaxActivation", "SoftmaxOutput", "SwapAxis", "UpSampling",
-        "_DivScalar", "_MinusScalar", "_MulScalar", "_PlusScalar", "_PowerScalar", "_RDivScalar",
-        "_RMinusScalar", "_contrib_AdaptiveAvgPooling2D", "_contrib_BilinearResize2D",
-        "_contrib_SyncBatchNorm", "_copy", "_div_scalar", "_maximum_scalar", "_minimum_scalar",
-        "_minus_scalar", "_mul_scalar", "_plus_scalar", "_power_scalar", "_rdiv_scalar",
-        "_rminus_scalar", "abs", "amp_cast", "cast", "clip", "erf", "exp", "hard_sigmoid",
-        "identity", "log", "log_softmax", "negative", "pad", "relu", "sigmoid", "slice",
-        "slice_axis", "slice_like", "softmax", "softsign", "sqrt", "square", "swapaxes", "tanh",
+        "_contrib_AdaptiveAvgPooling2D", "_contrib_BilinearResize2D", "_contrib_SyncBatchNorm",
+        "_copy", "abs", "amp_cast", "cast", "clip", "erf", "exp", "hard_sigmoid", "identity",
+        "log", "log_softmax", "negative", "pad", "relu", "sigmoid", "slice", "slice_axis",
+        "slice_like", "softmax", "softsign", "sqrt", "square", "swapaxes", "tanh",
         "transpose",
     }
 )  # fmt: skip
@@ -182,7 +177,7 @@ def _spread(known: dict[Output, int], number: int, node: SymbolNode) -> None:
     equal: list[Output] = []
     if node.op in _KEEPS_ALL:
         equal = [result, *inputs]
-    elif node.op in _KEEPS_FIRST or node.op in _WINDOWED:
+    elif node.op in _KEEPS_FIRST | _WINDOWED or node.op.lower().endswith("scalar"):
         equal = [result, *inputs[:1]]
     found = next((known[output] for output in equal if output in known), None)
     if node.op in _WINDOWED and found is None:

@@ -3,7 +3,7 @@
 An importer, a registry of converters, and the functions that converted graphs call.
 """
 
-from torchq.frontends.building import Constant, Ints, Value
+from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx import converters
 from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter, identity
 from torchq.frontends.onnx.importer import from_onnx

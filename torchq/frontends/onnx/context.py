@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.frontends import building
-from torchq.frontends.building import Constant, FileNode, Ints, Value, entering, stack_ints
+from torchq.frontends.building import graph
+from torchq.frontends.building.graph import Constant, FileNode, Ints, Value, entering, stack_ints
 from torchq.nn import TensorQuantizer
 from torchq.utils import Registry
 
@@ -49,7 +49,7 @@ class Quantization:
         )
 
 
-class GraphBuilder(building.GraphBuilder):
+class GraphBuilder(graph.GraphBuilder):
     """What has been converted so far."""
 
     checks_sizes = True

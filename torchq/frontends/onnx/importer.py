@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from torchq.errors import FrontendError, InputError
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.batch import free_batch_
 from torchq.frontends.onnx.context import CONVERTERS, Entry, GraphBuilder, NodeContext
 from torchq.frontends.onnx.inference import infer_types, note_types

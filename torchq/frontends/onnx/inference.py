@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.frontends.building import Value
+from torchq.frontends.building.graph import Value
 from torchq.frontends.onnx.context import NodeContext
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.utils.optional import import_optional

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.caffe.node import CaffeLayer, converter
 
 _ELTWISE: dict[str, Callable[..., Tensor]] = {

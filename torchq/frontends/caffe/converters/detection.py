@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.frontends.building import Value
 from torchq.frontends.building.functions import kept_boxes, ranked
+from torchq.frontends.building.graph import Value
 from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.frontends.building import Value
 from torchq.frontends.building.functions import pool
+from torchq.frontends.building.graph import Value
 from torchq.frontends.caffe.converters import arithmetic, movement
 from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building import Value
+from torchq.frontends.building.graph import Value
 from torchq.frontends.caffe.node import CaffeLayer, converter
 
 

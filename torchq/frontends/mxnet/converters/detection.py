@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.frontends.building import Value
 from torchq.frontends.building.functions import kept_boxes, ranked
+from torchq.frontends.building.graph import Value
 from torchq.frontends.mxnet.node import SymbolContext, converter
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building import Constant, Value
 from torchq.frontends.building.functions import pool, root
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.mxnet.converters import arithmetic, movement
 from torchq.frontends.mxnet.node import SymbolContext, converter
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq.frontends.building import Value
+from torchq.frontends.building.graph import Value
 from torchq.frontends.mxnet.node import SymbolContext, converter
 
 _LARGEST = 2**26

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building import Constant, Ints, Value
+from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import GraphBuilder, NodeContext, converter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building import Constant, Ints, Value
+from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter, identity
 from torchq.frontends.onnx.reader import dtype_of
 

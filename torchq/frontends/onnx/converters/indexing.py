@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building import Constant, Ints, Value
+from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 from torchq.frontends.onnx.converters import movement
 from torchq.frontends.onnx.converters.quantization import module_name

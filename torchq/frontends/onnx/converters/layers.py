@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 from torchq.frontends.onnx.converters.convolutions import shifted
 from torchq.frontends.onnx.converters.quantization import module_name, weighted

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.frontends.building import Constant, Ints, Value
+from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.context import NUMBERS, NodeContext, Quantization, converter
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.functional import range_from_qparams, scale_from_amax

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building import Constant, Value
+from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

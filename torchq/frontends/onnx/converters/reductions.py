@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchq.frontends.building import Ints, Value
+from torchq.frontends.building.graph import Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building import Value
 from torchq.frontends.building.functions import non_max_suppression, write_operator
+from torchq.frontends.building.graph import Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
 

@@ -1,0 +1,68 @@
+"""The loop over the nodes of a network, for formats whose nodes are numbered."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from torch import fx
+
+from torchq.errors import FrontendError
+from torchq.frontends.building.graph import FileNode, GraphBuilder, Value
+from torchq.utils import Registry
+
+#: (number of a node, number of its output).
+Output = tuple[int, int]
+
+
+class NetworkImporter:
+    """Converts the nodes of a network in order; each reads outputs of those before it."""
+
+    format: ClassVar[str]
+    kinds: ClassVar[str]  # the word of errors for several nodes
+    converters: ClassVar[Registry[str, Callable[[Any], Any]]]
+
+    def __init__(self, where: str) -> None:
+        self.where, self.builder = where, GraphBuilder(where)
+        self.values: dict[Output, Value] = {}
+
+    def context(self, number: int) -> FileNode:
+        """Return a node as converters see it."""
+        raise NotImplementedError
+
+    def convert(self, number: int, kind: str) -> None:
+        """Write what a node computes, and note the values of its outputs."""
+        results = self.context(number).converted(self.converters[kind])
+        self.values.update({(number, place): value for place, value in enumerate(results)})
+
+    def refuse_unknown(self, kinds: Iterable[str]) -> None:
+        """Refuse nodes that have no converter, all at once."""
+        unknown = collections.Counter(kind for kind in kinds if kind not in self.converters)
+        if unknown:
+            found = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
+            raise FrontendError(
+                f"{self.where}: got {self.kinds} that cannot be converted: {found}. Register a "
+                f"converter with torchq.frontends.{self.format}.converter, or cut the network"
+            )
+
+    def input(self, output: Output, name: str) -> None:
+        """Make an argument of ``forward`` for an input of the file."""
+        node = self.builder.input(name)
+        node.meta[f"{self.format}_name"] = name
+        self.values[output] = node
+
+    def value(self, output: Output, name: str) -> Value:
+        """Return what a node before gives, which has a name for errors."""
+        if output not in self.values:
+            raise FrontendError(f"{self.where}: output {output[1]} of {name!r} is not supported")
+        return self.values[output]
+
+    def finish(
+        self, title: str, inputs: Sequence[tuple[str, Any]], outputs: Sequence[tuple[Output, str]]
+    ) -> fx.GraphModule:
+        """Return the result: inputs come with their shapes, if known, and outputs with names."""
+        end = FileNode(self.builder, "output", "output", {}, [])
+        found = [end.tensor(self.value(output, name)) for output, name in outputs]
+        names, shapes = [name for name, _ in inputs], [shape for _, shape in inputs]
+        return self.builder.finish(found, title, names, [name for _, name in outputs], shapes)
