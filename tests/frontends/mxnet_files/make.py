@@ -83,27 +83,23 @@ def poolings():
     outputs = []
     shapes = [((3, 3), (2, 2), (1, 1)), ((2, 3), (2, 2), (0, 1)), ((1, 1), (2, 2), (0, 0))]
     shapes += [((3, 3), (3, 3), (1, 1)), ((2, 2), (1, 1), (0, 0))]
-    kinds = [("max", True), ("avg", True), ("avg", False), ("sum", True), ("lp", True)]
+    kinds = [("max", True), ("avg", True), ("avg", False), ("sum", True)]
     for (kernel, stride, pad), (kind, include), convention in itertools.product(
         shapes, kinds, ["valid", "full"]
     ):
         empty = kernel == (1, 1) or (stride == (3, 3) and not include)
         if empty and convention == "full" and kind != "max":
             continue  # a window without elements: MXNet divides by zero
-        options = {"p_value": 2} if kind == "lp" else {}
         outputs.append(
             S.Pooling(
                 x, pool_type=kind, kernel=kernel, stride=stride, pad=pad,
-                pooling_convention=convention, count_include_pad=include, **options,
+                pooling_convention=convention, count_include_pad=include,
             )
         )  # fmt: skip
     outputs.append(S.Pooling(line, kernel=(3,), stride=(2,), pool_type="avg"))
     outputs.append(S.Pooling(volume, kernel=(2, 2, 2), stride=(2, 2, 2)))
-    for kind in ("max", "avg", "sum", "lp"):
-        options = {"p_value": 3} if kind == "lp" else {}
-        outputs.append(S.Pooling(x, pool_type=kind, kernel=(2, 2), global_pool=True, **options))
-    for p in (1, 3):
-        outputs.append(S.Pooling(x, pool_type="lp", kernel=(3, 2), p_value=p))
+    for kind in ("max", "avg", "sum"):
+        outputs.append(S.Pooling(x, pool_type=kind, kernel=(2, 2), global_pool=True))
     outputs.append(S.contrib.AdaptiveAvgPooling2D(x, output_size=(3, 4)))
     outputs.append(S.contrib.AdaptiveAvgPooling2D(x, output_size=2))
     outputs.append(S.contrib.BilinearResize2D(x, height=15, width=7))
@@ -131,49 +127,23 @@ def activations():
     outputs += [S.relu(x), S.sigmoid(x), S.tanh(x), S.softsign(x)]
     outputs += [S.hard_sigmoid(x), S.hard_sigmoid(x, alpha=0.3, beta=0.4)]
     outputs += [S.softmax(x), S.softmax(x, axis=1, temperature=2.0), S.log_softmax(x, axis=1)]
-    outputs += [
-        S.softmin(x, axis=1),
-        S.SoftmaxActivation(x),
-        S.SoftmaxActivation(x, mode="channel"),
-    ]
+    outputs += [S.SoftmaxActivation(x), S.SoftmaxActivation(x, mode="channel")]
     outputs += [S.Dropout(x), S.BlockGrad(x), S.identity(x), S.MakeLoss(S.exp(x))]
     outputs += [S.SoftmaxOutput(x, multi_output=True), S.SoftmaxOutput(x, preserve_shape=True)]
     outputs += [S.SoftmaxOutput(x), S.LogisticRegressionOutput(x), S.LinearRegressionOutput(x)]
-    outputs += [
-        S.MAERegressionOutput(x),
-        S.clip(x, -0.5, 0.5),
-        S.clip(x, 0, 6),
-        S.smooth_l1(x, scalar=2.0),
-    ]
+    outputs += [S.MAERegressionOutput(x), S.clip(x, -0.5, 0.5), S.clip(x, 0, 6)]
     return S.Group(outputs), {}
 
 
 @network
 def unary():
-    x, near, large = data("data", 2, 3, 4), data("near", 2, 3, 4), data("large", 2, 3, 4)
-    names = """abs ceil cos cosh degrees erf exp expm1 fix floor negative ones_like radians rint
-        round sign sin sinh square tan tanh trunc zeros_like arctan arcsinh cbrt logical_not"""
+    x, large = data("data", 2, 3, 4), data("large", 2, 3, 4)
+    names = "abs ceil cos erf exp floor negative ones_like sign sin square tanh zeros_like"
     outputs = [getattr(S, name)(x) for name in names.split()]
-    outputs += [getattr(S, name)(near) for name in ["arccos", "arcsin", "arctanh", "erfinv"]]
-    outputs += [
-        getattr(S, name)(large)
-        for name in [
-            "arccosh",
-            "gammaln",
-            "log",
-            "log10",
-            "log1p",
-            "log2",
-            "reciprocal",
-            "rsqrt",
-            "sqrt",
-            "rcbrt",
-        ]
-    ]
+    outputs += [getattr(S, name)(large) for name in ["log", "reciprocal", "rsqrt", "sqrt"]]
     outputs += [S.cast(x, dtype="int32"), S.Cast(x, dtype="float64")]
     halves = np.array([-2.5, -1.5, -0.5, 0.0, 0.5, 1.5, 2.5, -0.2, 0.2, 3, -3, 1.4], "f")
     values = {"data": np.concatenate([halves, np.random.randn(12)]).reshape(2, 3, 4).astype("f")}
-    values["near"] = np.random.uniform(-0.9, 0.9, (2, 3, 4)).astype("f")
     values["large"] = np.random.uniform(1.1, 3, (2, 3, 4)).astype("f")
     return S.Group(outputs), values
 
@@ -181,16 +151,15 @@ def unary():
 @network
 def binary():
     a, b, row = data("a", 2, 3, 4), data("b", 2, 3, 4), data("row", 1, 3, 1)
-    names = """elemwise_add elemwise_sub elemwise_mul elemwise_div _maximum _minimum _power _hypot
-        _mod _equal _not_equal _greater _greater_equal _lesser _lesser_equal _logical_and
-        _logical_or _logical_xor"""
+    names = """elemwise_add elemwise_sub elemwise_mul elemwise_div _maximum _minimum _power
+        _equal _not_equal _greater _greater_equal _lesser _lesser_equal"""
     outputs = [getattr(S, name, None) or getattr(S._internal, name) for name in names.split()]
     outputs = [function(a, b) for function in outputs]
-    names = """add sub mul div maximum minimum power hypot mod equal not_equal greater greater_equal
-        lesser lesser_equal logical_and logical_or logical_xor"""
+    names = """add sub mul div maximum minimum power equal not_equal greater greater_equal
+        lesser lesser_equal"""
     outputs += [getattr(S, f"broadcast_{name}")(a, row) for name in names.split()]
-    names = """plus minus rminus mul div rdiv power rpower mod rmod maximum minimum equal not_equal
-        greater greater_equal lesser lesser_equal logical_and logical_or logical_xor"""
+    names = """plus minus rminus mul div rdiv power rpower maximum minimum equal not_equal
+        greater greater_equal lesser lesser_equal"""
     outputs += [getattr(S._internal, f"_{name}_scalar")(a, scalar=1.5) for name in names.split()]
     outputs += [S.add_n(a, b, a), S.elemwise_add(a, S.Variable("weight", shape=(2, 3, 4)))]
     values = {"a": np.random.choice([0.5, 1.0, 1.5, 2.25, 3.0], (2, 3, 4)).astype("f")}
@@ -205,7 +174,7 @@ def binary():
 def reductions():
     x, flat = data("data", 2, 3, 4, 5), data("flat", 6, 7)
     outputs = []
-    for name in ("sum", "mean", "prod", "max", "min", "nansum", "nanprod"):
+    for name in ("sum", "mean", "max", "min"):
         function = getattr(S, name)
         outputs += [function(x), function(x, axis=1), function(x, axis=(2, 3), keepdims=True)]
         outputs += [
@@ -214,9 +183,8 @@ def reductions():
         ]
     outputs += [S.norm(x), S.norm(x, ord=1, axis=1), S.norm(x, axis=(1, 2), keepdims=True)]
     outputs += [S.argmax(x, axis=1), S.argmax(x, axis=2, keepdims=True), S.argmin(x, axis=-1)]
-    outputs += [S.argmax(flat), S.argmax_channel(flat), S.sort(flat), S.argsort(flat, axis=0)]
-    outputs += [S.sort(flat, is_ascend=False, axis=0), S.topk(flat, k=3), S.topk(flat, k=2, axis=0)]
-    outputs += [S.topk(flat, k=2, ret_typ="value"), S.topk(flat, k=2, ret_typ="mask")]
+    outputs += [S.argmax(flat), S.topk(flat, k=3), S.topk(flat, k=2, axis=0)]
+    outputs += [S.topk(flat, k=2, ret_typ="value")]
     outputs += list(S.topk(flat, k=2, ret_typ="both", is_ascend=True))
     outputs += [
         S.dot(flat, S.Variable("weight", shape=(7, 3))),
@@ -237,7 +205,7 @@ def movement():
     codes = [(0, -1), (-2,), (0, -3, -2), (0, -4, -1, 3, -2), (-3, -3), (0, 0, -1), (4, 30)]
     outputs = [S.reshape(x, shape=code) for code in codes]
     outputs += [S.reshape(x, shape=code, reverse=True) for code in [(-1, 0), (0, -1, 0)]]
-    outputs += [S.reshape_like(x, S.reshape(x, shape=(6, 20))), S.transpose(x), S.flatten(x)]
+    outputs += [S.transpose(x), S.flatten(x)]
     outputs += [
         S.transpose(x, axes=(0, 2, 3, 1)),
         S.SwapAxis(x, dim1=1, dim2=3),
@@ -266,10 +234,7 @@ def slices():
         S.repeat(line, repeats=2),
     ]
     outputs += [S.reverse(x, axis=(1, 2)), S.flip(x, axis=0), S.broadcast_to(line, shape=(0, 2, 4))]
-    outputs += [
-        S.broadcast_axis(line, axis=1, size=3),
-        S.broadcast_like(line, S.broadcast_to(line, shape=(3, 6, 4))),
-    ]
+    outputs += [S.broadcast_like(line, S.broadcast_to(line, shape=(3, 6, 4)))]
     outputs += [S.Pad(x, mode="constant", pad_width=(0, 0, 0, 0, 1, 2, 3, 0), constant_value=0.5)]
     outputs += [S.pad(x, mode="edge", pad_width=(0, 0, 0, 0, 1, 2, 3, 0))]
     outputs += [S.pad(x, mode="reflect", pad_width=(0, 0, 0, 0, 1, 2, 3, 0))]
@@ -293,9 +258,6 @@ def lookups():
         S.take(table, x),
         S.take(table, x, axis=1, mode="wrap"),
         S.take(S.Variable("stored", shape=(5, 2)), x),
-        S.pick(table, row),
-        S.pick(table, row, keepdims=True),
-        S.pick(table, S.slice_axis(row, axis=0, begin=0, end=4), axis=0),
         S.gather_nd(table, x),
         S.one_hot(x, depth=6),
         S.one_hot(x, depth=4, on_value=2.0, off_value=-1.0),

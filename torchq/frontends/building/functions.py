@@ -21,13 +21,12 @@ def pool(
     pad: Sequence[int],
     convention: str,
     include_pad: bool,
-    p: int,
 ) -> Tensor:
-    """Return the maxima, means, sums or p-norms of windows of ``x`` (N, C, ...).
+    """Return the maxima, means or sums of windows of ``x`` (N, C, ...).
 
     The convention ``"valid"`` rounds the number of windows down, ``"full"`` up, also where the last
     one begins behind the padding. Means with ``include_pad`` count the padding, but not what lies
-    behind it. An odd norm sums powers with their sign.
+    behind it.
     """
     padded: list[int] = []
     for axis, (k, s, side) in enumerate(zip(kernel, stride, pad, strict=True), start=2):
@@ -38,8 +37,6 @@ def pool(
     if kind == "max":
         wide = F.pad(x, padded, value=torch.finfo(x.dtype).min)
         return _MAX[len(kernel)](wide, list(kernel), list(stride))
-    if kind == "lp":
-        return root(_sums(F.pad(x**p, padded), kernel, stride), p)
     sums = _sums(F.pad(x, padded), kernel, stride)
     if kind == "sum":
         return sums
@@ -59,9 +56,43 @@ def _sums(x: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
     return sums.reshape(*x.shape[:2], *sums.shape[2:])
 
 
-def root(x: Tensor, p: int) -> Tensor:
-    """Return the p-th root; odd ones keep the sign, as MXNet sums odd powers with their sign."""
-    return x.sign() * x.abs() ** (1 / p)
+def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
+    """Return ``alpha * x + beta``, at least 0 and at most 1."""
+    return (x * alpha + beta).clamp(0, 1)
+
+
+def group_norm(x: Tensor, scale: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+    """Return groups of channels normalized; scales belong to channels, or to groups."""
+    each = x.shape[1] // scale.numel()
+    return F.group_norm(x, groups, scale.repeat_interleave(each), bias.repeat_interleave(each), eps)
+
+
+def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor:
+    """Return a slice of one dimension as Python takes it; a negative step runs backwards."""
+    axis = axis % x.dim()
+    if step > 0:
+        return x[(slice(None),) * axis + (slice(first, last, step),)]
+    places = range(*slice(first, last, step).indices(x.shape[axis]))
+    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
+
+
+def permuted(x: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Return ``x`` with its dimensions in an order, reversed where there is none."""
+    return x.permute(list(order or range(x.dim() - 1, -1, -1)))
+
+
+def depth_to_space(x: Tensor, block: int) -> Tensor:
+    """Return channels laid out as blocks of pixels; the channels of a block come first."""
+    n, c, h, w = x.shape
+    y = x.reshape(n, block, block, c // (block * block), h, w).permute(0, 3, 4, 1, 5, 2)
+    return y.reshape(n, c // (block * block), h * block, w * block)
+
+
+def space_to_depth(x: Tensor, block: int) -> Tensor:
+    """Return blocks of pixels laid out as channels; the places in a block come first."""
+    n, c, h, w = x.shape
+    y = x.reshape(n, c, h // block, block, w // block, block).permute(0, 3, 5, 1, 2, 4)
+    return y.reshape(n, c * block * block, h // block, w // block)
 
 
 def write_operator(

@@ -132,6 +132,16 @@ class SymbolContext(FileNode):
         except ValueError:
             self.refuse(f"{name} is {text!r}; expected a tuple of numbers")
 
+    def axis(self, default: int | None = -1) -> int | None:
+        """Return the attribute ``axis``; a file that says None takes all elements as one line."""
+        if "axis" in self.attributes and self.attr("axis") is None:
+            return None
+        return default if "axis" not in self.attributes else self.integer("axis")
+
+    def read(self, *attributes: tuple[Any, ...]) -> list[Any]:
+        """Return attributes, each given as the method that reads it and what the method takes."""
+        return [getattr(self, method)(*rest) for method, *rest in attributes]
+
     def dtype(self, name: str, default: torch.dtype = torch.float32) -> torch.dtype:
         """Return an attribute that names an element type."""
         text = self.attr(name)
@@ -184,10 +194,13 @@ def converter(*op_types: str) -> Callable[[Converter], Converter]:
     return entering(CONVERTERS, op_types)
 
 
-def identity(function: Callable[..., object], *op_types: str) -> None:
-    """Enter operators without attributes that one function of all inputs computes."""
+def operator(names: str, function: Callable[..., object], *attributes: tuple[Any, ...]) -> None:
+    """Enter operators that one function computes, of all inputs and then of attributes.
+
+    An attribute is the method of the node that reads it, and what the method takes.
+    """
 
     def convert(node: SymbolContext) -> Value:
-        return node.call(function, *node.inputs)
+        return node.call(function, *node.inputs, *node.read(*attributes))
 
-    converter(*op_types)(convert)
+    converter(*names.split())(convert)

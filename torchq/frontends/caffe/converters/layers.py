@@ -181,7 +181,7 @@ def _pooling(layer: CaffeLayer) -> Value:
             layer.refuse(f"a pad of {pad} with a kernel of {kernel} is not supported")
         name = {"MAX": "max", "AVE": "avg"}[kind]
         convention = "full" if up else "valid"
-        return layer.call(pool, layer.inputs[0], name, kernel, stride, pad, convention, True, 2)
+        return layer.call(pool, layer.inputs[0], name, kernel, stride, pad, convention, True)
     table: dict[str, type[Any]] = {"MAX": nn.MaxPool2d, "AVE": nn.AvgPool2d}
     return layer.module(table[kind](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
 

@@ -2,88 +2,71 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchq.frontends.building.functions import pool, root
+from torchq.frontends.building.functions import group_norm, hard_sigmoid, pool
 from torchq.frontends.building.graph import Constant, Value
+from torchq.frontends.building.layers import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    GLOBAL_POOLS,
+    INSTANCE_NORMS,
+    POOLS,
+    convolution,
+    filled,
+)
 from torchq.frontends.mxnet.converters import arithmetic, movement
-from torchq.frontends.mxnet.node import SymbolContext, converter
-
-_CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_TRANSPOSE: dict[int, type[Any]] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
+from torchq.frontends.mxnet.node import SymbolContext, converter, operator
 
 
-def _window(node: SymbolContext, table: dict[int, type[Any]]) -> tuple[Constant, list[list[int]]]:
-    """Return the weight, and kernel, stride, pad and dilation of a convolution."""
+def _window(node: SymbolContext) -> tuple[Constant, list[list[int]]]:
+    """Return the weight, and stride, padding and dilation of a convolution."""
     node.expect("layout", "NCW", "NCHW", "NCDHW")
     weight = node.parameter(1, "weight")
     kernel = node.ints("kernel")
     spatial = len(kernel)
-    parts = [kernel]
+    parts = []
     for name, default in (("stride", 1), ("pad", 0), ("dilate", 1)):
         parts.append(node.ints(name, []) or [default] * spatial)
-    if spatial not in table or any(len(part) != spatial for part in parts):
-        node.refuse(f"got kernel, stride, pad and dilation {parts}; expected 1 to 3 sizes in each")
+    if spatial not in CONVOLUTIONS or any(len(part) != spatial for part in parts):
+        parts = [kernel, *parts]
+        node.refuse(f"got kernel, stride, pad, dilation {parts}; expected 1 to 3 sizes in each")
     if list(weight.tensor.shape[2:]) != kernel:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected kernel {kernel}")
     return weight, parts
 
 
-def _add_bias(node: SymbolContext, module: Any, no_bias: bool, out: int) -> None:
-    if no_bias:
-        return
+def _bias(node: SymbolContext, without: bool, out: int) -> Constant | None:
+    if without:
+        return None
     bias = node.parameter(2, "bias")
     if bias.tensor.shape != (out,):
         node.refuse(f"its bias has shape {tuple(bias.tensor.shape)}; expected ({out},)")
-    module.bias = node.builder.parameter(bias)
+    return bias
 
 
-@converter("Convolution", "Convolution_v1")
+@converter("Convolution", "Convolution_v1", "Deconvolution")
 def _convolution(node: SymbolContext) -> Value:
-    weight, (kernel, stride, pad, dilate) = _window(node, _CONV)
-    groups, no_bias = node.integer("num_group", 1), node.flag("no_bias", False)
-    out, per_group = weight.tensor.shape[:2]
-    if node.integer("num_filter") != out:
-        node.refuse(
-            f"its weight has {out} filters; expected num_filter, {node.integer('num_filter')}"
-        )
-    module = _CONV[len(kernel)](
-        per_group * groups, out, kernel, stride, pad, dilate, groups, not no_bias, device="meta"
-    )
-    module.weight = node.builder.parameter(weight)
-    _add_bias(node, module, no_bias, out)
-    return node.module(module, node.inputs[0], name=node.layer_name())
-
-
-@converter("Deconvolution")
-def _deconvolution(node: SymbolContext) -> Value:
-    weight, (kernel, stride, pad, dilate) = _window(node, _TRANSPOSE)
-    groups, no_bias = node.integer("num_group", 1), node.flag("no_bias", True)
-    node.expect("target_shape", "()", "[]", "(0, 0)", "(0,0)", "[0,0]")
-    extra = node.ints("adj", []) or [0] * len(kernel)
-    if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilate, strict=True)):
-        node.refuse(f"adj is {extra}; expected less than the stride {stride}")
-    inputs, per_group = weight.tensor.shape[:2]
-    out = per_group * groups
-    if node.integer("num_filter") != out:
-        node.refuse(
-            f"its weight has {out} filters; expected num_filter, {node.integer('num_filter')}"
-        )
-    module = _TRANSPOSE[len(kernel)](
-        inputs, out, kernel, stride, pad, extra, groups, not no_bias, dilate, device="meta"
-    )
-    module.weight = node.builder.parameter(weight)
-    _add_bias(node, module, no_bias, out)
+    weight, (stride, pad, dilation) = _window(node)
+    groups, transposed = node.integer("num_group", 1), node.op_type == "Deconvolution"
+    extra = None
+    if transposed:
+        node.expect("target_shape", "()", "[]", "(0, 0)", "(0,0)", "[0,0]")
+        extra = node.ints("adj", []) or [0] * len(stride)
+        if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation, strict=True)):
+            node.refuse(f"adj is {extra}; expected less than the stride {stride}")
+    out, filters = weight.tensor.shape[0], node.integer("num_filter")
+    out = weight.tensor.shape[1] * groups if transposed else out
+    if filters != out:
+        node.refuse(f"its weight has {out} filters; expected num_filter, {filters}")
+    bias = _bias(node, node.flag("no_bias", transposed), out)
+    module = convolution(node.builder, weight, bias, (stride, pad, dilation), groups, extra)
     return node.module(module, node.inputs[0], name=node.layer_name())
 
 
@@ -97,58 +80,45 @@ def _fully_connected(node: SymbolContext) -> Value:
     if node.flag("flatten", True) and node.ndim(0) != 2:
         x = node.call(torch.flatten, x, 1)
     module = nn.Linear(weight.tensor.shape[1], hidden, not no_bias, device="meta")
-    module.weight = node.builder.parameter(weight)
-    _add_bias(node, module, no_bias, hidden)
+    filled(node.builder, module, weight, _bias(node, no_bias, hidden))
     return node.module(module, x, name=node.layer_name())
 
 
-@converter("Embedding", "_contrib_SparseEmbedding")
+@converter("Embedding")
 def _embedding(node: SymbolContext) -> Value:
     weight = node.parameter(1, "weight")
     sizes = (node.integer("input_dim"), node.integer("output_dim"))
     node.expect("dtype", "float32")
     if tuple(weight.tensor.shape) != sizes:
         node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected {sizes}")
-    module = nn.Embedding(*sizes, device="meta")
-    module.weight = node.builder.parameter(weight)
+    module = filled(node.builder, nn.Embedding(*sizes, device="meta"), weight)
     indices = node.call(movement.rows, node.inputs[0], sizes[0])
     return node.module(module, indices, name=node.layer_name())
 
 
-_POOLS: dict[str, dict[int, type[Any]]] = {
-    "max": {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d},
-    "avg": {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d},
-}
-_GLOBAL: dict[str, dict[int, type[Any]]] = {
-    "max": {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d},
-    "avg": {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d},
-}
-
-
 @converter("Pooling", "Pooling_v1")
 def _pooling(node: SymbolContext) -> Value:
-    kind, p = node.text("pool_type", "max"), node.integer("p_value", 2)
+    kind = node.text("pool_type", "max")
     node.expect("layout", "NCW", "NCHW", "NCDHW")
     kernel = node.ints("kernel", [])
     spatial = len(kernel)
     stride, pad = node.ints("stride", []) or [1] * spatial, node.ints("pad", []) or [0] * spatial
     convention = node.text("pooling_convention", "valid")
     include = node.flag("count_include_pad", True)
-    if kind not in ("max", "avg", "sum", "lp") or convention not in ("valid", "full"):
+    if kind not in ("max", "avg", "sum") or convention not in ("valid", "full"):
         node.refuse(f"got a pooling of type {kind!r} and convention {convention!r}")
     if node.flag("global_pool", False):
-        table = _GLOBAL.get(kind, {})
-        ndim = node.ndim(0)
-        if ndim is not None and ndim - 2 in table:
-            return node.module(table[ndim - 2](1), node.inputs[0])
-        return node.call(global_pool, node.inputs[0], kind, p)
+        layer = GLOBAL_POOLS.get(kind, {}).get((node.ndim(0) or 0) - 2)
+        if layer is not None:
+            return node.module(layer(1), node.inputs[0])
+        return node.call(global_pool, node.inputs[0], kind)
     if not 1 <= spatial <= 3 or {len(stride), len(pad)} != {spatial}:
         node.refuse(f"got the kernel {kernel}, stride {stride}, pad {pad}; expected 1 to 3 sizes")
-    if kind not in _POOLS or not _as_torch(kernel, stride, pad, convention):
-        return node.call(pool, node.inputs[0], kind, kernel, stride, pad, convention, include, p)
+    if kind not in POOLS or not _as_torch(kernel, stride, pad, convention):
+        return node.call(pool, node.inputs[0], kind, kernel, stride, pad, convention, include)
     ceil_mode = convention == "full"
     counted = {} if kind == "max" else {"count_include_pad": include}
-    module = _POOLS[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)
+    module = POOLS[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)
     return node.module(module, node.inputs[0])
 
 
@@ -177,12 +147,10 @@ def _upsampling(node: SymbolContext) -> Value:
     if kind != "bilinear":
         node.refuse(f"sample_type is {kind!r}; expected nearest or bilinear")
     weight = node.parameter(1, "weight")
-    kernel, pad = 2 * scale - scale % 2, -(-(scale - 1) // 2)
+    pad = -(-(scale - 1) // 2)
     channels = weight.tensor.shape[0]
-    module = nn.ConvTranspose2d(
-        channels, channels, kernel, scale, pad, groups=channels, bias=False, device="meta"
-    )
-    module.weight = node.builder.parameter(weight)
+    window = ([scale] * 2, [pad] * 2, [1, 1])
+    module = convolution(node.builder, weight, None, window, channels, [0, 0])
     return node.module(module, node.inputs[0], name=node.layer_name())
 
 
@@ -196,10 +164,10 @@ def _adaptive(node: SymbolContext) -> Value:
 def _bilinear_resize(node: SymbolContext) -> Value:
     node.expect("mode", "size")
     align = node.flag("align_corners", True)
-    height, width = node.attr("scale_height"), node.attr("scale_width")
+    names = ("scale_height", "scale_width")
     scales = None
-    if height is not None and width is not None:
-        scales = [node.number("scale_height"), node.number("scale_width")]
+    if None not in map(node.attr, names):
+        scales = [node.number(name) for name in names]
     size = node.integer("height", 1), node.integer("width", 1)
     return node.call(resize_bilinear, node.inputs[0], *size, scales, align)
 
@@ -212,15 +180,6 @@ def _crop(node: SymbolContext) -> Value:
     if isinstance(like, Constant) or (like is None and 0 in size):
         node.refuse("got no size to crop to")
     return node.call(crop, node.inputs[0], like, size, offset, center)
-
-
-_BATCH: dict[int, type[Any]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
-_INSTANCE: dict[int, type[Any]] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 @converter("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm")
@@ -238,12 +197,11 @@ def _batch_norm(node: SymbolContext) -> Value:
     gamma, beta, mean, variance = parts
     ones = torch.ones_like(gamma.tensor)
     ndim = node.ndim(0)
-    if ndim is None or ndim not in _BATCH or axis not in (1, 1 - ndim):
+    if ndim is None or ndim not in BATCH_NORMS or axis not in (1, 1 - ndim):
         scale = node.call(torch.ones_like, gamma) if fixed else gamma
-        return node.call(
-            arithmetic.batch_norm, node.inputs[0], scale, beta, mean, variance, eps, axis
-        )
-    module = _BATCH[ndim](len(ones), eps, 1 - momentum)
+        parts = [scale, beta, mean, variance]
+        return node.call(arithmetic.batch_norm, node.inputs[0], *parts, eps, axis)
+    module = BATCH_NORMS[ndim](len(ones), eps, 1 - momentum)
     weight = node.builder.parameter(gamma, "fixed", ones) if fixed else None
     module.weight = node.builder.parameter(gamma) if weight is None else weight
     module.weight.requires_grad_(not fixed)
@@ -259,10 +217,10 @@ _STATES = ("gamma", "beta", "moving mean", "moving variance")
 def _instance_norm(node: SymbolContext) -> Value:
     eps, ndim = node.number("eps", 1e-3), node.ndim(0)
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
-    if ndim is None or ndim not in _INSTANCE:
+    if ndim is None or ndim not in INSTANCE_NORMS:
         return node.call(arithmetic.instance_norm, node.inputs[0], gamma, beta, eps)
-    module = _INSTANCE[ndim](gamma.tensor.numel(), eps, affine=True)
-    module.weight, module.bias = node.builder.parameter(gamma), node.builder.parameter(beta)
+    module = INSTANCE_NORMS[ndim](gamma.tensor.numel(), eps, affine=True)
+    filled(node.builder, module, gamma, beta)
     return node.module(module, node.inputs[0], name=node.layer_name())
 
 
@@ -273,8 +231,7 @@ def _layer_norm(node: SymbolContext) -> Value:
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
     if axis not in (-1, (node.ndim(0) or 0) - 1):
         return node.call(arithmetic.layer_norm, node.inputs[0], gamma, beta, eps, axis)
-    module = nn.LayerNorm(gamma.tensor.numel(), eps)
-    module.weight, module.bias = node.builder.parameter(gamma), node.builder.parameter(beta)
+    module = filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta)
     return node.module(module, node.inputs[0], name=node.layer_name())
 
 
@@ -283,18 +240,13 @@ def _group_norm(node: SymbolContext) -> Value:
     groups, eps = node.integer("num_groups", 1), node.number("eps", 1e-5)
     node.expect("output_mean_var", "False", "0")
     gamma, beta = node.parameter(1, "gamma"), node.parameter(2, "beta")
-    return node.call(arithmetic.group_norm, node.inputs[0], gamma, beta, groups, eps)
+    return node.call(group_norm, node.inputs[0], gamma, beta, groups, eps)
 
 
 @converter("LRN")
 def _local_response(node: SymbolContext) -> Value:
-    module = nn.LocalResponseNorm(
-        node.integer("nsize"),
-        node.number("alpha", 1e-4),
-        node.number("beta", 0.75),
-        node.number("knorm", 2.0),
-    )
-    return node.module(module, node.inputs[0])
+    numbers = node.number("alpha", 1e-4), node.number("beta", 0.75), node.number("knorm", 2.0)
+    return node.module(nn.LocalResponseNorm(node.integer("nsize"), *numbers), node.inputs[0])
 
 
 @converter("L2Normalization")
@@ -328,11 +280,11 @@ def _rnn(node: SymbolContext) -> list[Value]:
     path = node.builder.add_module(node.name, module.eval(), node.op_type)
     initial = (states[0], states[1]) if mode == "lstm" else states[0]
     result = node.builder.graph.call_module(path, (node.tensor(x), initial))
-    y, last = (node.call(operator.getitem, result, index) for index in (0, 1))
+    y, last = (node.call(getitem, result, index) for index in (0, 1))
     if mode != "lstm":
         return [y, last]
     assert isinstance(last, fx.Node)
-    return [y, *(node.call(operator.getitem, last, index) for index in (0, 1))]
+    return [y, *(node.call(getitem, last, index) for index in (0, 1))]
 
 
 def _layers(node: SymbolContext, mode: str) -> nn.Module:
@@ -375,19 +327,9 @@ _ACTIVATIONS = {
 }
 
 
-def _simple(op_type: str, kind: str) -> None:
-    @converter(op_type)
-    def convert(node: SymbolContext) -> Value:
-        return node.module(_ACTIVATIONS[kind](), node.inputs[0])
-
-
-for _kind in ("relu", "sigmoid", "tanh", "softsign"):
-    _simple(_kind, _kind)
-
-
-@converter("Activation")
+@converter("Activation", "relu", "sigmoid", "tanh", "softsign")
 def _activation(node: SymbolContext) -> Value:
-    kind = node.text("act_type")
+    kind = node.text("act_type") if node.op_type == "Activation" else node.op_type
     if kind not in _ACTIVATIONS:
         node.refuse(f"act_type is {kind!r}; expected one of {', '.join(_ACTIVATIONS)}")
     return node.module(_ACTIVATIONS[kind](), node.inputs[0])
@@ -395,40 +337,38 @@ def _activation(node: SymbolContext) -> Value:
 
 @converter("LeakyReLU")
 def _leaky_relu(node: SymbolContext) -> Value:
-    kind = node.text("act_type", "leaky")
-    slope = node.number("slope", 0.25)
+    kind, slope = node.text("act_type", "leaky"), node.number("slope", 0.25)
     bounds = node.number("lower_bound", 0.125), node.number("upper_bound", 0.334)
-    if kind == "leaky":
-        return node.module(nn.LeakyReLU(slope), node.inputs[0])
-    if kind == "rrelu":
-        return node.module(nn.RReLU(*bounds), node.inputs[0])
-    if kind == "elu":
-        return node.module(nn.ELU(slope), node.inputs[0])
-    if kind in ("selu", "gelu"):
-        return node.module(nn.SELU() if kind == "selu" else nn.GELU(), node.inputs[0])
-    if kind != "prelu":
-        node.refuse(f"act_type is {kind!r}; expected leaky, elu, selu, gelu, prelu or rrelu")
-    gamma = node.parameter(1, "slope")
-    module = nn.PReLU(gamma.tensor.numel())
-    module.weight = node.builder.parameter(gamma, "flat", gamma.tensor.reshape(-1))
-    return node.module(module, node.inputs[0])
+    if kind == "prelu":
+        gamma = node.parameter(1, "slope")
+        module = nn.PReLU(gamma.tensor.numel())
+        module.weight = node.builder.parameter(gamma, "flat", gamma.tensor.reshape(-1))
+        return node.module(module, node.inputs[0])
+    modules: dict[str, tuple[Any, ...]] = {
+        "leaky": (nn.LeakyReLU, slope),
+        "rrelu": (nn.RReLU, *bounds),
+        "elu": (nn.ELU, slope),
+        "selu": (nn.SELU,),
+        "gelu": (nn.GELU,),
+    }
+    if kind not in modules:
+        node.refuse(f"act_type is {kind!r}; expected prelu or one of {', '.join(modules)}")
+    cls, *arguments = modules[kind]
+    return node.module(cls(*arguments), node.inputs[0])
 
 
-@converter("hard_sigmoid")
-def _hard_sigmoid(node: SymbolContext) -> Value:
-    alpha, beta = node.number("alpha", 0.2), node.number("beta", 0.5)
-    return node.call(arithmetic.hard_sigmoid, node.inputs[0], alpha, beta)
+operator("hard_sigmoid", hard_sigmoid, ("number", "alpha", 0.2), ("number", "beta", 0.5))
+operator("BlockGrad stop_gradient", torch.Tensor.detach)
 
 
-@converter("softmax", "log_softmax", "softmin")
+@converter("softmax", "log_softmax")
 def _softmax(node: SymbolContext) -> Value:
     axis, temperature = node.integer("axis", -1), node.number("temperature", 1.0)
     node.expect("use_length", "False", "0")
     node.expect("dtype", "float32")
     x = node.inputs[0]
-    divisor = -temperature if node.op_type == "softmin" else temperature
-    if divisor != 1.0:
-        x = node.call(torch.div, x, divisor)
+    if temperature != 1.0:
+        x = node.call(torch.div, x, temperature)
     return node.module(nn.LogSoftmax(axis) if node.op_type[0] == "l" else nn.Softmax(axis), x)
 
 
@@ -454,7 +394,6 @@ LOSSES = (
     "LinearRegressionOutput",
     "MAERegressionOutput",
     "LogisticRegressionOutput",
-    "SVMOutput",
 )
 
 
@@ -462,20 +401,10 @@ LOSSES = (
 def _softmax_output(node: SymbolContext) -> Value:
     for name in ("ignore_label", "use_ignore"):
         node.attr(name)  # they change the gradient, not the result
-    if node.flag("multi_output", False):
-        return node.module(nn.Softmax(1), node.inputs[0])
-    if node.flag("preserve_shape", False):
-        return node.module(nn.Softmax(-1), node.inputs[0])
-    if node.ndim(0) == 2:
-        return node.module(nn.Softmax(1), node.inputs[0])
+    channels, last = node.flag("multi_output", False), node.flag("preserve_shape", False)
+    if channels or last or node.ndim(0) == 2:
+        return node.module(nn.Softmax(-1 if last and not channels else 1), node.inputs[0])
     return node.call(arithmetic.softmax_rows, node.inputs[0])
-
-
-@converter("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput")
-def _unchanged(node: SymbolContext) -> Value:
-    for name in ("margin", "regularization_coefficient", "use_linear"):
-        node.attr(name)
-    return node.inputs[0]
 
 
 @converter("LogisticRegressionOutput")
@@ -483,26 +412,16 @@ def _logistic(node: SymbolContext) -> Value:
     return node.module(nn.Sigmoid(), node.inputs[0])
 
 
-@converter("MakeLoss", "make_loss", "_copy", "identity", "_copyto", "_CrossDeviceCopy")
+@converter("MakeLoss", "make_loss", "_copy", "identity", "_copyto")
+@converter("LinearRegressionOutput", "MAERegressionOutput")
 def _passed_on(node: SymbolContext) -> Value:
     return node.inputs[0]
 
 
-@converter("BlockGrad", "stop_gradient")
-def _block_gradient(node: SymbolContext) -> Value:
-    return node.call(torch.Tensor.detach, node.inputs[0])
-
-
-def global_pool(x: Tensor, kind: str, p: int) -> Tensor:
-    """Return the maximum, mean, sum or p-norm of each channel; its dimensions are kept as 1."""
-    axes = list(range(2, x.dim()))
-    if kind == "max":
-        return torch.amax(x, axes, keepdim=True)
-    if kind == "avg":
-        return torch.mean(x, axes, keepdim=True)
-    if kind == "sum":
-        return torch.sum(x, axes, keepdim=True)
-    return root(torch.sum(x**p, axes, keepdim=True), p)
+def global_pool(x: Tensor, kind: str) -> Tensor:
+    """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
+    function = {"max": torch.amax, "avg": torch.mean, "sum": torch.sum}[kind]
+    return function(x, list(range(2, x.dim())), keepdim=True)
 
 
 def resize_bilinear(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from torchq.frontends.building.functions import (
+    depth_to_space,
+    permuted,
+    slice_axis,
+    space_to_depth,
+)
 from torchq.frontends.building.graph import Value
-from torchq.frontends.mxnet.node import SymbolContext, converter
+from torchq.frontends.mxnet.node import SymbolContext, converter, operator
 
 _LARGEST = 2**26
 
@@ -28,30 +35,6 @@ def _reshape(node: SymbolContext) -> Value:
     return node.call(reshape, node.inputs[0], codes, reverse)
 
 
-@converter("reshape_like")
-def _reshape_like(node: SymbolContext) -> Value:
-    for name in ("lhs_begin", "lhs_end", "rhs_begin", "rhs_end"):
-        node.expect(name)
-    return node.call(reshape_like, *node.inputs)
-
-
-@converter("transpose")
-def _transpose(node: SymbolContext) -> Value:
-    return node.call(transpose, node.inputs[0], node.ints("axes", []))
-
-
-@converter("SwapAxis", "swapaxes")
-def _swap_axes(node: SymbolContext) -> Value:
-    return node.call(
-        torch.transpose, node.inputs[0], node.integer("dim1", 0), node.integer("dim2", 0)
-    )
-
-
-@converter("expand_dims")
-def _expand_dims(node: SymbolContext) -> Value:
-    return node.call(torch.unsqueeze, node.inputs[0], node.integer("axis"))
-
-
 @converter("squeeze")
 def _squeeze(node: SymbolContext) -> Value:
     axes = node.ints("axis", [])
@@ -68,22 +51,19 @@ def _stack(node: SymbolContext) -> Value:
     return node.call(torch.stack, list(node.inputs), node.integer("axis", 0))
 
 
-@converter("SliceChannel", "split")
+@converter("SliceChannel", "split", "_split_v2")
 def _split(node: SymbolContext) -> list[Value]:
-    count, axis = node.integer("num_outputs"), node.integer("axis", 1)
     squeezed = node.flag("squeeze_axis", False)
+    where: int | list[int]
+    if node.op_type == "_split_v2":
+        axis, sections = node.integer("axis", 0), node.integer("sections", 0)
+        indices = node.ints("indices", [])
+        count, where = sections or len(indices), sections or indices[1:]  # the first one is 0
+    else:
+        axis, count = node.integer("axis", 1), node.integer("num_outputs")
+        where = count
     if not 0 < count < _LARGEST:
-        node.refuse(f"num_outputs is {count}; expected a positive number")
-    parts = node.call_parts(count, torch.tensor_split, node.inputs[0], count, axis)
-    return [node.call(torch.squeeze, part, axis) if squeezed else part for part in parts]
-
-
-@converter("_split_v2")
-def _split_v2(node: SymbolContext) -> list[Value]:
-    axis, squeezed = node.integer("axis", 0), node.flag("squeeze_axis", False)
-    sections, indices = node.integer("sections", 0), node.ints("indices", [])
-    count = sections or len(indices)
-    where = sections or indices[1:]  # the first index is always 0
+        node.refuse(f"it has {count} outputs; expected a positive number")
     parts = node.call_parts(count, torch.tensor_split, node.inputs[0], where, axis)
     return [node.call(torch.squeeze, part, axis) if squeezed else part for part in parts]
 
@@ -99,49 +79,8 @@ def _slice(node: SymbolContext) -> Value:
 @converter("slice_axis")
 def _slice_axis(node: SymbolContext) -> Value:
     end = None if node.attr("end") is None else node.integer("end")
-    return node.call(slice_axis, node.inputs[0], node.integer("axis"), node.integer("begin"), end)
-
-
-@converter("slice_like")
-def _slice_like(node: SymbolContext) -> Value:
-    return node.call(slice_like, *node.inputs, node.ints("axes", []))
-
-
-@converter("tile")
-def _tile(node: SymbolContext) -> Value:
-    return node.call(torch.tile, node.inputs[0], node.ints("reps"))
-
-
-@converter("repeat")
-def _repeat(node: SymbolContext) -> Value:
-    axis = None if node.attr("axis") is None else node.integer("axis")
-    return node.call(torch.repeat_interleave, node.inputs[0], node.integer("repeats"), axis)
-
-
-@converter("reverse", "flip")
-def _reverse(node: SymbolContext) -> Value:
-    return node.call(reverse, node.inputs[0], node.ints("axis"))
-
-
-@converter("broadcast_to")
-def _broadcast_to(node: SymbolContext) -> Value:
-    return node.call(broadcast_to, node.inputs[0], node.ints("shape"))
-
-
-@converter("broadcast_axis", "broadcast_axes")
-def _broadcast_axis(node: SymbolContext) -> Value:
-    return node.call(broadcast_axis, node.inputs[0], node.ints("axis"), node.ints("size"))
-
-
-@converter("broadcast_like")
-def _broadcast_like(node: SymbolContext) -> Value:
-    axes = node.ints("lhs_axes", []), node.ints("rhs_axes", [])
-    return node.call(broadcast_like, *node.inputs, *axes)
-
-
-@converter("where")
-def _where(node: SymbolContext) -> Value:
-    return node.call(where, *node.inputs)
+    axis, begin = node.integer("axis"), node.integer("begin")
+    return node.call(slice_axis, node.inputs[0], axis, begin, end, 1)
 
 
 @converter("take")
@@ -150,17 +89,6 @@ def _take(node: SymbolContext) -> Value:
     if mode not in ("clip", "wrap"):
         node.refuse(f"mode is {mode!r}; expected clip or wrap")
     return node.call(take, *node.inputs, node.integer("axis", 0), mode == "wrap")
-
-
-@converter("pick")
-def _pick(node: SymbolContext) -> Value:
-    wrap, keepdims = node.text("mode", "clip") == "wrap", node.flag("keepdims", False)
-    return node.call(pick, *node.inputs, node.integer("axis", -1), keepdims, wrap)
-
-
-@converter("gather_nd")
-def _gather_nd(node: SymbolContext) -> Value:
-    return node.call(gather_nd, *node.inputs)
 
 
 @converter("one_hot")
@@ -172,19 +100,10 @@ def _one_hot(node: SymbolContext) -> Value:
     return node.call(one_hot, node.inputs[0], depth, *values, node.dtype("dtype"))
 
 
-@converter("depth_to_space", "space_to_depth")
-def _space_and_depth(node: SymbolContext) -> Value:
-    function = depth_to_space if node.op_type[0] == "d" else space_to_depth
-    return node.call(function, node.inputs[0], node.integer("block_size"))
-
-
 @converter("_zeros", "_ones", "_full")
 def _filled(node: SymbolContext) -> Value:
     shape, dtype = node.ints("shape"), node.dtype("dtype")
-    count = 1
-    for size in shape:
-        count *= size
-    if not 0 < count <= _LARGEST:
+    if not 0 < math.prod(shape) <= _LARGEST:
         node.refuse(f"its shape is {shape}; expected at most {_LARGEST} elements")
     value = {"_zeros": 0.0, "_ones": 1.0}.get(node.op_type)
     value = node.number("value") if value is None else value
@@ -193,11 +112,8 @@ def _filled(node: SymbolContext) -> Value:
 
 @converter("_arange")
 def _arange(node: SymbolContext) -> Value:
-    start, repeat, each = (
-        node.number("start", 0.0),
-        node.integer("repeat", 1),
-        node.number("step", 1.0),
-    )
+    start, each = node.number("start", 0.0), node.number("step", 1.0)
+    repeat = node.integer("repeat", 1)
     stop = None if node.attr("stop") is None else node.number("stop")
     node.expect("infer_range", "False", "0")
     first, last = (0.0, start) if stop is None else (start, stop)
@@ -208,7 +124,7 @@ def _arange(node: SymbolContext) -> Value:
 
 
 def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
-    """Return ``x`` in the shape that codes describe.
+    """Return ``x`` in the shape that codes describe, matched from the right if ``reverse``.
 
     A positive code is a size; 0 keeps a size, -1 is the rest, -2 keeps all remaining sizes, -3
     merges two, -4 splits one into the two sizes that follow, one of which may be -1.
@@ -242,36 +158,14 @@ def _decoded(codes: list[int], sizes: list[int]) -> list[int]:
     return result
 
 
-def reshape_like(x: Tensor, like: Tensor) -> Tensor:
-    """Return ``x`` in the shape of ``like``."""
-    return x.reshape(like.shape)
-
-
-def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return ``x`` with its dimensions in the order ``axes``, reversed where there are none."""
-    return x.permute(list(axes) or list(reversed(range(x.dim()))))
-
-
 def slice_each(
     x: Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
 ) -> Tensor:
     """Return a slice of the first dimensions; a negative stride runs backwards."""
     for axis, (first, last) in enumerate(zip(begin, end, strict=True)):
         every = (stride[axis] if axis < len(stride) else None) or 1
-        x = _sliced(x, axis, first, last, every)
+        x = slice_axis(x, axis, first, last, every)
     return x
-
-
-def _sliced(x: Tensor, axis: int, first: int | None, last: int | None, every: int) -> Tensor:
-    if every > 0:
-        return x[(slice(None),) * axis + (slice(first, last, every),)]
-    places = range(*slice(first, last, every).indices(x.shape[axis]))
-    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
-
-
-def slice_axis(x: Tensor, axis: int, begin: int, end: int | None) -> Tensor:
-    """Return a slice of one dimension."""
-    return _sliced(x, axis % x.dim(), begin, end, 1)
 
 
 def slice_like(x: Tensor, like: Tensor, axes: Sequence[int]) -> Tensor:
@@ -286,26 +180,16 @@ def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.expand([own if size == 0 else size for own, size in zip(x.shape, shape, strict=True)])
 
 
-def broadcast_axis(x: Tensor, axes: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return ``x`` repeated along axes of size 1."""
-    shape = list(x.shape)
-    for axis, size in zip(axes, sizes, strict=True):
-        shape[axis] = size
-    return x.expand(shape)
-
-
 def broadcast_like(
     x: Tensor, like: Tensor, axes: Sequence[int], like_axes: Sequence[int]
 ) -> Tensor:
     """Return ``x`` broadcast to the shape of ``like``, or to some of its sizes."""
     if not axes:
         return x.expand(like.shape)
-    return broadcast_axis(x, axes, [like.shape[axis] for axis in like_axes])
-
-
-def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return ``x`` with the elements along ``axes`` in reverse order."""
-    return torch.flip(x, list(axes))
+    shape = list(x.shape)
+    for axis, other in zip(axes, like_axes, strict=True):
+        shape[axis] = like.shape[other]
+    return x.expand(shape)
 
 
 def rows(indices: Tensor, count: int) -> Tensor:
@@ -319,15 +203,6 @@ def take(x: Tensor, indices: Tensor, axis: int, wrap: bool) -> Tensor:
     places = indices.long() % size if wrap else rows(indices, size)
     found = x.index_select(axis, places.reshape(-1))
     return found.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
-
-
-def pick(x: Tensor, indices: Tensor, axis: int, keepdims: bool, wrap: bool) -> Tensor:
-    """Return one element of each line along ``axis``."""
-    axis, size = axis % x.dim(), x.shape[axis]
-    places = indices if indices.dim() == x.dim() else indices.unsqueeze(axis)
-    places = places.long() % size if wrap else rows(places, size)
-    found = torch.gather(x, axis, places)
-    return found if keepdims else found.squeeze(axis)
 
 
 def gather_nd(x: Tensor, indices: Tensor) -> Tensor:
@@ -349,15 +224,16 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(chosen, x, y)
 
 
-def depth_to_space(x: Tensor, block: int) -> Tensor:
-    """Return channels laid out as blocks of pixels; the channels of a block come first."""
-    n, c, h, w = x.shape
-    y = x.reshape(n, block, block, c // (block * block), h, w).permute(0, 3, 4, 1, 5, 2)
-    return y.reshape(n, c // (block * block), h * block, w * block)
-
-
-def space_to_depth(x: Tensor, block: int) -> Tensor:
-    """Return blocks of pixels laid out as channels; the places in a block come first."""
-    n, c, h, w = x.shape
-    y = x.reshape(n, c, h // block, block, w // block, block).permute(0, 3, 5, 1, 2, 4)
-    return y.reshape(n, c * block * block, h // block, w // block)
+operator("transpose", permuted, ("ints", "axes", []))
+operator("SwapAxis swapaxes", torch.transpose, ("integer", "dim1", 0), ("integer", "dim2", 0))
+operator("expand_dims", torch.unsqueeze, ("integer", "axis"))
+operator("slice_like", slice_like, ("ints", "axes", []))
+operator("tile", torch.tile, ("ints", "reps"))
+operator("repeat", torch.repeat_interleave, ("integer", "repeats"), ("axis", None))
+operator("reverse flip", torch.flip, ("ints", "axis"))
+operator("broadcast_to", broadcast_to, ("ints", "shape"))
+operator("broadcast_like", broadcast_like, ("ints", "lhs_axes", []), ("ints", "rhs_axes", []))
+operator("where", where)
+operator("gather_nd", gather_nd)
+operator("depth_to_space", depth_to_space, ("integer", "block_size"))
+operator("space_to_depth", space_to_depth, ("integer", "block_size"))
