@@ -155,7 +155,7 @@ def read_inspect(rng: Random, folder: Path) -> None:
 
 def read_retarget(rng: Random, folder: Path) -> None:
     """Rewrite a mutated ONNX file for another runtime."""
-    target = rng.choice(list(torchq.swap.targets()))
+    target = rng.choice(list(torchq.targets()))
     torchq.onnx.retarget_onnx(_onnx_file(rng, folder), folder / "retargeted.onnx", target)
 
 

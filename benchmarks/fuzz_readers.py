@@ -56,13 +56,13 @@ def read_symbol(rng: Random, folder: Path) -> None:
     symbol, params = _mxnet(rng)
     path = folder / "mutated-symbol.json"
     path.write_text(mutate_json(rng, symbol), encoding="utf-8")
-    torchq.frontends.from_mxnet(path, params)
+    torchq.from_mxnet(path, params)
 
 
 def read_params(rng: Random, folder: Path) -> None:
     """Read mutated arrays of MXNet."""
     symbol, params = _mxnet(rng)
-    torchq.frontends.from_mxnet(symbol, mutate_bytes(rng, params))
+    torchq.from_mxnet(symbol, mutate_bytes(rng, params))
 
 
 def _caffe(rng: Random) -> tuple[bytes, bytes]:
@@ -77,13 +77,13 @@ def read_network(rng: Random, folder: Path) -> None:
     network, weights = _caffe(rng)
     path = folder / "mutated.prototxt"
     path.write_bytes(mutate_bytes(rng, network))
-    torchq.frontends.from_caffe(path, weights)
+    torchq.from_caffe(path, weights)
 
 
 def read_weights(rng: Random, folder: Path) -> None:
     """Read mutated weights of Caffe."""
     network, weights = _caffe(rng)
-    torchq.frontends.from_caffe(network.decode(), mutate_bytes(rng, weights))
+    torchq.from_caffe(network.decode(), mutate_bytes(rng, weights))
 
 
 FRAMEWORK_READERS: dict[str, Callable[[Random, Path], None]] = {

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--photos", type=Path, required=True)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--target", default="onnxruntime", choices=torchq.swap.targets())
+    parser.add_argument("--target", default="onnxruntime", choices=torchq.targets())
     options = parser.parse_args()
 
     prepare = transforms.Compose(

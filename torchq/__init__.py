@@ -11,12 +11,9 @@ from torchq import (
     analysis,
     backends,
     calib,
-    engines,
     errors,
     formats,
-    frontends,
     functional,
-    fusion,
     nn,
     onnx,
     ptq,
@@ -28,12 +25,12 @@ from torchq.analysis import doctor, layer_errors, mixed_precision, report, sensi
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.engines import deploy
-from torchq.frontends import from_onnx
+from torchq.frontends import from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
 from torchq.nn import TensorQuantizer
 from torchq.onnx import export_onnx, inspect_onnx, verify_onnx
 from torchq.ptq import tune
-from torchq.swap import patch, plan, quantize_, restore_
+from torchq.swap import patch, plan, quantize_, restore_, targets
 from torchq.version import __version__
 from torchq.workflow import calibrate, disabled, load, load_model, save, summary
 
@@ -50,15 +47,14 @@ __all__ = [
     "deploy",
     "disabled",
     "doctor",
-    "engines",
     "errors",
     "export_onnx",
     "formats",
+    "from_caffe",
+    "from_mxnet",
     "from_onnx",
-    "frontends",
     "functional",
     "fuse_",
-    "fusion",
     "inspect_onnx",
     "layer_errors",
     "load",
@@ -77,6 +73,7 @@ __all__ = [
     "save",
     "sensitivity",
     "summary",
+    "targets",
     "tune",
     "verify_onnx",
     "workflow",

@@ -26,13 +26,9 @@ def test_a_file_becomes_a_program(
     assert "torch.export.load" in capsys.readouterr().out
     x = torch.randn(2, 3, 16, 16)
     if name.endswith("json"):
-        model = torchq.frontends.from_mxnet(
-            FILES / name, FILES / "mxnet_files/classifier-0000.params"
-        )
+        model = torchq.from_mxnet(FILES / name, FILES / "mxnet_files/classifier-0000.params")
     else:
-        model = torchq.frontends.from_caffe(
-            FILES / name, FILES / "caffe_files/classifier.caffemodel"
-        )
+        model = torchq.from_caffe(FILES / name, FILES / "caffe_files/classifier.caffemodel")
     torch.testing.assert_close(torch.export.load(target).module()(x), model(x))
 
 
@@ -90,6 +86,4 @@ def test_a_network_of_mxnet_is_quantized_in_one_command(
     command = ["quantize", str(tmp_path / "classifier-symbol.json"), "--data", str(photos)]
     assert main([*command, "--image-size", "16", "--save", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert (
-        saved.exists() and "torchq.frontends.from_mxnet(" in out and "classifier-0000.params" in out
-    )
+    assert saved.exists() and "torchq.from_mxnet(" in out and "classifier-0000.params" in out

@@ -75,7 +75,7 @@ def test_a_dry_run_shows_what_the_target_adds(
 def test_help_lists_the_registered_targets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
-    assert "{" + ",".join(torchq.swap.targets()) + "}" in capsys.readouterr().out.replace("\n", "")
+    assert "{" + ",".join(torchq.targets()) + "}" in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

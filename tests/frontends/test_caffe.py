@@ -39,7 +39,7 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["classifier", "operators"])
 def test_networks_compute_what_opencv_computes(name: str) -> None:
-    model = torchq.frontends.from_caffe(*files_of(name))
+    model = torchq.from_caffe(*files_of(name))
     inputs, expected = recorded(name)
     got = outputs_of(model, inputs)
     # OpenCV names the outputs of a layer with several after the layer.
@@ -50,7 +50,7 @@ def test_networks_compute_what_opencv_computes(name: str) -> None:
 
 
 def test_slices_and_splits() -> None:
-    model = torchq.frontends.from_caffe(*files_of("operators"))
+    model = torchq.from_caffe(*files_of("operators"))
     inputs, expected = recorded("operators")
     got, x = outputs_of(model, inputs), inputs["data"]
     parts = [got[f"part{i}"] for i in range(3)]
@@ -62,7 +62,7 @@ def test_slices_and_splits() -> None:
 
 
 def test_detections_are_those_of_opencv() -> None:
-    model = torchq.frontends.from_caffe(*files_of("detector"))
+    model = torchq.from_caffe(*files_of("detector"))
     inputs, expected = recorded("detector")
     rows, wanted = outputs_of(model, inputs)["found"][0, 0], expected["found"][0, 0]
     assert bool((rows[1:, 1] >= rows[:-1, 1]).all())  # Caffe's order: class after class
@@ -75,7 +75,7 @@ def test_detections_are_those_of_opencv() -> None:
 
 
 def test_layers_become_modules_under_their_names() -> None:
-    model = torchq.frontends.from_caffe(*files_of("classifier"))
+    model = torchq.from_caffe(*files_of("classifier"))
     assert type(model.conv1) is nn.Conv2d and type(model.fc) is nn.Linear
     assert not hasattr(model, "scale1")  # part of the BatchNorm
     scale = parse_text(files_of("classifier")[0].read_text(), "").messages("layer")[3]
@@ -87,7 +87,7 @@ def test_layers_become_modules_under_their_names() -> None:
 
 
 def test_the_whole_way_to_a_quantized_model() -> None:
-    model = torchq.frontends.from_caffe(*files_of("classifier"))
+    model = torchq.from_caffe(*files_of("classifier"))
     (x,) = recorded("classifier")[0].values()
     expected = model(x)
     report = torchq.fuse_(model, x)
@@ -117,7 +117,7 @@ def test_layers_of_version_1_are_read() -> None:
     biases = torch.randn(3, generator=generator), torch.randn(2, generator=generator)
     stored = {"conv": [weight.numpy(), biases[0].numpy()], "ip": [matrix.numpy()]}
     stored["ip"].append(biases[1].numpy())
-    model = torchq.frontends.from_caffe(OLD, caffemodel(stored, old=True))
+    model = torchq.from_caffe(OLD, caffemodel(stored, old=True))
     x = torch.randn(1, 2, 4, 4, generator=generator)
     hidden = torch.einsum("oi,nihw->nohw", weight[:, :, 0, 0], x) + biases[0].view(1, 3, 1, 1)
     expected = hidden.clamp(min=0).reshape(1, -1) @ matrix.T + biases[1]
@@ -136,7 +136,7 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 
 
 def test_labels_and_losses_are_dropped() -> None:
-    model = torchq.frontends.from_caffe(TRAINED, caffemodel({"ip": [np.ones((2, 3), "f")]}))
+    model = torchq.from_caffe(TRAINED, caffemodel({"ip": [np.ones((2, 3), "f")]}))
     assert model.input_names == ["data"] and model.output_names == ["ip"]
     assert model(torch.ones(1, 3, 1, 1)).tolist() == [[3.0, 3.0]]
 
@@ -178,20 +178,18 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "fields", "x", "expected"), CASES)
 def test_layers_without_weights(kind: str, fields: str, x: Tensor, expected: Tensor) -> None:
-    model = torchq.frontends.from_caffe(one_layer(kind, fields), caffemodel({}))
+    model = torchq.from_caffe(one_layer(kind, fields), caffemodel({}))
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_with_weights_beside_opencv_s() -> None:
     scale, table = torch.tensor([1.0, 2.0, 3.0]), torch.arange(10.0).reshape(5, 2)
-    bias = torchq.frontends.from_caffe(one_layer("Bias"), caffemodel({"y": [scale.numpy()]}))
+    bias = torchq.from_caffe(one_layer("Bias"), caffemodel({"y": [scale.numpy()]}))
     assert torch.equal(bias(X), X + scale.view(1, 3, 1))
     fields = "embed_param { input_dim: 5 num_output: 2 bias_term: false }"
-    embed = torchq.frontends.from_caffe(
-        one_layer("Embed", fields), caffemodel({"y": [table.numpy()]})
-    )
+    embed = torchq.from_caffe(one_layer("Embed", fields), caffemodel({"y": [table.numpy()]}))
     assert torch.equal(embed(torch.tensor([4.0, 0.0])), table[[4, 0]])
-    given = torchq.frontends.from_caffe(one_layer("Scale", bottoms=2), caffemodel({}))
+    given = torchq.from_caffe(one_layer("Scale", bottoms=2), caffemodel({}))
     assert torch.equal(given(X, X[:, :, 0].clone()[0]), X * X[0, :, 0].view(1, 3, 1))
 
 
@@ -199,7 +197,7 @@ def test_a_last_window_outside_of_the_input_is_kept() -> None:
     """With one more column than the stride divides, Caffe gives a maximum of nothing."""
     text = one_layer("Pooling", "pooling_param { pool: MAX kernel_size: 1 stride: 2 }")
     x = torch.randn(1, 2, 4, 4)
-    y = torchq.frontends.from_caffe(text, caffemodel({}))(x)
+    y = torchq.from_caffe(text, caffemodel({}))(x)
     assert y.shape == (1, 2, 3, 3) and torch.equal(y[..., :2, :2], x[..., ::2, ::2])
     assert y[0, 0, 2, 2] == torch.finfo(torch.float32).min
 
@@ -210,7 +208,7 @@ def test_a_last_window_outside_of_the_input_is_kept() -> None:
 def test_unknown_layers_are_named_at_once_with_counts() -> None:
     text = one_layer("Python") + 'layer { name: "z" type: "SPP" bottom: "y" top: "z" }'
     with pytest.raises(FrontendError, match=r"Python \(1\), SPP \(1\)"):
-        torchq.frontends.from_caffe(text, caffemodel({}))
+        torchq.from_caffe(text, caffemodel({}))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_unknown_layers_are_named_at_once_with_counts() -> None:
 def test_broken_networks_are_refused(text: str, message: str) -> None:
     pattern = message if "|" in message else re.escape(message)
     with pytest.raises(FrontendError, match=pattern):
-        torchq.frontends.from_caffe(text, caffemodel({}))
+        torchq.from_caffe(text, caffemodel({}))
 
 
 GOOD = caffemodel({"y": [np.zeros((2, 3), "f")]})
@@ -258,14 +256,14 @@ WIDE = delimited(7, delimited(1, varint(2**40) + varint(2**20)))
 )
 def test_broken_weights_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(FrontendError, match=message):
-        torchq.frontends.from_caffe(one_layer("ReLU"), data)
+        torchq.from_caffe(one_layer("ReLU"), data)
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FrontendError, match="cannot read the network"):
-        torchq.frontends.from_caffe(tmp_path / "net.prototxt", b"")
+        torchq.from_caffe(tmp_path / "net.prototxt", b"")
     with pytest.raises(FrontendError, match="cannot read the weights"):
-        torchq.frontends.from_caffe(one_layer("ReLU"), tmp_path / "net.caffemodel")
+        torchq.from_caffe(one_layer("ReLU"), tmp_path / "net.caffemodel")
 
 
 def test_text_with_escapes_lists_and_comments() -> None:

@@ -28,7 +28,7 @@ def ssd(changes: dict[str, str]) -> nn.Module:
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)
-    return torchq.frontends.from_caffe(text, HERE / "caffe_files/detector.caffemodel")
+    return torchq.from_caffe(text, HERE / "caffe_files/detector.caffemodel")
 
 
 def photos(count: int, strength: float) -> Tensor:
@@ -88,7 +88,7 @@ def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Pa
 def mxnet_boxes() -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the operators of the recorded file, each with an output, and their inputs."""
     files = (HERE / f"mxnet_files/boxes-{end}" for end in ("symbol.json", "0000.params"))
-    model: Any = torchq.frontends.from_mxnet(*files)
+    model: Any = torchq.from_mxnet(*files)
     recorded = dict(np.load(HERE / "mxnet_files/boxes.npz"))
     return model, {name: torch.from_numpy(recorded[f"in:{name}"]) for name in model.input_names}
 

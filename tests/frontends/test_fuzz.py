@@ -40,7 +40,7 @@ def mutated(data: bytes, random: Random) -> bytes:
 
 def read_symbol(data: bytes) -> Any:
     text = data.decode("utf-8", "replace")
-    return torchq.frontends.from_mxnet(text if text.lstrip()[:1] == "{" else "{" + text, PARAMS)
+    return torchq.from_mxnet(text if text.lstrip()[:1] == "{" else "{" + text, PARAMS)
 
 
 SYMBOL = (FOLDER / "mxnet_files" / "classifier-symbol.json").read_bytes()
@@ -51,12 +51,12 @@ OLD = in_dialect_of_version_8(SYMBOL.decode()).encode()
 READERS: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "symbol": (SYMBOL, read_symbol),
     "old symbol": (OLD, read_symbol),
-    "params": (PARAMS, lambda data: torchq.frontends.from_mxnet(SYMBOL.decode(), data)),
+    "params": (PARAMS, lambda data: torchq.from_mxnet(SYMBOL.decode(), data)),
     "prototxt": (
         NETWORK,
-        lambda data: torchq.frontends.from_caffe(data.decode("utf-8", "replace"), MODEL),
+        lambda data: torchq.from_caffe(data.decode("utf-8", "replace"), MODEL),
     ),
-    "caffemodel": (MODEL, lambda data: torchq.frontends.from_caffe(NETWORK.decode(), data)),
+    "caffemodel": (MODEL, lambda data: torchq.from_caffe(NETWORK.decode(), data)),
 }
 
 

@@ -48,7 +48,7 @@ def compare(name: str, output: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_compute_what_mxnet_computes(name: str) -> None:
-    model = torchq.frontends.from_mxnet(*files_of(name))
+    model = torchq.from_mxnet(*files_of(name))
     inputs, expected = recorded(name)
     with torch.no_grad():
         got = model(**inputs)
@@ -92,7 +92,7 @@ def in_dialect_of_version_9(text: str) -> str:
 def test_older_dialects_are_read(dialect: Callable[[str], str]) -> None:
     symbol, params = files_of("classifier")
     inputs, expected = recorded("classifier")
-    model = torchq.frontends.from_mxnet(dialect(symbol.read_text()), params)
+    model = torchq.from_mxnet(dialect(symbol.read_text()), params)
     compare("classifier", model(**inputs), expected[0])
 
 
@@ -114,7 +114,7 @@ def test_older_names_of_operators_are_read() -> None:
         node["op"] = OLD_NAMES.get(node["op"], node["op"])
     inputs, expected = recorded("binary")
     for got, wanted in zip(
-        torchq.frontends.from_mxnet(json.dumps(data), params)(**inputs), expected, strict=True
+        torchq.from_mxnet(json.dumps(data), params)(**inputs), expected, strict=True
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -137,7 +137,7 @@ def test_other_names_of_operators_are_read(name: str) -> None:
         node["op"] = ALIASES[name].get(node["op"], node["op"])
     assert {node["op"] for node in data["nodes"]} >= set(ALIASES[name].values())
     inputs, expected = recorded(name)
-    got = torchq.frontends.from_mxnet(json.dumps(data), params)(**inputs)
+    got = torchq.from_mxnet(json.dumps(data), params)(**inputs)
     for output, wanted in zip(got if isinstance(got, tuple) else (got,), expected, strict=True):
         compare(name, output, wanted)
 
@@ -157,7 +157,7 @@ def test_attributes_in_the_writing_of_other_versions_are_read(pattern: str, text
     changed, count = re.subn(f'"{pattern}"', f'"{text}"', symbol.read_text())
     assert count > 0
     inputs, expected = recorded("convolutions")
-    got = torchq.frontends.from_mxnet(changed, params)(**inputs)
+    got = torchq.from_mxnet(changed, params)(**inputs)
     for output, wanted in zip(got, expected, strict=True):
         compare("convolutions", output, wanted)
 
@@ -218,7 +218,7 @@ def test_sparse_arrays_are_read_with_their_zeros() -> None:
 
 
 def test_layers_become_modules_under_their_names() -> None:
-    model = torchq.frontends.from_mxnet(*files_of("classifier"))
+    model = torchq.from_mxnet(*files_of("classifier"))
     assert type(model.conv0) is nn.Conv2d and type(model.fc1) is nn.Linear
     assert type(model.bn0) is nn.BatchNorm2d and type(model.prelu0) is nn.PReLU
     assert model.input_names == ["data"] and model.output_names == ["softmax"]
@@ -227,14 +227,14 @@ def test_layers_become_modules_under_their_names() -> None:
 
 
 def test_a_fixed_gamma_counts_as_one_and_stays_one() -> None:
-    model = torchq.frontends.from_mxnet(*files_of("classifier"))
+    model = torchq.from_mxnet(*files_of("classifier"))
     assert torch.equal(model.bn_data.weight, torch.ones(3))
     assert not model.bn_data.weight.requires_grad and model.bn0.weight.requires_grad
     assert model.bn0.eps == 2e-5 and model.bn_data.momentum == pytest.approx(0.1)
 
 
 def test_the_whole_way_to_a_quantized_model() -> None:
-    model = torchq.frontends.from_mxnet(*files_of("classifier"))
+    model = torchq.from_mxnet(*files_of("classifier"))
     (x,) = recorded("classifier")[0].values()
     expected = model(x)
     report = torchq.fuse_(model, x)
@@ -259,7 +259,7 @@ def test_unknown_operators_are_named_at_once_with_counts() -> None:
     data = json.loads(one_operator("Custom", {}))
     data["nodes"] += [dict(data["nodes"][1], op=op) for op in ("CTCLoss", "Custom")]
     with pytest.raises(FrontendError, match=r"CTCLoss \(1\), Custom \(2\)"):
-        torchq.frontends.from_mxnet(json.dumps(data), {})
+        torchq.from_mxnet(json.dumps(data), {})
 
 
 CASES = [
@@ -279,14 +279,14 @@ CASES = [
 @pytest.mark.parametrize(("text", "message"), CASES)
 def test_broken_symbols_are_refused(text: str, message: str) -> None:
     with pytest.raises(FrontendError, match=re.escape(message)):
-        torchq.frontends.from_mxnet(text, {})
+        torchq.from_mxnet(text, {})
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FrontendError, match="cannot read the symbol"):
-        torchq.frontends.from_mxnet(tmp_path / "net-symbol.json", {})
+        torchq.from_mxnet(tmp_path / "net-symbol.json", {})
     with pytest.raises(FrontendError, match="cannot read the parameters"):
-        torchq.frontends.from_mxnet(files_of("unary")[0], tmp_path / "net-0000.params")
+        torchq.from_mxnet(files_of("unary")[0], tmp_path / "net-0000.params")
 
 
 GOOD = params_bytes({"w": array_bytes(2, np.zeros((2, 3), np.float32))})
@@ -322,7 +322,5 @@ def test_outputs_of_one_node_have_different_names() -> None:
         {"op": "Activation", "name": "act", "inputs": [[0, 0]], "attrs": {"act_type": "relu"}},
     ]
     heads = [[1, 1], [2, 0], [1, 0]]
-    model = torchq.frontends.from_mxnet(
-        json.dumps({"nodes": nodes, "arg_nodes": [0], "heads": heads}), {}
-    )
+    model = torchq.from_mxnet(json.dumps({"nodes": nodes, "arg_nodes": [0], "heads": heads}), {})
     assert model.output_names == ["parts_output1", "act", "parts_output0"]

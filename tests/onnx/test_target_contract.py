@@ -71,7 +71,7 @@ CASES = {
 
 
 def test_every_target_has_a_row() -> None:
-    assert set(CASES) == set(TARGETS) == set(torchq.swap.targets())
+    assert set(CASES) == set(TARGETS) == set(torchq.targets())
     assert all(isinstance(TARGETS[name], OnnxTarget) for name in TARGETS)
 
 

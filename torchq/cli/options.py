@@ -123,7 +123,7 @@ def add_method(group: Any) -> None:
     )
     group.add_argument(
         "--target",
-        choices=torchq.swap.targets(),
+        choices=torchq.targets(),
         help="the runtime to place quantizers for and to shape the ONNX file for",
     )
     group.add_argument(

@@ -40,7 +40,7 @@ class GraphEngine(Engine):
     @property
     @abstractmethod
     def target(self) -> str:
-        """The target of the exports that this engine reads; one of ``torchq.swap.targets()``."""
+        """The target of the exports that this engine reads; one of ``torchq.targets()``."""
 
     @abstractmethod
     def open(self, read: ReadGraph, threads: int, usual: tuple[Shapes, ...]) -> Run:

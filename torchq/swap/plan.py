@@ -34,7 +34,7 @@ def targets() -> tuple[str, ...]:
     """Return the names of the runtimes that ``target=`` of several functions accepts.
 
     Example:
-        >>> "onnxruntime" in torchq.swap.targets()
+        >>> "onnxruntime" in torchq.targets()
         True
     """
     return tuple(sorted(TARGETS))
@@ -57,7 +57,7 @@ def plan(
         include: only modules that match one of these patterns.
         exclude: no module that matches one of these patterns.
         target: also place quantizers where this runtime wants them; one of
-            :func:`torchq.swap.targets`. Additions, concatenations and the like in the forward of a
+            :func:`torchq.targets`. Additions, concatenations and the like in the forward of a
             module become children of it, named ``quant_add``, ``quant_cat_1``, ...
         example: the arguments for one call of the model; see
             :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the

@@ -43,7 +43,7 @@ def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
 
     Example:
         >>> files = "deploy.prototxt", "net.caffemodel"
-        >>> model = torchq.frontends.from_caffe(*files)  # doctest: +SKIP
+        >>> model = torchq.from_caffe(*files)  # doctest: +SKIP
         >>> report = torchq.quantize_(model)  # doctest: +SKIP
     """
     where = "from_caffe"

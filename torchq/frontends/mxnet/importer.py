@@ -41,7 +41,7 @@ def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
 
     Example:
         >>> files = "resnet-symbol.json", "resnet-0000.params"
-        >>> model = torchq.frontends.from_mxnet(*files)  # doctest: +SKIP
+        >>> model = torchq.from_mxnet(*files)  # doctest: +SKIP
         >>> report = torchq.quantize_(model)  # doctest: +SKIP
     """
     where = "from_mxnet"
