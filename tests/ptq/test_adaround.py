@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchq
 from tests.ptq.test_gptq import Block, batches, calibrated, net
 from torchq.ptq import adaround_, gptq_
-from torchq.ptq.adaround.soft_rounding import (
+from torchq.ptq.reconstruction import (
     SoftWeight,
     decision_penalty,
     rectified_sigmoid,

@@ -12,11 +12,11 @@ from torch import nn
 from torchq.errors import ConfigError
 from torchq.graph import Forward
 from torchq.nn import TensorQuantizer
-from torchq.ptq.adaround.learning import BlockData, LearnedBlock, learn, mean_error
 from torchq.ptq.blocks import Block
 from torchq.ptq.gptq.api import BlockRounding
 from torchq.ptq.gptq.layer import Options
 from torchq.ptq.layers import find_layers, weight_quantizer
+from torchq.ptq.reconstruction import BlockData, LearnedBlock, learn, mean_error
 from torchq.ptq.replay import Replay, treat_blocks
 from torchq.ptq.reports import report_text
 from torchq.utils import Pattern, evaluating
