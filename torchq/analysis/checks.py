@@ -56,13 +56,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Patient:
-    """A model under examination.
+    """A model under examination; ``weights`` are ids of quantizers of weights.
 
-    Attributes:
-        model: the quantized model.
-        quantizers: all its quantizers by path.
-        weights: ids of those that quantize weights.
-        seen: what a run on batches showed; None without batches.
+    ``seen`` is what a run on batches showed, or None without batches.
     """
 
     model: nn.Module
@@ -76,16 +72,16 @@ class Patient:
         return {path: q for path, q in self.quantizers.items() if q.quantizing}
 
 
+#: Severity, name, evidence and remedy of findings.
+Found = Iterator[tuple[Severity, str, str, str]]
+Find = Callable[[Patient], Found]
+
+
 @dataclass(frozen=True)
 class Check:
-    """Looks for one kind of fault.
+    """Looks for one kind of fault; with ``needs_batches`` it can find nothing without a run."""
 
-    Attributes:
-        find: yields the findings.
-        needs_batches: it can find nothing without a run.
-    """
-
-    find: Callable[[Patient], Iterator[Finding]]
+    find: Find
     needs_batches: bool
 
 
@@ -93,19 +89,10 @@ class Check:
 CHECKS: Registry[str, Check] = Registry("check")
 
 
-def check(
-    kind: str, *, needs_batches: bool = False
-) -> Callable[[Callable[[Patient], Iterator[Finding]]], Callable[[Patient], Iterator[Finding]]]:
-    """Return a decorator that enters a function as the check for ``kind``.
+def check(kind: str, *, needs_batches: bool = False) -> Callable[[Find], Find]:
+    """Return a decorator that enters a function as the check for findings of ``kind``."""
 
-    Args:
-        kind: of the findings.
-        needs_batches: the check can find nothing without a run.
-    """
-
-    def enter(
-        function: Callable[[Patient], Iterator[Finding]],
-    ) -> Callable[[Patient], Iterator[Finding]]:
+    def enter(function: Find) -> Find:
         CHECKS.add(kind, Check(function, needs_batches))
         return function
 
@@ -120,7 +107,7 @@ def _fixed(patient: Patient) -> Iterator[tuple[str, TensorQuantizer, Tensor]]:
 
 
 @check("unseen", needs_batches=True)
-def unseen(patient: Patient) -> Iterator[Finding]:
+def unseen(patient: Patient) -> Found:
     """Yield quantizers of inputs that no batch reached."""
     assert patient.seen is not None
     for path, quantizer in patient.active.items():
@@ -128,36 +115,32 @@ def unseen(patient: Patient) -> Iterator[Finding]:
             continue
         owner = path.rpartition(".")[0]
         known = quantizer.calibrated and not quantizer.descriptor.dynamic
-        yield Finding(
-            "unseen",
-            "warning" if known or quantizer.descriptor.dynamic else "error",
-            path,
-            f"none of {patient.seen.batches} batches reached it",
-            f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it",
-        )
+        severity: Severity = "warning" if known or quantizer.descriptor.dynamic else "error"
+        remedy = f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it"
+        yield severity, path, f"none of {patient.seen.batches} batches reached it", remedy
 
 
 @check("uncalibrated")
-def uncalibrated(patient: Patient) -> Iterator[Finding]:
+def uncalibrated(patient: Patient) -> Found:
     """Yield quantizers without a range, which take that of each call for the time."""
     for path, quantizer in patient.active.items():
         if not quantizer.calibrated and not quantizer.descriptor.dynamic:
             text = "has no range yet, and takes that of each call"
-            yield Finding("uncalibrated", "error", path, text, "torchq.calibrate(model, batches)")
+            yield "error", path, text, "torchq.calibrate(model, batches)"
 
 
 @check("dynamic_range")
-def dynamic_range(patient: Patient) -> Iterator[Finding]:
+def dynamic_range(patient: Patient) -> Found:
     """Yield quantizers that take the range of each call, as their descriptor says."""
     for path, quantizer in patient.active.items():
         if quantizer.descriptor.dynamic:
             text = "takes the range of each call, as its descriptor says; no file can hold that"
             remedy = "a recipe without dynamic ranges, to export"
-            yield Finding("dynamic_range", "info", path, text, remedy)
+            yield "info", path, text, remedy
 
 
 @check("zero_range")
-def zero_range(patient: Patient) -> Iterator[Finding]:
+def zero_range(patient: Patient) -> Found:
     """Yield ranges of 0, which turn everything into 0, and learned ones that became negative."""
     for path, quantizer, amax in _fixed(patient):
         bad = is_dead(amax, quantizer.descriptor.format) | (amax < 0)
@@ -169,41 +152,41 @@ def zero_range(patient: Patient) -> Iterator[Finding]:
             text += f" (smallest {float(amax.min()):.3g})"
             remedy = f"{_CALIBRATE}, then train with a smaller learning rate: "
             remedy += "torchq.qat.param_groups(model, lr=...)"
-            yield Finding("zero_range", "error", path, text, remedy)
+            yield "error", path, text, remedy
         elif id(quantizer) in patient.weights:
             text = f"{count} of {total} channels of the weight are 0"
             remedy = "nothing, if the channels are meant to be 0"
-            yield Finding("zero_range", "info", path, text, remedy)
+            yield "info", path, text, remedy
         else:
             text = f"{count} of {total} ranges are 0, so everything becomes 0"
             remedy = f"{_CALIBRATE} with data that is not 0"
-            yield Finding("zero_range", "error", path, text, remedy)
+            yield "error", path, text, remedy
 
 
 @check("nan_range")
-def nan_range(patient: Patient) -> Iterator[Finding]:
+def nan_range(patient: Patient) -> Found:
     """Yield ranges that are no finite numbers, and the place where NaN first arises."""
     for path, _, amax in _fixed(patient):
         bad = int((~torch.isfinite(amax)).sum())
         if bad:
             text = f"{bad} of {amax.numel()} ranges are NaN or infinite"
-            yield Finding("nan_range", "error", path, text, _CALIBRATE)
+            yield "error", path, text, _CALIBRATE
     if patient.seen is None:
         return
     for path, quantizer in patient.active.items():
         if id(quantizer) in patient.seen.not_finite:
             text = "was given NaN or infinity by the float model; the layers behind follow"
-            yield Finding("nan_range", "error", path, text, "check the data and the float model")
+            yield "error", path, text, "check the data and the float model"
             return
 
 
 @check("wrong_order")
-def wrong_order(patient: Patient) -> Iterator[Finding]:
+def wrong_order(patient: Patient) -> Found:
     """Yield calibrations that did not finish, and weights that changed after theirs."""
     for path, quantizer in patient.quantizers.items():
         if quantizer.observing:
             text = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
-            yield Finding("wrong_order", "error", path, text, "torchq.calibrate(model, batches)")
+            yield "error", path, text, "torchq.calibrate(model, batches)"
     paths = {id(q): path for path, q in patient.quantizers.items()}
     for module in patient.model.modules():
         if not isinstance(module, QuantModule):
@@ -213,7 +196,7 @@ def wrong_order(patient: Patient) -> Iterator[Finding]:
                 yield from _stale(paths[id(quantizer)], quantizer, weight.detach())
 
 
-def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Iterator[Finding]:
+def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
     descriptor = quantizer.descriptor
     if descriptor.dynamic or descriptor.learn_amax or not quantizer.calibrated or weight.is_meta:
         return
@@ -225,7 +208,7 @@ def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Iterator[Fi
         text += "it was calibrated (fused, loaded or trained)"
         remedy = "fuse and load weights first; then torchq.calibrate(model, batches, force=True)"
         severe = worst > _STALE
-        yield Finding("wrong_order", "error" if severe else "warning", path, text, remedy)
+        yield "error" if severe else "warning", path, text, remedy
 
 
 def _ratios(known: Tensor, now: Tensor) -> tuple[float, float]:
@@ -250,7 +233,7 @@ def _is_computing(module: nn.Module) -> bool:
 
 
 @check("skipped_layer")
-def skipped_layer(patient: Patient) -> Iterator[Finding]:
+def skipped_layer(patient: Patient) -> Found:
     """Yield layers that stay float beside quantized ones."""
     # Attention quantizes the weight of the layer that it reads without calling it.
     read = {
@@ -264,11 +247,11 @@ def skipped_layer(patient: Patient) -> Iterator[Finding]:
             count = sum(p.numel() for p in module.parameters(recurse=False))
             text = f"{type(module).__name__} with {count:,} parameters stays float"
             remedy = "torchq.plan(model, config) says why; nothing, if it was excluded on purpose"
-            yield Finding("skipped_layer", "info", path, text, remedy)
+            yield "info", path, text, remedy
 
 
 @check("functional_call", needs_batches=True)
-def functional_call(patient: Patient) -> Iterator[Finding]:
+def functional_call(patient: Patient) -> Found:
     """Yield forwards that call a convolution or linear function with a weight of their own."""
     assert patient.seen is not None
     names = {id(module): path for path, module in patient.model.named_modules()}
@@ -291,32 +274,25 @@ def functional_call(patient: Patient) -> Iterator[Finding]:
         remedy = "torchq.quantize_(model, config, example=example)"
         if products or found.obstacle:
             remedy = "let a layer of its own make the call, such as torch.nn.Linear"
-        yield Finding("functional_call", "warning", names[key], text, remedy)
+        yield "warning", names[key], text, remedy
 
 
 @check("one_sided_add", needs_batches=True)
-def one_sided_add(patient: Patient) -> Iterator[Finding]:
+def one_sided_add(patient: Patient) -> Found:
     """Yield additions with a quantizer on one operand, where the other is no layer's result.
 
     A runtime adds in integers where both operands have a scale, or where it can fuse the addition
     into the layer that makes the other operand.
     """
     assert patient.seen is not None
-    places: dict[str, None] = {}
-    for addition in patient.seen.additions:
-        first, second = addition.quantized
-        if first == second:
-            continue
-        if not addition.linear[0 if second else 1]:
-            places[addition.where] = None
-    for path in places:
+    for path in dict.fromkeys(patient.seen.one_sided):
         text = "adds a quantized operand to one that is not, so the addition runs in float"
         remedy = "torchq.quantize_(model, config, target=..., example=example), or quantize both"
-        yield Finding("one_sided_add", "warning", path, text, remedy)
+        yield "warning", path, text, remedy
 
 
 @check("weight_axis")
-def weight_axis(patient: Patient) -> Iterator[Finding]:
+def weight_axis(patient: Patient) -> Found:
     """Yield weight quantizers whose ranges do not follow the output channels."""
     paths = {id(quantizer): path for path, quantizer in patient.active.items()}
     known = {id(quantizer): quantizer for quantizer in patient.active.values()}
@@ -328,7 +304,7 @@ def weight_axis(patient: Patient) -> Iterator[Finding]:
             name = module.float_class.__name__ if isinstance(module, QuantModule) else "its layer"
             text = f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
             remedy = f"QuantDescriptor(axis={axes}) for its weight, as recipes have"
-            yield Finding("weight_axis", "error", paths[key], text, remedy)
+            yield "error", paths[key], text, remedy
 
 
 def _spread_of(layer: torch.nn.Module, weight: torch.Tensor) -> float:
@@ -342,7 +318,7 @@ def _spread_of(layer: torch.nn.Module, weight: torch.Tensor) -> float:
 
 
 @check("range_spread")
-def range_spread(patient: Patient) -> Iterator[Finding]:
+def range_spread(patient: Patient) -> Found:
     """Yield weights with one scale whose channels differ widely, as after merging branches."""
     for path, module in patient.model.named_modules():
         quantizer = getattr(module, "weight_quantizer", None)
@@ -361,13 +337,11 @@ def range_spread(patient: Patient) -> Iterator[Finding]:
             axes = channel_axes(module).get(id(quantizer), (0,))
             remedy = f"weight=QuantDescriptor(axis={axes})"
             remedy += ", or torchq.ptq.equalize_(model, example) before calibration"
-            yield Finding(
-                "range_spread", "warning", _joined(path, "weight_quantizer"), text, remedy
-            )
+            yield "warning", _joined(path, "weight_quantizer"), text, remedy
 
 
 @check("batchnorm_left", needs_batches=True)
-def batchnorm_left(patient: Patient) -> Iterator[Finding]:
+def batchnorm_left(patient: Patient) -> Found:
     """Yield BatchNorms behind a quantized layer, which could have been folded into it."""
     assert patient.seen is not None
     for path, layer in patient.seen.norms.items():
@@ -375,7 +349,7 @@ def batchnorm_left(patient: Patient) -> Iterator[Finding]:
             continue
         text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
         remedy = "torchq.fuse_(model, example) before torchq.quantize_ and torchq.calibrate"
-        yield Finding("batchnorm_left", "warning", path, text, remedy)
+        yield "warning", path, text, remedy
 
 
 def _joined(parent: str, child: str) -> str:

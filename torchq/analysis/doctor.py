@@ -155,7 +155,7 @@ def doctor(
 
 def _examine(patient: Patient) -> DoctorReport:
     chosen = [kind for kind in CHECKS if patient.seen is not None or not CHECKS[kind].needs_batches]
-    findings = [finding for kind in chosen for finding in CHECKS[kind].find(patient)]
+    findings = [Finding(kind, *found) for kind in chosen for found in CHECKS[kind].find(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
     return DoctorReport(tuple(findings), tuple(chosen), skipped)

@@ -47,14 +47,7 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
     """Return the layers of ``model`` in the order of ``named_modules()``.
 
     A layer is a quantized module. A quantizer that the author of the model placed in a module of
-    another kind is a layer of its own.
-
-    Args:
-        model: a quantized model.
-        where: the function that asks, for the text of the error.
-
-    Raises:
-        ConfigError: No quantizer is on.
+    another kind is a layer of its own. Without any an error names ``where``, which asks.
     """
     weights = weight_quantizers(model)
     holders = _holders(model)

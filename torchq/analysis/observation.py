@@ -18,21 +18,6 @@ from torchq.nn import TensorQuantizer
 from torchq.utils import evaluating
 
 
-@dataclass(frozen=True)
-class Addition:
-    """One addition of two tensors of equal shape.
-
-    Attributes:
-        where: path of the module whose forward adds.
-        quantized: for both operands, whether a quantizer returned it.
-        linear: for both operands, whether a convolution, linear layer or BatchNorm returned it.
-    """
-
-    where: str
-    quantized: tuple[bool, bool]
-    linear: tuple[bool, bool]
-
-
 @dataclass
 class Observation:
     """What was seen.
@@ -42,7 +27,8 @@ class Observation:
         batches: how many were run.
         reached: ids of the quantizers that were called.
         not_finite: ids of those that were given NaN or infinity by the float model.
-        additions: of the first batch.
+        one_sided: paths of modules that add a quantized tensor to one that is neither quantized nor
+            the result of a layer, in the first batch.
         norms: path of a BatchNorm -> path of the quantized layer whose output it normalises.
     """
 
@@ -50,7 +36,7 @@ class Observation:
     batches: int = 0
     reached: set[int] = field(default_factory=set)
     not_finite: set[int] = field(default_factory=set)
-    additions: list[Addition] = field(default_factory=list)
+    one_sided: list[str] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,10 +46,9 @@ def observe(
     batches: Iterable[Any],
     run: Callable[[Any], Any],
 ) -> Observation | None:
-    """Run ``model`` on batches and return what was seen; None without any batch.
+    """Run ``model`` in float on batches and return what was seen; None without any batch.
 
-    Values are those of the float model. Who feeds whom is read from one more run of the first
-    batch, with the quantizers as they are.
+    Who feeds whom is read from one more run of the first batch, with the quantizers as they are.
     """
     found: Observation | None = None
     with torch.no_grad(), evaluating(model), state_kept(model):
@@ -144,14 +129,11 @@ class _Flow(TorchFunctionMode):
         """Carry out ``func``, and note an addition."""
         name = getattr(func, "__name__", "")
         if name in _ADDITIONS and len(args) >= 2 and _same_shape(args[0], args[1]):
-            makers = [self._made_by.get(id(arg)) for arg in args[:2]]
-            self._found.additions.append(
-                Addition(
-                    self._stack[-1] if self._stack else "",
-                    _pair(makers, lambda m: isinstance(m, TensorQuantizer) and m.quantizing),
-                    _pair(makers, _is_linear),
-                )
-            )
+            makers = [m and m[1] for m in (self._made_by.get(id(arg)) for arg in args[:2])]
+            quantized = [isinstance(m, TensorQuantizer) and m.quantizing for m in makers]
+            is_one = sum(quantized) == 1
+            if is_one and not _is_linear(makers[quantized.index(False)]):
+                self._found.one_sided.append(self._stack[-1] if self._stack else "")
         result = func(*args, **(kwargs or {}))
         if _IN_PLACE.fullmatch(name) and args:
             # The tensor is no longer what its module returned.
@@ -171,16 +153,10 @@ def _same_shape(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dim() > 1
 
 
-def _pair(
-    makers: list[tuple[str, nn.Module] | None], test: Callable[[nn.Module], bool]
-) -> tuple[bool, bool]:
-    first, second = (maker is not None and test(maker[1]) for maker in makers)
-    return first, second
-
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module | None) -> bool:
+    """Return True for a convolution, linear layer or BatchNorm, into which an addition is fused."""
     norm = nn.modules.batchnorm._BatchNorm
     return isinstance(module, (*_CONVOLUTIONS, norm)) or "ConvTranspose" in type(module).__name__

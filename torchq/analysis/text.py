@@ -33,12 +33,7 @@ def percent_text(share: float) -> str:
 
 
 def plain(value: Any, digits: int | None = None) -> Any:
-    """Return JSON data, in which None stands for what is not finite.
-
-    Args:
-        value: dictionaries, lists and tuples of numbers and text.
-        digits: significant digits of floating-point numbers; None keeps all.
-    """
+    """Return JSON data of so many significant digits; None stands for what is not finite."""
     if isinstance(value, dict):
         return {key: plain(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

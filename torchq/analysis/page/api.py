@@ -63,10 +63,7 @@ def report(
         'good'
     """
     kept = _checked("report", batches, num_batches, path)
-    found = Report(collect(model, kept, metric, plan, forward, progress))
-    if path is not None:
-        found.save(path)
-    return found
+    return _saved(Report(collect(model, kept, metric, plan, forward, progress)), path)
 
 
 @uncompiled()
@@ -118,7 +115,10 @@ def compare(
         {**collect(model, kept, metric, False, forward, progress), "label": label}
         for model, label in zip((a, b), labels, strict=True)
     ]
-    found = Report({"reports": reports})
+    return _saved(Report({"reports": reports}), path)
+
+
+def _saved(found: Report, path: str | os.PathLike[str] | None) -> Report:
     if path is not None:
         found.save(path)
     return found

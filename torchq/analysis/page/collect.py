@@ -37,8 +37,8 @@ def collect(
     progress: bool,
 ) -> dict[str, Any]:
     """Measure everything that a report shows; None in the data stands for what is not finite."""
-    where, model = "report", unwrapped(model)
-    layers = quantized_layers(model, where)
+    model = unwrapped(model)
+    layers = quantized_layers(model, "report")
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     run = partial(call_model, model, forward=forward, device=device_of(model))
     outputs = compare_outputs(model, batches, metric, **options)
@@ -46,7 +46,6 @@ def collect(
     ranking = _ranking(model, batches, options)
     examined = doctor(model, batches, **options)
     found_plan, plan_note = _plan(model, batches, plan, options)
-    facts = _facts(model, layers, run, batches[0])
     found = histogram_rows(model, layers, batches, run, progress=progress)
     data = {
         "torchq": __version__,
@@ -61,7 +60,7 @@ def collect(
             "unit": ranking.unit,
             "worst": [name or "(root)" for name in culprits(ranking)],
         },
-        "layers": _layer_rows(layers, errors, ranking, facts),
+        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, run, batches[0])),
         "quantizers": _quantizer_rows(layers, errors, found),
         "channels": channel_rows(layers),
         "findings": [vars(finding) for finding in examined.findings],
@@ -69,8 +68,7 @@ def collect(
         "plan": None if found_plan is None else found_plan.summary(),
         "plan_note": plan_note,
     }
-    found_data: dict[str, Any] = plain(data, digits=5)
-    return found_data
+    return dict(plain(data, digits=5))
 
 
 def _ranking(

@@ -55,20 +55,22 @@ def histogram_rows(
 
     The model runs in float; ``run`` calls it on one batch.
     """
-    samples = {path: _Sample() for layer in layers for path in layer.quantizers}
     quantizers = {path: q for layer in layers for path, q in layer.quantizers.items()}
+    samples = {path: _Sample() for path in quantizers}
     weights = {path for layer in layers for path in layer.weights}
     inputs = {path: q for path, q in quantizers.items() if path not in weights}
-    known = active_quantizers(model)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(model))
-        stack.enter_context(state_kept(model))
-        stack.enter_context(passing(known))
-        stack.enter_context(_sampled(inputs, samples))
-        for batch in progress_bar(batches, description="histograms", enabled=progress):
+    shown = progress_bar(batches, description="histograms", enabled=progress)
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        state_kept(model),
+        passing(active_quantizers(model)),
+        _sampled(inputs, samples),
+    ):
+        for batch in shown:
             run(batch)
-    _add_weights(layers, samples)
+    for path, _, _, weight in _weights(layers):
+        samples[path].add(weight)
     shown = progress_bar(samples.items(), description="ranges", unit="quantizer", enabled=progress)
     return {
         path: _row(quantizers[path], sample, path in weights)
@@ -77,13 +79,16 @@ def histogram_rows(
     }
 
 
-def _add_weights(layers: list[QuantizedLayer], samples: dict[str, _Sample]) -> None:
+def _weights(
+    layers: list[QuantizedLayer],
+) -> Iterator[tuple[str, QuantModule, TensorQuantizer, Tensor]]:
+    """Yield the path of each weight quantizer, its module, itself and the weight."""
     for layer in layers:
         if isinstance(layer.module, QuantModule):
             paths = {id(q): path for path, q in layer.weights.items()}
             for quantizer, weight in layer.module.quantized_weights():
                 if id(quantizer) in paths:
-                    samples[paths[id(quantizer)]].add(weight)
+                    yield paths[id(quantizer)], layer.module, quantizer, weight
 
 
 @contextmanager
@@ -138,18 +143,11 @@ def channel_rows(layers: list[QuantizedLayer]) -> dict[str, list[list[float]]]:
     A row holds the smallest and the largest weight of a channel, and the same of its rounded
     weights. Neighbouring channels are put together where there are very many.
     """
-    found: dict[str, list[list[float]]] = {}
-    for layer in layers:
-        module = layer.module
-        if not isinstance(module, QuantModule):
-            continue
-        paths = {id(q): path for path, q in layer.weights.items()}
-        axes = channel_axes(module)
-        for quantizer, weight in module.quantized_weights():
-            if id(quantizer) in paths and weight.dim() > 1:
-                axis = axes.get(id(quantizer), (0,))[-1]
-                found[paths[id(quantizer)]] = _channels(quantizer, weight, axis)
-    return found
+    return {
+        path: _channels(quantizer, weight, channel_axes(module).get(id(quantizer), (0,))[-1])
+        for path, module, quantizer, weight in _weights(layers)
+        if weight.dim() > 1
+    }
 
 
 @torch.no_grad()

@@ -26,9 +26,7 @@ _BLAMED, _MOST = 3, 0.5
 def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
     """Return each layer's share of the damage that all do one by one; the shares add up to 1.
 
-    Args:
-        ranking: by ``"fisher"``, ``"kl"`` or ``"sqnr"``, with ``mode="only"``. Errors of different
-            layers are independent, so that divergences and powers of noise add up.
+    Errors of different layers are independent, so that divergences and powers of noise add up.
     """
     values = [row.value for row in ranking.rows]
     harms = [10 ** (-v / 10) for v in values] if ranking.unit == "dB" else values
@@ -53,11 +51,9 @@ def culprits(ranking: SensitivityReport) -> list[str]:
 def verdict(
     outputs: Outputs, errors: LayerErrors, ranking: SensitivityReport, examined: DoctorReport
 ) -> dict[str, Any]:
-    """Return the grade, the sentence, and what to do first.
+    """Return ``grade`` ("good", "fair" or "poor"), ``sentence``, ``blame`` (which layers and why).
 
-    Returns:
-        ``grade``: "good", "fair" or "poor"; ``sentence``; ``blame``: which layers and why;
-        ``advice``: sentences with the call, the most useful first.
+    ``advice`` holds sentences with the call, the most useful first.
     """
     grade = _grade(outputs, examined)
     if math.isnan(outputs.sqnr):
