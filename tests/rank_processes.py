@@ -1,4 +1,4 @@
-"""Programs that run in two processes of torch.distributed."""
+"""Programs that run in several processes of torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def run_ranks(script: Path, folder: Path) -> None:
-    """Run ``script FOLDER`` in two gloo processes with one thread each.
-
-    Args:
-        script: a program that writes its results to the folder.
-        folder: exists.
-    """
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def run_ranks(script: Path, folder: Path, count: int = 2) -> None:
+    """Run ``script FOLDER`` in some gloo processes with one thread each."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch.append(f"--nproc-per-node={count}")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launch, str(script), str(folder)], env=env, capture_output=True, text=True, timeout=240

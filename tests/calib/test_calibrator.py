@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,13 @@ import torchq
 from torchq.calib import (
     CALIBRATORS,
     ESTIMATORS,
-    Calibrator,
     Histogram,
     HistogramCalibrator,
     MaxCalibrator,
     make_calibrator,
     methods,
 )
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import ConfigError
 from torchq.formats import E4M3, INT4, INT8, Format, PerAxis, PerBlock, PerTensor
 
 
@@ -58,19 +59,6 @@ def test_moving_average_memory_is_bounded() -> None:
         calibrator.collect(torch.tensor([float(value)]))
     assert calibrator.batches == 1000
     assert len(calibrator.observer.recent) == calibrator.observer.window == 165
-
-
-def test_moving_average_merges_in_sequence() -> None:
-    batches = torch.arange(1.0, 301).view(-1, 1)
-    whole, first, second = (MaxCalibrator(momentum=0.9) for _ in range(3))
-    for batch in batches:
-        whole.collect(batch)
-    for batch in batches[:200]:
-        first.collect(batch)
-    for batch in batches[200:]:
-        second.collect(batch)
-    first.merge(second)
-    assert torch.equal(first.compute_amax(), whole.compute_amax())
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 2.0])
@@ -181,22 +169,8 @@ def test_an_estimator_that_is_added_is_a_method() -> None:
         ESTIMATORS.remove("half")
 
 
-def test_merge_needs_the_same_kind() -> None:
-    averages = [MaxCalibrator(momentum=momentum) for momentum in (0.5, 0.6)]
-    calibrators: list[Calibrator] = [MaxCalibrator(), *averages, HistogramCalibrator(num_bins=64)]
-    for calibrator in calibrators:
-        calibrator.collect(torch.ones(2))
-    for i, one in enumerate(calibrators):
-        for j, other in enumerate(calibrators):
-            if i != j:
-                with pytest.raises(CalibrationError, match="Make both with the same arguments"):
-                    one.merge(other)
-            assert one.compute_amax().item() == 1.0
-
-
-def test_merge_needs_the_same_shape() -> None:
-    one, other = MaxCalibrator(axis=0), MaxCalibrator(axis=0)
-    one.collect(torch.ones(2, 2))
-    other.collect(torch.ones(3, 2))
-    with pytest.raises(CalibrationError, match=r"shape \(3, 1\); expected \(2, 1\)"):
-        one.merge(other)
+def test_every_method_is_described() -> None:
+    """The other tests of documents run the code of docs/calibration.md."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "calibration.md"
+    rows = re.findall(r"^\| `(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*rows, "histogram"} == {*methods()}

@@ -111,17 +111,6 @@ def test_any_split_and_order_gives_the_same_histogram(
     assert whole.counts.sum().item() == x.numel()
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,))])
-@pytest.mark.parametrize("scales", [(1.0, 100.0), (100.0, 1.0)])
-def test_merging_widens_whichever_is_narrower(
-    scales: tuple[float, float], granularity: PerTensor | PerAxis, generator: torch.Generator
-) -> None:
-    first, second = (torch.randn(50, 4, generator=generator) * scale for scale in scales)
-    merged = observed(first, granularity=granularity)
-    merged.merge(observed(second, granularity=granularity))
-    assert same(merged, observed(first, second, granularity=granularity))
-
-
 def test_zeros_do_not_widen_the_bins(generator: torch.Generator) -> None:
     x = torch.cat([torch.zeros(100), torch.randn(100, generator=generator) * 1e-9])
     whole = observed(x)

@@ -100,40 +100,6 @@ class CalibratorContract:
         assert same_bits(collected(make, *x.split(1)).compute_amax(), expected)
         assert same_bits(collected(make, *x.flip(0).split(4)).compute_amax(), expected)
 
-    def test_merge_equals_one_pass_and_is_associative(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        batches = sample(generator).split(1)
-        expected = collected(make, *batches)
-        left = collected(make, *batches[:2])
-        left.merge(collected(make, batches[2]))
-        left.merge(collected(make, *batches[3:]))
-        right = collected(make, batches[2])
-        right.merge(collected(make, *batches[3:]))
-        first = collected(make, *batches[:2])
-        first.merge(right)
-        assert same_bits(left.compute_amax(), expected.compute_amax())
-        assert same_bits(first.compute_amax(), expected.compute_amax())
-        assert left.batches == first.batches == expected.batches == len(batches)
-
-    def test_merging_with_nothing_changes_nothing(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        calibrator, empty = collected(make, sample(generator)), make()
-        expected = calibrator.compute_amax()
-        calibrator.merge(make())
-        empty.merge(calibrator)
-        assert same_bits(calibrator.compute_amax(), expected)
-        assert same_bits(empty.compute_amax(), expected)
-
-    def test_merge_leaves_the_other_alone(self, make: Make, generator: torch.Generator) -> None:
-        x = sample(generator)
-        small, large = collected(make, x[:1]), collected(make, x[1:])
-        expected = small.compute_amax()
-        large.merge(small)
-        large.collect(100 * x)
-        assert same_bits(small.compute_amax(), expected)
-
     def test_reset_equals_new(self, make: Make, generator: torch.Generator) -> None:
         x = sample(generator)
         calibrator = collected(make, 1e4 * x)
@@ -200,15 +166,6 @@ class CalibratorContract:
         calibrator.collect(x)
         assert calibrator.compute_amax().isfinite().all()
 
-    def test_non_finite_values_survive_a_merge(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        x = sample(generator)
-        calibrator = collected(make, x)
-        calibrator.merge(collected(make, x * torch.inf))
-        with pytest.raises(CalibrationError, match="1 of 2 batches"):
-            calibrator.compute_amax()
-
     def test_integers_are_an_error(self, make: Make) -> None:
         with pytest.raises(
             CalibrationError, match=r"got a tensor of torch.int64; expected floating point"
@@ -223,14 +180,6 @@ class CalibratorContract:
             calibrator.compute_amax(method="nonsense")
         with pytest.raises(ConfigError, match="wrong"):
             calibrator.compute_amax(wrong=1)
-
-    def test_merging_different_settings_is_an_error(
-        self, make: Make, generator: torch.Generator
-    ) -> None:
-        calibrator, other = collected(make, sample(generator)), make()
-        other.observer.signed = not other.observer.signed
-        with pytest.raises(CalibrationError, match=r"merge: got .* expected"):
-            calibrator.merge(other)
 
     def test_copies_are_independent_and_equal(self, make: Make, generator: torch.Generator) -> None:
         x = sample(generator)
@@ -260,8 +209,7 @@ class CalibratorContract:
     def test_collecting_never_reads_the_device(self, make: Make) -> None:
         # A meta tensor has no values, so any look at one would raise.
         calibrator = collected(make, *(torch.empty(SHAPE, device="meta") for _ in range(3)))
-        calibrator.merge(calibrator)
         assert calibrator.seen
-        assert calibrator.batches == 6
+        assert calibrator.batches == 3
         with pytest.raises(RuntimeError, match="meta"):
             calibrator.compute_amax()

@@ -132,17 +132,6 @@ def test_only_an_undecided_descriptor_takes_a_choice() -> None:
         TensorQuantizer(QuantDescriptor()).set_unsigned(True)
 
 
-def test_merged_statistics_decide_together() -> None:
-    one, other = TensorQuantizer(AUTO), TensorQuantizer(AUTO)
-    for quantizer, x in ((one, torch.ones(2)), (other, -torch.ones(2))):
-        quantizer.start_calibration()
-        quantizer.observe(x)
-    assert one.calibrator is not None and other.calibrator is not None
-    one.calibrator.merge(other.calibrator)
-    one.finish_calibration()
-    assert one.descriptor.unsigned is False
-
-
 def test_a_model_chooses_layer_by_layer(generator: torch.Generator) -> None:
     model = quantized(net(), generator)
     assert signs(model) == [False, True, False]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,19 +102,6 @@ class Calibrator(ABC):
             )
         if x.numel():
             self.observer.observe(gather_full_tensor(x.detach()))
-
-    def merge(self, other: Calibrator) -> None:
-        """Add the statistics of ``other``, as if its tensors had been collected here afterwards.
-
-        Merging is associative.
-
-        Args:
-            other: a calibrator made with the same arguments; it is not changed.
-
-        Raises:
-            CalibrationError: the other gathers different statistics or has another amax shape.
-        """
-        self.observer.merge(other.observer)
 
     def reset(self) -> None:
         """Forget everything collected."""
@@ -338,13 +325,11 @@ def check_options(method: str, options: dict[str, Any], format: Format) -> None:
 #: histogram.
 CALIBRATORS: Registry[str, Callable[..., Calibrator]] = Registry("calibration method")
 
-#: ``search(x, format, granularity, *, scale_format) -> amax``: for a tensor that exists as a whole
-#: (a weight), what a method does in place of a calibrator.
-SEARCHES: Registry[str, Callable[..., Tensor]] = Registry("range search")
-
-#: ``search(x, format, granularity, *, scale_format) -> (amin, amax)``: the same for asymmetric
-#: ranges.
-RANGE_SEARCHES: Registry[str, Callable[..., tuple[Tensor, Tensor]]] = Registry("range search")
+#: For tensors that exist as a whole (weights), what a method without options does in place of a
+#: calibrator: ``search(x, format, granularity, *, scale_format)``, one for symmetric ranges that
+#: returns amax, and one for asymmetric ranges that returns ``(amin, amax)``.
+SEARCHES: Registry[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]]
+SEARCHES = Registry("range search")
 
 
 def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator:
@@ -355,24 +340,15 @@ def _make_moving_average(*, momentum: float = 0.9, **options: Any) -> Calibrator
 CALIBRATORS.add("max", MaxCalibrator)
 CALIBRATORS.add("moving_average", _make_moving_average)
 CALIBRATORS.add("histogram", HistogramCalibrator)
-SEARCHES.add("mse", search_amax)
-RANGE_SEARCHES.add("mse", search_range)
-
-
-def _largest(x: Tensor, format: Format, granularity: Granularity, **options: Any) -> Tensor:
-    """Return the largest magnitudes: without the inputs of a layer no error is known."""
-    return reduce_amax(x, granularity)
-
-
-def _whole_range(
-    x: Tensor, format: Format, granularity: Granularity, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the whole ranges, for the same reason."""
-    return reduce_range(x, granularity)
-
-
-SEARCHES.add("activation", _largest)
-RANGE_SEARCHES.add("activation", _whole_range)
+SEARCHES.add("mse", (search_amax, search_range))
+# Without the inputs of a layer no error is known, so the whole range is taken.
+SEARCHES.add(
+    "activation",
+    (
+        lambda x, format, granularity, **_: reduce_amax(x, granularity),
+        lambda x, format, granularity, **_: reduce_range(x, granularity),
+    ),
+)
 
 
 def methods() -> tuple[str, ...]:
@@ -384,36 +360,6 @@ def methods() -> tuple[str, ...]:
     True
     """
     return tuple(dict.fromkeys((*CALIBRATORS, *ESTIMATORS)))
-
-
-def find_search(
-    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-) -> Callable[..., Tensor] | None:
-    """Return the search that ``method`` uses on a tensor that exists as a whole, or None.
-
-    Args:
-        method: one of :func:`methods`.
-        options: the options of the method. They configure a calibrator, so with any option there
-            is no search.
-
-    >>> find_search("mse") is search_amax
-    True
-    >>> find_search("mse", {"num_bins": 512}) is None and find_search("max") is None
-    True
-    """
-    return None if options else SEARCHES.get(method)
-
-
-def find_range_search(
-    method: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return what :func:`find_search` returns, for asymmetric ranges.
-
-    Args:
-        method: one of :func:`methods`.
-        options: the options of the method.
-    """
-    return None if options else RANGE_SEARCHES.get(method)
 
 
 def make_calibrator(

@@ -1,9 +1,8 @@
 """Combining the statistics of several processes with torch.distributed.
 
 Every rank issues the same collectives in the same order, whatever data it has seen. The ranks
-first agree on the calibrators and their shapes. Then all observers advance in lock step, and
-their requests of one kind travel together. Only all-reduce is used, so every backend works. The
-traffic depends on the number of calibrators, groups and bins, never on the amount of data.
+first agree on the calibrators and their shapes. Only all-reduce is used, so every backend works.
+The traffic depends on the number of calibrators, groups and bins, never on the amount of data.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchq.calib.calibrator import Calibrator
-from torchq.calib.observer import Exchange, Observer, Reduce
+from torchq.calib.observer import Observer
 from torchq.errors import CalibrationError
 
-# The most elements of one collective, unless a single tensor has more.
-_BUCKET = 1 << 22
 _MAX_DIMS = 15
 # Marks the row of an observer that saw no data on this rank; every real entry is larger.
 _UNSEEN = -(1 << 62)
@@ -64,25 +62,20 @@ def sync(
         counts = link.gather([observer.batches for observer in observers])
         seen = [i for i, batches in enumerate(counts) if any(batches)]
         _prepare_shapes(link, observers, seen, names)
-        nonfinite = link.reduce("sum", [observers[i].nonfinite for i in seen])
-        tracking = [observers[i] for i in seen if observers[i].tracks_negative]
-        negative = link.reduce("sum", [_negative_batches(observer) for observer in tracking])
-        _run_exchanges(link, [observers[i].exchange(counts[i], link.rank) for i in seen])
-        for i, bad in zip(seen, nonfinite, strict=True):
-            observers[i].nonfinite = bad
-            observers[i].batches = sum(counts[i])
-        for observer, count in zip(tracking, negative, strict=True):
-            observer.negative = count
-
-
-def _negative_batches(observer: Observer) -> Tensor:
-    """Return the number of tensors with negative values of a prepared observer."""
-    assert observer.nonfinite is not None
-    return torch.zeros_like(observer.nonfinite) if observer.negative is None else observer.negative
+        for i in seen:
+            observer = observers[i]
+            assert observer.nonfinite is not None
+            if observer.tracks_negative:
+                none = torch.zeros_like(observer.nonfinite)
+                own = none if observer.negative is None else observer.negative
+                observer.negative = link.reduce("sum", own)
+            observer.nonfinite = link.reduce("sum", observer.nonfinite)
+            observer.exchange(counts[i], link.rank, link.reduce)
+            observer.batches = sum(counts[i])
 
 
 class _Link:
-    """Reductions over one process group: in buckets, on one device, with a time limit."""
+    """Reductions over one process group, on one device, with a time limit."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float
@@ -102,33 +95,18 @@ class _Link:
             device = torch.device("cuda", torch.cuda.current_device())
         self.group, self.device, self.timeout = group, device or torch.device("cpu"), timeout
 
-    def reduce(self, op: str, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return each tensor reduced over the ranks ("max" or "sum"), on its own device.
-
-        They have one dtype, and are sent in buckets of about 16 MB, or of one larger tensor.
-        """
-        results: list[Tensor] = []
-        bucket: list[Tensor] = []
-        for tensor in tensors:
-            assert tensor is not None
-            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > _BUCKET:
-                results += self._reduce_bucket(op, bucket)
-                bucket = []
-            bucket.append(tensor)
-        return results + (self._reduce_bucket(op, bucket) if bucket else [])
-
     def gather(self, values: list[int]) -> list[list[int]]:
         """Return, for each value, the list of the values on all ranks."""
         table = torch.zeros(len(values), self.world_size, dtype=torch.int64)
         table[:, self.rank] = torch.tensor(values, dtype=torch.int64)
-        return self.reduce("sum", [table])[0].tolist()
+        return self.reduce("sum", table).tolist()
 
-    def _reduce_bucket(self, op: str, tensors: list[Tensor]) -> list[Tensor]:
-        """Reduce several tensors of one dtype in one collective."""
-        flat = torch.cat([t.to(self.device).reshape(-1) for t in tensors])
+    def reduce(self, op: Literal["max", "sum"], tensor: Tensor) -> Tensor:
+        """Return a tensor reduced over the ranks, on its own device."""
+        sent = tensor.detach().to(self.device, copy=True).contiguous()
         reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         try:
-            work = dist.all_reduce(flat, reduce_op, group=self.group, async_op=True)
+            work = dist.all_reduce(sent, reduce_op, group=self.group, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -137,11 +115,7 @@ class _Link:
                 f"within the timeout of {self.timeout:g} s ({error}); expected every rank to "
                 "take part. Look for the rank that failed first, or raise the timeout"
             ) from error
-        parts = flat.split([t.numel() for t in tensors])
-        return [
-            part.view(t.shape).to(t.device, copy=True)
-            for part, t in zip(parts, tensors, strict=True)
-        ]
+        return sent.to(tensor.device)
 
 
 def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
@@ -150,7 +124,7 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
     # A message of fixed size cannot itself have different shapes on different ranks. With the
     # negative of each number, one maximum gives both extremes.
     message = torch.tensor([len(observers), -len(observers), checksum, -checksum])
-    most, minus_least, largest, minus_smallest = link.reduce("max", [message])[0].tolist()
+    most, minus_least, largest, minus_smallest = link.reduce("max", message).tolist()
     if most != -minus_least or largest != -minus_smallest:
         raise CalibrationError(
             f"sync: got {len(observers)} calibrators on rank {link.rank} that differ from "
@@ -169,7 +143,7 @@ def _prepare_shapes(
         if shape is not None:
             padded = torch.tensor([len(shape), *shape] + [0] * (_MAX_DIMS - len(shape)))
             table[row] = torch.stack([padded, -padded])
-    table = link.reduce("max", [table])[0]
+    table = link.reduce("max", table)
     for i, (largest, minus_smallest) in zip(seen, table.tolist(), strict=True):
         if largest != [-value for value in minus_smallest]:
             raise CalibrationError(
@@ -181,36 +155,3 @@ def _prepare_shapes(
         nonfinite = observers[i].nonfinite
         device = torch.device(link.device) if nonfinite is None else nonfinite.device
         observers[i].prepare(shape, device)
-
-
-def _run_exchanges(link: _Link, exchanges: list[Exchange]) -> None:
-    """Run all exchanges in lock step; requests with one reduction and dtype travel together."""
-    waiting: dict[Exchange, Reduce] = {exchange: next(exchange) for exchange in exchanges}
-    while waiting:
-        answers: dict[Exchange, Tensor] = {}
-        for kind in sorted({_kind(request) for request in waiting.values()}):
-            chosen = [e for e, request in waiting.items() if _kind(request) == kind]
-            results = link.reduce(kind[0], [waiting[e].tensor for e in chosen])
-            answers.update(zip(chosen, results, strict=True))
-        waiting = _send_answers(answers, waiting)
-
-
-def _kind(request: Reduce) -> tuple[str, str]:
-    """Return what requests must share to travel in one collective."""
-    return request.op, str(request.tensor.dtype)
-
-
-def _send_answers(
-    answers: dict[Exchange, Tensor], waiting: dict[Exchange, Reduce]
-) -> dict[Exchange, Reduce]:
-    """Send each exchange its answer; return the exchanges that continue, with their requests.
-
-    The order of ``waiting``, which is the same on every rank, is kept.
-    """
-    continuing = {}
-    for exchange in waiting:
-        try:
-            continuing[exchange] = exchange.send(answers[exchange])
-        except StopIteration:
-            continue
-    return continuing

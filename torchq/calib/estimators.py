@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.calib.histogram import Histogram
+from torchq.calib.search import least_error
 from torchq.errors import ConfigError
 from torchq.formats import Format
 
@@ -228,12 +229,12 @@ def least_error_power_of_two(histogram: Histogram, format: Format, power: float)
     centers = (bins + 0.5) * histogram.width.double().unsqueeze(1)
     largest = histogram.amax.double()
     top = torch.exp2(torch.ceil(torch.log2((largest / format.qmax).clamp(min=1e-300))))
-    best, least = largest, torch.full_like(largest, torch.inf)
-    for exponent in range(_POWERS):
-        scale = top.unsqueeze(1) / 2**exponent
+
+    def error(amax: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.unsqueeze(1)
         error = format.snap_(centers / scale).mul_(scale).sub_(centers).abs_().pow_(power)
-        total = (error * counts).sum(1)
-        amax = torch.minimum(scale.squeeze(1) * format.qmax, largest)
-        best = torch.where(total < least, amax, best)
-        least = torch.minimum(total, least)
-    return best.float().reshape(histogram.shape)
+        return (error * counts).sum(1)
+
+    scales = [top / 2**exponent for exponent in range(_POWERS)]
+    tried = [(torch.minimum(scale * format.qmax, largest), scale) for scale in scales]
+    return least_error(tried, error)[0].float().reshape(histogram.shape)

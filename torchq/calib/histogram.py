@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchq.calib.observer import Exchange, Observer, Reduce, is_on_host
+from torchq.calib.observer import Observer, Reduce, is_on_host
 from torchq.errors import ConfigError
 from torchq.formats import Granularity, PerAxis, PerTensor
 from torchq.functional.kernels import pieces
@@ -98,7 +98,7 @@ class HistogramObserver(Observer):
         super().__init__(granularity, signed=signed)
 
     def settings(self) -> tuple[object, ...]:
-        """Return what must be equal between observers that are merged."""
+        """Return what must be equal on every rank."""
         return (*super().settings(), self.num_bins, self.skip_zeros)
 
     def histogram(self) -> Histogram:
@@ -149,18 +149,11 @@ class HistogramObserver(Observer):
         self.counts = merge_bins(self.counts, exponent - self.exponent)
         self.exponent = exponent
 
-    def _merge(self, other: Observer, device: torch.device) -> None:
-        assert isinstance(other, HistogramObserver)
-        exponent = other.exponent.to(device)
-        self._widen(torch.maximum(self.exponent, exponent))
-        self.counts = self.counts + merge_bins(other.counts.to(device), self.exponent - exponent)
-        self.amax = torch.maximum(self.amax, other.amax.to(device))
-
-    def exchange(self, batches: list[int], rank: int) -> Exchange:
-        """Combine the histograms of all ranks; see :meth:`Observer.exchange`."""
-        self.amax = yield Reduce("max", self.amax)
-        self._widen((yield Reduce("max", self.exponent)))
-        self.counts = yield Reduce("sum", self.counts)
+    def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
+        """Add the counts of all ranks, in bins of the widest."""
+        self.amax = reduce("max", self.amax)
+        self._widen(reduce("max", self.exponent))
+        self.counts = reduce("sum", self.counts)
 
 
 # Both 2**k and 2**-k are normal float32 numbers for every exponent k from here to 126.

@@ -4,9 +4,8 @@ An :class:`Observer` keeps its state on the device of the data and never waits f
 batch with a NaN or an infinity is left out by arithmetic and counted in
 :attr:`Observer.nonfinite`; it is reported when the statistics are read.
 
-A subclass defines how one tensor enters (:meth:`Observer._observe`), how two observers are merged
-(:meth:`Observer._merge`) and how the ranks of a process group are combined
-(:meth:`Observer.exchange`).
+A subclass defines how one tensor enters (:meth:`Observer._observe`) and how the ranks of a process
+group are combined (:meth:`Observer.exchange`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -87,20 +85,8 @@ def _reduce(parts: Tensor, reduction: Callable[..., Tensor]) -> Tensor:
     return parts.reshape(-1).float()
 
 
-@dataclass(frozen=True)
-class Reduce:
-    """A request of :meth:`Observer.exchange` for one elementwise reduction over all ranks.
-
-    Attributes:
-        op: the reduction.
-        tensor: the contribution of this rank.
-    """
-
-    op: Literal["max", "sum"]
-    tensor: Tensor
-
-
-Exchange = Generator[Reduce, Tensor, None]
+#: ``(operation, contribution of this rank)`` to the elementwise result over all ranks.
+Reduce = Callable[[Literal["max", "sum"], Tensor], Tensor]
 
 
 class Observer(ABC):
@@ -145,27 +131,10 @@ class Observer(ABC):
             assert self.nonfinite is not None
             self.nonfinite = self.nonfinite + ~finite
             if negative is not None:
-                self._count_negative(negative.long())
+                before = 0 if self.negative is None else self.negative.to(negative.device)
+                self.negative = before + negative.long()
             self._observe(parts, amax, finite)
         self.batches += 1
-
-    def merge(self, other: Observer) -> None:
-        """Add the statistics of ``other``, as if its tensors had been observed here afterwards."""
-        if self.settings() != other.settings():
-            raise CalibrationError(
-                f"merge: got {other.settings()}; expected {self.settings()}. "
-                "Make both with the same arguments"
-            )
-        if other.shape is None or other.nonfinite is None:
-            return
-        device = other.nonfinite.device if self.nonfinite is None else self.nonfinite.device
-        self.prepare(other.shape, device)
-        assert self.nonfinite is not None
-        self.nonfinite = self.nonfinite + other.nonfinite.to(device)
-        if other.negative is not None:
-            self._count_negative(other.negative)
-        self._merge(other, device)
-        self.batches += other.batches
 
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
         """Allocate empty state for ``shape`` if there is none, and move the state to ``device``."""
@@ -183,12 +152,8 @@ class Observer(ABC):
             self.nonfinite = self.nonfinite.to(device)
             self._move(device)
 
-    def _count_negative(self, more: Tensor) -> None:
-        """Add to the number of tensors with negative values."""
-        self.negative = more if self.negative is None else self.negative.to(more.device) + more
-
     def settings(self) -> tuple[object, ...]:
-        """Return what must be equal between observers that are merged, on every rank."""
+        """Return what must be equal on every rank."""
         return (type(self).__name__, self.granularity, self.signed, self.tracks_negative)
 
     @abstractmethod
@@ -208,14 +173,10 @@ class Observer(ABC):
         """
 
     @abstractmethod
-    def _merge(self, other: Observer, device: torch.device) -> None:
-        """Add the state of an observer with equal settings and shape."""
-
-    @abstractmethod
-    def exchange(self, batches: list[int], rank: int) -> Exchange:
+    def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
         """Combine the state of all ranks, so that every rank ends with the same state.
 
-        This is a generator: it yields :class:`Reduce` requests and receives their results.
+        ``batches`` are the numbers of tensors that the ranks observed.
         """
 
 
@@ -233,13 +194,9 @@ class MaxObserver(Observer):
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
         self.amax = torch.maximum(self.amax, amax.view(self.amax.shape))
 
-    def _merge(self, other: Observer, device: torch.device) -> None:
-        assert isinstance(other, MaxObserver)
-        self.amax = torch.maximum(self.amax, other.amax.to(device))
-
-    def exchange(self, batches: list[int], rank: int) -> Exchange:
-        """Take the maximum over all ranks; see :meth:`Observer.exchange`."""
-        self.amax = yield Reduce("max", self.amax)
+    def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
+        """Take the maximum over all ranks."""
+        self.amax = reduce("max", self.amax)
 
 
 class MovingAverageObserver(Observer):
@@ -250,8 +207,7 @@ class MovingAverageObserver(Observer):
     below half a unit in the last place of float32. The state is at most ``window`` float32 per
     group (165 for momentum 0.9).
 
-    Keeping the maxima instead of their average makes merging exact: the batches of the merged
-    observer, or of the next rank, follow those of this one.
+    With the maxima instead of their average, the batches of the next rank follow those of this one.
     """
 
     recent: deque[Tensor]
@@ -268,7 +224,7 @@ class MovingAverageObserver(Observer):
         super().__init__(granularity, signed=signed)
 
     def settings(self) -> tuple[object, ...]:
-        """Return what must be equal between observers that are merged."""
+        """Return what must be equal on every rank."""
         return (*super().settings(), self.momentum)
 
     def average(self) -> Tensor:
@@ -291,12 +247,8 @@ class MovingAverageObserver(Observer):
         assert self.shape is not None
         self.recent.append(amax.view(self.shape))
 
-    def _merge(self, other: Observer, device: torch.device) -> None:
-        assert isinstance(other, MovingAverageObserver)
-        self.recent.extend([amax.to(device) for amax in other.recent])
-
-    def exchange(self, batches: list[int], rank: int) -> Exchange:
-        """Concatenate the maxima of all ranks in rank order; see :meth:`Observer.exchange`."""
+    def exchange(self, batches: list[int], rank: int, reduce: Reduce) -> None:
+        """Concatenate the maxima of all ranks in rank order."""
         assert self.shape is not None and self.nonfinite is not None
         kept = [min(count, self.window) for count in batches]
         # Each rank fills its own rows and leaves the others zero. Adding zeros is exact, so this
@@ -306,5 +258,4 @@ class MovingAverageObserver(Observer):
         first = sum(kept[:rank])
         for offset, amax in enumerate(self.recent):
             rows[first + offset] = amax
-        rows = yield Reduce("sum", rows)
-        self.recent = deque(rows.unbind(0), maxlen=self.window)
+        self.recent = deque(reduce("sum", rows).unbind(0), maxlen=self.window)

@@ -5,7 +5,7 @@ An estimator knows only a histogram; a search quantizes the tensor itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -89,16 +89,35 @@ def _search(
     largest = reduce_amax(x, granularity)
     if not torch.isfinite(largest).all():
         raise CalibrationError("search_amax: got NaN or infinite values; expected a finite tensor")
-    best_amax, least_error = largest, torch.full_like(largest, torch.inf)
-    for i in range(candidates):
-        amax = largest * (1.0 - (1.0 - _SMALLEST_FRACTION) * i / (candidates - 1))
+
+    def error(amax: Tensor) -> Tensor:
         codes = quantize(x, amax, format, granularity, scale_format)
         values = dequantize(codes, amax, format, granularity, scale_format)
-        error = _squared_error(x, values, granularity, largest.shape)
-        is_better = error < least_error
-        best_amax = torch.where(is_better, amax, best_amax)
-        least_error = torch.where(is_better, error, least_error)
-    return best_amax
+        return _squared_error(x, values, granularity, largest.shape)
+
+    fractions = (1.0 - (1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
+    (best,) = least_error([(largest * fraction,) for fraction in fractions], error)
+    return best
+
+
+def least_error(
+    candidates: Iterable[tuple[Tensor, ...]], error: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the candidate of least ``error(*candidate)`` for each group; of equal ones the first.
+
+    The tensors of all candidates have the shape of the error.
+    """
+    best: tuple[Tensor, ...] = ()
+    for candidate in candidates:
+        found = error(*candidate)
+        if not best:
+            best, least = candidate, torch.full_like(found, torch.inf)
+        better = found < least
+        best = tuple(
+            torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)
+        )
+        least = torch.where(better, found, least)
+    return best
 
 
 def _squared_error(
@@ -113,27 +132,24 @@ def _squared_error(
 # Ends are tried at every fiftieth between a fifth and all of the range seen.
 _FRACTIONS = [i / 50 for i in range(50, 9, -1)]
 
-#: ``error(amin, amax)`` of each group, of the shape of the ends.
-Error = Callable[[Tensor, Tensor], Tensor]
 
-
-def minimize_range(amin: Tensor, amax: Tensor, error: Error) -> tuple[Tensor, Tensor]:
-    """Return the ends of least error for each group.
+def minimize_range(
+    amin: Tensor, amax: Tensor, error: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the ends of least ``error(amin, amax)`` for each group.
 
     First both ends shrink by one fraction, then the upper, the lower, and both again in turn. Of
     equal errors the wider range wins.
     """
-    best = (amin, amax)
-    least = error(*best)
+    best = amin, amax
     for shrinks_low, shrinks_high in ((1, 1), (0, 1), (1, 0), (0, 1), (1, 0)):
-        start = best
-        for fraction in _FRACTIONS:
-            low = amin * fraction if shrinks_low else start[0]
-            high = amax * fraction if shrinks_high else start[1]
-            found = error(low, high)
-            better = found < least
-            best = torch.where(better, low, best[0]), torch.where(better, high, best[1])
-            least = torch.where(better, found, least)
+        low, high = best
+        ends = [
+            (amin * f if shrinks_low else low, amax * f if shrinks_high else high)
+            for f in _FRACTIONS
+        ]
+        low, high = least_error([best, *ends], error)
+        best = low, high
     return best
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq.calib import (
+    SEARCHES,
     Calibrator,
     RangeCalibrator,
-    find_range_search,
-    find_search,
     make_calibrator,
 )
 from torchq.descriptor import QuantDescriptor
@@ -453,9 +452,10 @@ class TensorQuantizer(nn.Module):
     def _search(self, method: str | None = None) -> Callable[..., Any] | None:
         """Return the range search for tensors that exist as a whole, or None for a calibrator."""
         d = self.descriptor
-        find = find_search if d.symmetric else find_range_search
-        is_own = method in (None, d.calib_method)
-        return find(method or d.calib_method, d.calib_options if is_own else ())
+        if method in (None, d.calib_method) and d.calib_options:  # They configure a calibrator.
+            return None
+        found = SEARCHES.get(method or d.calib_method)
+        return None if found is None else found[0 if d.symmetric else 1]
 
     def start_calibration(self, method: str | None = None, **options: Any) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
