@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.lowering.ops.onednn import saturates
+from torchq.lowering.onednn import saturates
 
 __all__ = ["calibrated", "Residual", "exported", "sqnr", "stored_state", "weight_codes"]
 

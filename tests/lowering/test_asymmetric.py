@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QuantConfig, QuantDescriptor, Rule
-from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.layer import Int8Layer
 from torchq.lowering.qparams import QParams
 from torchq.nn import TensorQuantizer
 

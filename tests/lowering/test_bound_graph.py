@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated
-from torchq.lowering.graph.traced_module import TracedModel
-from torchq.lowering.modules.conv import Int8Conv
-from torchq.lowering.modules.qdq import Quantize
-from torchq.lowering.ops import onednn
-from torchq.lowering.ops.kernel_cache import MOST_SHAPES
+from torchq.lowering import onednn
+from torchq.lowering.conv import Int8Conv
+from torchq.lowering.packed import MOST_SHAPES
+from torchq.lowering.qdq import Quantize
+from torchq.lowering.traced import TracedModel
 
 
 @pytest.fixture

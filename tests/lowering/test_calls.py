@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.lowering.modules.product_call import ProductCall, bound_arguments
+from torchq.lowering.calls import ProductCall, bound_arguments
 from torchq.nn import CallSite
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import Residual, calibrated, sqnr
 from torchq.lowering import Int8Conv, Int8Layer
-from torchq.lowering.modules.pooling import CodesMaxPool2d
-from torchq.lowering.modules.qdq import Dequantize, Quantize
+from torchq.lowering.pooling import CodesMaxPool2d
+from torchq.lowering.qdq import Dequantize, Quantize
 
 
 def kinds(model: nn.Module, kind: type) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Conv, Int8Layer, Int8Linear
-from torchq.lowering.ops.kernel_cache import MOST_SHAPES
+from torchq.lowering.packed import MOST_SHAPES
 
 LAYERS = [
     ("conv1d", nn.Conv1d(8, 16, 3, padding=1), (2, 8, 11)),

@@ -13,9 +13,8 @@ from torch import nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated
-from torchq.lowering import Int8Layer
-from torchq.lowering.ops import onednn
-from torchq.lowering.ops.kernel_cache import KERNELS, MOST_SHAPES, KernelCache
+from torchq.lowering import Int8Layer, onednn
+from torchq.lowering.packed import KERNELS, MOST_SHAPES, KernelCache
 
 MAPS = Path("/proc/self/maps")
 

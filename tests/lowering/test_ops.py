@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lowering.common import weight_codes
-from torchq.lowering import ACTIVATIONS
-from torchq.lowering.ops import onednn, reference
-from torchq.lowering.ops.kernel_cache import KERNELS
-from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
-from torchq.lowering.ops.schemas import int8_conv, int8_linear
+from torchq.lowering import ACTIVATIONS, definition, onednn
+from torchq.lowering.definition import ConvParams, Epilogue, Int8Weights
+from torchq.lowering.operators import int8_conv, int8_linear
+from torchq.lowering.packed import KERNELS
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 DEVICE_KERNELS = ["cpu", "any"]
@@ -53,7 +52,7 @@ def check(got: Tensor, real: Tensor, scale: float, zero: int) -> None:
 def test_conv_equals_the_definition(
     kernel: str, dims: int, name: str, generator: torch.Generator
 ) -> None:
-    run = int8_conv if kernel == "cpu" else reference.conv
+    run = int8_conv if kernel == "cpu" else definition.conv
     table = itertools.product(
         (1, 4, 16),
         (0, 128),
@@ -91,7 +90,7 @@ def test_conv_equals_the_definition(
 @pytest.mark.parametrize("kernel", DEVICE_KERNELS)
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_linear_equals_the_definition(kernel: str, name: str, generator: torch.Generator) -> None:
-    run = int8_linear if kernel == "cpu" else reference.linear
+    run = int8_linear if kernel == "cpu" else definition.linear
     for shape, zero, out, with_bias in itertools.product(
         ((64,), (5, 64), (2, 3, 64)), (0, 128), (torch.uint8, torch.float32), (True, False)
     ):
@@ -224,8 +223,8 @@ def test_one_weight_serves_any_settings(generator: torch.Generator) -> None:
     ]:
         e, p = epilogue._replace(**of_epilogue), params._replace(**of_params)
         w, s = weights._replace(**of_weights), square._replace(**of_weights)
-        assert same_codes(int8_conv(x, w, p, e), reference.conv(x, w, p, e))
-        assert same_codes(int8_linear(rows, s, e), reference.linear(rows, s, e))
+        assert same_codes(int8_conv(x, w, p, e), definition.conv(x, w, p, e))
+        assert same_codes(int8_linear(rows, s, e), definition.linear(rows, s, e))
         for residual in (
             torch.zeros(2, 32, 5, 5),
             torch.ones(1, 32, 1, 1),
@@ -233,7 +232,7 @@ def test_one_weight_serves_any_settings(generator: torch.Generator) -> None:
         ):
             if not of_params:
                 args = (x, w, p, e, residual)
-                assert same_codes(int8_conv(*args), reference.conv(*args))
+                assert same_codes(int8_conv(*args), definition.conv(*args))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_bounds_in_codes(
     simple = epilogue.in_codes()
     assert simple is not None and (simple.activation, simple.arguments) == expected
     real = torch.randn(1000, generator=generator) * 3
-    assert torch.equal(reference.finish(real / scale, simple), reference.finish(real, epilogue))
+    assert torch.equal(definition.finish(real / scale, simple), definition.finish(real, epilogue))
 
 
 def test_epilogues_that_have_no_bounds_in_codes() -> None:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated
-from torchq.lowering import Int8Layer
-from torchq.lowering.modules import release_weights
-from torchq.lowering.modules.release_weights import restore_weights_
-from torchq.lowering.ops import onednn, packed_weights
-from torchq.lowering.ops.kernel_cache import MOST_SHAPES
+from torchq.lowering import Int8Layer, onednn, release_weights
+from torchq.lowering import packed as packed_weights
+from torchq.lowering.packed import MOST_SHAPES
+from torchq.lowering.release_weights import restore_weights_
 
 pytestmark = pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from torchq.lowering.modules.qdq import Dequantize, Quantize
+from torchq.lowering.qdq import Dequantize, Quantize
 
 SPLITS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "chunk method": lambda x: x.chunk(2, dim=1),

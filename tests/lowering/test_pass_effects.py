@@ -27,10 +27,10 @@ from tests.lowering.pass_graphs import (
 )
 from torchq.graph import trace_or_none
 from torchq.lowering import Int8Conv, QParams
-from torchq.lowering.graph.editor import GraphEditor
-from torchq.lowering.modules.pooling import CodesAvgPool2d, CodesMaxPool2d
-from torchq.lowering.modules.qdq import Dequantize, Quantize
-from torchq.lowering.ops.params import ConvParams
+from torchq.lowering.definition import ConvParams
+from torchq.lowering.passes.editor import GraphEditor
+from torchq.lowering.pooling import CodesAvgPool2d, CodesMaxPool2d
+from torchq.lowering.qdq import Dequantize, Quantize
 
 
 def test_the_check_of_an_argument_survives() -> None:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import sqnr
-from torchq.lowering import QParams
-from torchq.lowering.modules.pooling import CodesAvgPool2d
-from torchq.lowering.modules.qdq import Dequantize, Quantize
-from torchq.lowering.ops import onednn
-from torchq.lowering.ops.kernel_cache import MOST_SHAPES
-from torchq.lowering.ops.pooling import max_pool2d
+from torchq.lowering import QParams, onednn
+from torchq.lowering.operators import max_pool2d
+from torchq.lowering.packed import MOST_SHAPES
+from torchq.lowering.pooling import CodesAvgPool2d
+from torchq.lowering.qdq import Dequantize, Quantize
 
 SIGNED, UNSIGNED, NARROW = (
     QParams(0.02, 128, 0, 255),

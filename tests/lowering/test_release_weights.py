@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import Residual, calibrated, stored_state
-from torchq.lowering import Int8Layer
-from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
-from torchq.lowering.ops import onednn
+from torchq.lowering import Int8Layer, onednn
+from torchq.lowering.release_weights import release_weights_, restore_weights_
 
 pytestmark = pytest.mark.skipif(not onednn.available(), reason="needs torch's oneDNN operators")
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.lowering.common import calibrated, exported, sqnr, stored_state
-from torchq.lowering import Int8Conv, Int8ConvTranspose, Int8Layer
-from torchq.lowering.modules.qdq import Dequantize, Quantize
-from torchq.lowering.ops import onednn
+from torchq.lowering import Int8Conv, Int8ConvTranspose, Int8Layer, onednn
+from torchq.lowering.qdq import Dequantize, Quantize
 
 LAYERS = [
     ("as wide as the stride", nn.ConvTranspose2d(4, 6, 2, 2), (2, 4, 5, 3)),

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 import torchq
 from tests.lowering.common import calibrated
 from torchq.lowering import Int8Conv
-from torchq.lowering.weight_hooks import stores_weight
+from torchq.lowering.api import stores_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 

@@ -19,7 +19,7 @@ from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes
 from torchq.engines.registry import Engine
 from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
-from torchq.lowering.ops.onednn import saturates
+from torchq.lowering.onednn import saturates
 from torchq.onnx import verify_onnx
 from torchq.utils import progress_stages
 

@@ -4,17 +4,15 @@
 """
 
 from torchq.lowering.api import float_copy, lower_model, simulated_copy
-from torchq.lowering.modules.attention import DeployedMultiheadAttention
-from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.conv import Int8Conv
-from torchq.lowering.modules.conv_transpose import Int8ConvTranspose
-from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.modules.linear import Int8Linear
-from torchq.lowering.modules.release_weights import release_weights_, restore_weights_
-from torchq.lowering.ops.epilogues import ACTIVATIONS, Activation
+from torchq.lowering.attention import DeployedMultiheadAttention
+from torchq.lowering.check import ReferenceCheck
+from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
+from torchq.lowering.definition import ACTIVATIONS, Activation
+from torchq.lowering.layer import Int8Layer
+from torchq.lowering.linear import DynamicInt8Linear, Int8Linear
 from torchq.lowering.qparams import QParams
-from torchq.lowering.reference_check import ReferenceCheck
 from torchq.lowering.registry import LOWERINGS
+from torchq.lowering.release_weights import release_weights_, restore_weights_
 
 __all__ = [
     "ACTIVATIONS",

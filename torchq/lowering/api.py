@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import prune, remove_spectral_norm, remove_weight_norm
 
 from torchq.errors import ExportError
-from torchq.graph import forward_hook_kind
-from torchq.lowering.calls import lower_calls_
-from torchq.lowering.graph.partition import fuse_layers
-from torchq.lowering.graph.traced_module import TracedModel, copy_plain_attributes
-from torchq.lowering.modules.base import Int8Layer
-from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.ops.onednn import saturates
+from torchq.graph import forward_hook_kind, is_torch_leaf, trace_or_none
+from torchq.lowering.attention import DeployedMultiheadAttention
+from torchq.lowering.calls import ProductCall, lower_calls_
+from torchq.lowering.check import ReferenceCheck, Verdict
+from torchq.lowering.layer import Int8Layer
+from torchq.lowering.linear import DynamicInt8Linear
+from torchq.lowering.onednn import saturates
+from torchq.lowering.passes import run_passes
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
-from torchq.lowering.reference_check import ReferenceCheck, Verdict
 from torchq.lowering.registry import FLOAT_INPUT, lower, uncalibrated
-from torchq.lowering.weight_hooks import remove_weight_hooks, stores_weight
-from torchq.nn import QuantModule
+from torchq.lowering.traced import TracedModel, copy_plain_attributes
+from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap import restore_
 from torchq.utils import (
     copy_module,
@@ -32,8 +35,6 @@ from torchq.utils import (
     unwrapped,
 )
 from torchq.workflow import freeze_, quantizers
-
-__all__ = ["float_copy", "lower_model", "simulated_copy"]
 
 log = logging.getLogger(__name__)
 
@@ -269,3 +270,94 @@ def _largest_code(module: nn.Module) -> int:
         format = module.descriptor.format
         return int(format.quant_max) + (SIGNED_ZERO_POINT if format.signed else 0)
     return 0
+
+
+#: The layers of torchq that stay single calls.
+_LAYERS = (Int8Layer, DeployedMultiheadAttention, ProductCall, TensorQuantizer)
+
+
+def fuse_layers(model: nn.Module, careful: bool) -> nn.Module:
+    """Return what to use instead of ``model``, whose integer layers are fused where it is traced.
+
+    What cannot be traced is changed in place: it keeps its own forward, and its children are traced
+    one by one; where ``careful``, not those that this forward may index, or call in other ways.
+    """
+    fused = _traced(model) if _is_worth_tracing(model) else None
+    return _with_fused_children(model, careful) if fused is None else fused
+
+
+def _with_fused_children(model: nn.Module, careful: bool) -> nn.Module:
+    for name, child in list(model.named_children()):
+        if not _is_leaf(child):
+            kept = careful and _may_be_taken_apart(child)
+            setattr(model, name, (_with_fused_children if kept else fuse_layers)(child, careful))
+    return model
+
+
+def _traced(model: nn.Module) -> TracedModel | None:
+    """Return ``model`` as one graph of fused layers; None if its forward cannot be traced."""
+    graph = trace_or_none(model, _is_leaf)
+    if graph is None:
+        return None
+    for names, layer in list(modules_with_names(graph)):
+        if isinstance(layer, Int8Layer):  # passes change it, and it may stand elsewhere too
+            variant = layer.variant()
+            for name in names:
+                set_submodule(graph, name, variant)
+    run_passes(graph, _dtype(model))
+    return TracedModel.of(graph, model)
+
+
+def _may_be_taken_apart(module: nn.Module) -> bool:
+    """Return True if code around ``module`` may do more than call it with its defaults."""
+    if isinstance(module, (nn.Sequential, torch.jit.ScriptModule)):
+        return True
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(p.default is None or isinstance(p.default, (bool, int, float)) for p in parameters)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Return True if ``module`` stays a single call: a layer, or foreign code without layers."""
+    if isinstance(module, QuantModule):
+        return not module.is_container
+    return isinstance(module, _LAYERS) or is_torch_leaf(module)
+
+
+def _is_worth_tracing(model: nn.Module) -> bool:
+    """Return True if ``model`` holds integer layers and no forward hook would be lost."""
+    if _is_leaf(model) or not any(isinstance(m, Int8Layer) for m in model.modules()):
+        return False
+    return not any(forward_hook_kind(m) for m in model.modules())
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the floating-point results of the integer layers."""
+    return next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
+
+
+def remove_weight_hooks(module: nn.Module) -> None:
+    """Replace what a hook of torch computes by a parameter of the same values, in place.
+
+    The hooks are those of ``weight_norm``, ``spectral_norm`` and pruning in
+    :mod:`torch.nn.utils`. In eval mode all of them compute the same weight at every call. Other
+    hooks stay.
+
+    Args:
+        module: a single layer, in eval mode.
+    """
+    for remove in (remove_weight_norm, remove_spectral_norm):
+        with suppress(ValueError):  # the layer has no such hook
+            remove(module)
+    masks = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("_mask")]
+    for mask in masks:
+        with suppress(ValueError):  # a buffer of another kind
+            prune.remove(module, mask.removesuffix("_mask"))
+
+
+def stores_weight(module: nn.Module, weight: Tensor) -> bool:
+    """Return True if ``weight`` is a parameter of ``module`` or a view of one.
+
+    A weight that is computed from parameters is not: writing into it would be lost.
+    """
+    place = weight.untyped_storage().data_ptr()
+    return any(place == p.untyped_storage().data_ptr() for p in module.parameters())

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from torchq.formats import IntFormat, PerTensor
-from torchq.lowering.ops.params import Epilogue
+from torchq.lowering.definition import Epilogue
 from torchq.nn import TensorQuantizer
 from torchq.utils import calls_are_recorded
-
-__all__ = ["SIGNED_ZERO_POINT", "QParams"]
 
 #: Kernels read unsigned codes, so a signed code q is stored as q + 128.
 SIGNED_ZERO_POINT = 128

@@ -20,31 +20,22 @@ from torchq.formats import (
     integer,
 )
 from torchq.functional import quantize, scale_from_amax
-from torchq.lowering.modules.conv import Int8Conv
-from torchq.lowering.modules.dynamic_linear import DynamicInt8Linear
-from torchq.lowering.modules.linear import Int8Linear
+from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
+from torchq.lowering.linear import DynamicInt8Linear, Int8Linear
 from torchq.lowering.qparams import QParams
 from torchq.nn import (
     QuantConv1d,
     QuantConv2d,
     QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
     QuantLinear,
     QuantModule,
     TensorQuantizer,
     convert_,
 )
 from torchq.utils import Registry, copy_module
-
-__all__ = [
-    "FLOAT_INPUT",
-    "LOWERINGS",
-    "active",
-    "as_linear",
-    "integer_weight",
-    "lower",
-    "static_arguments",
-    "uncalibrated",
-]
 
 Lowering = Callable[[QuantModule, bool], "nn.Module | str"]
 
@@ -218,6 +209,14 @@ def _conv(module: QuantModule, reduce_range: bool) -> nn.Module | str:
         return layer
     between = [nn.ReLU()] if output.descriptor.unsigned else []
     return nn.Sequential(layer, *between, copy_module(output))
+
+
+@LOWERINGS.register(QuantConvTranspose1d)
+@LOWERINGS.register(QuantConvTranspose2d)
+@LOWERINGS.register(QuantConvTranspose3d)
+def _conv_transpose(module: QuantModule, reduce_range: bool) -> nn.Module | str:
+    arguments = static_arguments(module, reduce_range)
+    return arguments if isinstance(arguments, str) else Int8ConvTranspose(module, *arguments)
 
 
 @LOWERINGS.register(QuantLinear)

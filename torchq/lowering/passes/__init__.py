@@ -12,36 +12,39 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from torchq.lowering.graph.editor import GraphEditor
-from torchq.lowering.passes.cancel_qdq import cancel_qdq, merge_quantize
-from torchq.lowering.passes.fold_batchnorm import fold_batchnorm
-from torchq.lowering.passes.fuse_epilogue import fuse_activation, fuse_add, fuse_requantize
-from torchq.lowering.passes.hoist_quantize import (
-    absorb_clamp,
-    hoist_quantize,
-    use_unsigned_codes,
+from torchq.lowering.passes.editor import GraphEditor
+from torchq.lowering.passes.epilogue import (
+    fold_batchnorm,
+    fuse_activation,
+    fuse_add,
+    fuse_requantize,
 )
-from torchq.lowering.passes.insert_qdq import (
+from torchq.lowering.passes.finish import (
+    propagate_qparams,
+    read_shape_of_codes,
+    trust_finite_values,
+)
+from torchq.lowering.passes.insert import (
+    build_dict_by_module,
+    check_none_by_module,
+    drop_identity,
     expose_input_quantizer,
     open_quantized_concat,
     open_quantized_operator,
     quantize_layer_input,
     replace_quantizer,
-)
-from torchq.lowering.passes.int_pooling import average_codes
-from torchq.lowering.passes.normalize import (
-    build_dict_by_module,
-    check_none_by_module,
-    drop_identity,
     select_chunk,
     view_to_reshape,
 )
-from torchq.lowering.passes.propagate_qparams import (
-    propagate_qparams,
-    read_shape_of_codes,
-    trust_finite_values,
+from torchq.lowering.passes.move import (
+    absorb_clamp,
+    average_codes,
+    cancel_qdq,
+    hoist_quantize,
+    merge_quantize,
+    sink_dequantize,
+    use_unsigned_codes,
 )
-from torchq.lowering.passes.sink_dequantize import sink_dequantize
 
 __all__ = ["FINISH", "FUSE", "INSERT_QDQ", "NodePass", "apply_pass", "run_passes"]
 

@@ -1,24 +1,108 @@
-"""Passes that move a Quantize up and narrow its codes.
-
-What a Quantize passes runs on codes; a clamp that it passes becomes bounds of its codes.
-"""
+"""Passes that drop, narrow and move Quantize and Dequantize: what lies between reads codes."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from torchq.lowering.graph import match
-from torchq.lowering.graph.editor import GraphEditor, base_name
-from torchq.lowering.modules.qdq import Dequantize, Quantize
-from torchq.lowering.passes.int_pooling import pool_codes
+from torchq.lowering.passes import match
+from torchq.lowering.passes.editor import GraphEditor, base_name
+from torchq.lowering.pooling import CodesAvgPool2d, CodesMaxPool2d
+from torchq.lowering.qdq import Dequantize, Quantize
+from torchq.lowering.qparams import QParams
 
-__all__ = [
-    "absorb_clamp",
-    "hoist_quantize",
-    "meets_other_codes",
-    "tensors_to_rearrange",
-    "use_unsigned_codes",
-]
+
+def merge_quantize(editor: GraphEditor, node: fx.Node) -> bool:
+    """Quantize one tensor once for all readers with the same qparams.
+
+    Before::
+
+        x -+-> Quantize(q) -> reader
+           +-> Quantize(q) -> reader
+
+    After::
+
+        x -> Quantize(q) -+-> reader
+                          +-> reader
+    """
+    changed = False
+    first: dict[QParams, fx.Node] = {}
+    for user in sorted(node.users):
+        module = editor.module(user)
+        if not isinstance(module, Quantize):
+            continue
+        if module.qparams in first:
+            editor.bypass(user, first[module.qparams])
+            changed = True
+        else:
+            first[module.qparams] = user
+    return changed
+
+
+def cancel_qdq(editor: GraphEditor, node: fx.Node) -> bool:
+    """Cancel a Dequantize whose result is quantized to the same codes.
+
+    Before::
+
+        codes -> Dequantize(q) -> Quantize(q) -> reader
+
+    After::
+
+        codes -> reader
+    """
+    quantize, values = editor.module(node), match.input_node(node)
+    dequantize, codes = editor.module(values), match.input_node(values)
+    if not isinstance(quantize, Quantize) or not isinstance(dequantize, Dequantize):
+        return False
+    if codes is None or quantize.qparams != dequantize.qparams:
+        return False
+    editor.bypass(node, codes)
+    return True
+
+
+def average_codes(editor: GraphEditor, node: fx.Node) -> bool:
+    """Average codes between two quantizers on integers.
+
+    Before::
+
+        codes -> Dequantize(q) -> AvgPool2d -> Quantize(r) -> reader
+
+    After::
+
+        codes -> CodesAvgPool2d(q, r) -> reader
+    """
+    pool, values = match.average_pool_of(node, editor.modules), match.input_node(node)
+    if pool is None or len(node.users) != 1:
+        return False
+    (end,) = node.users
+    dequantize, codes = editor.module(values), match.input_node(values)
+    quantize = editor.module(end)
+    if codes is None or not isinstance(dequantize, Dequantize):
+        return False
+    if not isinstance(quantize, Quantize):
+        return False
+    average = CodesAvgPool2d(pool, dequantize.qparams, quantize.qparams)
+    editor.replace(end, "codes", average, codes)
+    return True
+
+
+def pool_codes(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    """Replace max pooling of a node that reads codes by one for codes; return the new node.
+
+    This is a step of passes that move quantization. Other nodes are returned as they are.
+
+    Before::
+
+        codes -> MaxPool2d -> reader
+
+    After::
+
+        codes -> CodesMaxPool2d -> reader
+    """
+    pool, codes = match.max_pool_of(node, editor.modules), match.input_node(node)
+    if pool is None or codes is None:
+        return node
+    window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    return editor.replace(node, "codes", CodesMaxPool2d(*window, False, pool.ceil_mode), codes)
 
 
 _INF = float("inf")
@@ -146,3 +230,33 @@ def _will_pass_codes(editor: GraphEditor, node: fx.Node) -> bool:
     pools = match.max_pool_of(node, editor.modules) is not None
     dequantizes = isinstance(editor.module(node), Dequantize)
     return pools or dequantizes or match.passes_codes(node, editor.modules)
+
+
+def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
+    """Dequantize after max pooling, concatenation or a view instead of before it.
+
+    All tensors must come from codes with the same qparams.
+
+    Before::
+
+        x -> Dequantize(q) -+
+                            +-> concat, max pooling or view -> reader
+        y -> Dequantize(q) -+
+
+    After::
+
+        x, y -> the same on codes -> Dequantize(q) -> reader
+    """
+    values = tensors_to_rearrange(editor, node)
+    modules = [editor.module(value) for value in values]
+    found = [module for module in modules if isinstance(module, Dequantize)]
+    if not found or len(found) < len(values) or len({m.qparams for m in found}) > 1:
+        return False
+    for value in values:
+        node.replace_input_with(value, value.all_input_nodes[0])
+    node = pool_codes(editor, node)
+    dequantize = Dequantize(found[0].qparams, editor.dtype)
+    with editor.graph.inserting_after(node):
+        result = editor.insert_call(f"{base_name(node)}_values", dequantize, node)
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
+    return True

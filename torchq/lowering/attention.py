@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.linear import Int8Linear
+from torchq.lowering.linear import Int8Linear
 from torchq.lowering.registry import LOWERINGS, active, as_linear, lower
 from torchq.nn import QuantLinear, QuantModule, QuantMultiheadAttention
 from torchq.nn.modules.attention import ProjectedAttention
-
-__all__ = ["DeployedMultiheadAttention"]
 
 #: The letters of query, key and value.
 _NAMES = "qkv"

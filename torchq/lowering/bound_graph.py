@@ -26,11 +26,9 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from torchq.graph import forward_hook_kind
-from torchq.lowering.modules.bound_kernels import KernelCacheMixin
-from torchq.lowering.ops.kernel_cache import MOST_SHAPES, drop_oldest
+from torchq.lowering.layer import KernelCacheMixin
+from torchq.lowering.packed import MOST_SHAPES, drop_oldest
 from torchq.utils import calls_are_recorded
-
-__all__ = ["BoundGraphs", "forward_with_bound_graphs"]
 
 #: The values of arguments that graphs are bound for, besides tensors.
 _CONSTANTS = (type(None), bool, int, float, str)

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.ops.packed_weights import packed_weight, unpack_weight
+from torchq.lowering.packed import packed_weight, unpack_weight
 from torchq.utils import calls_are_recorded
-
-__all__ = ["ReleasableWeightMixin", "release_weights_", "restore_weights_"]
 
 _BUFFER = "weight_codes"
 #: The attributes of a released layer: the packed weight, and the shape of the plain one.

@@ -16,26 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.errors import InputError
-from torchq.lowering.ops.epilogues import ACTIVATIONS
-from torchq.lowering.ops.kernel_cache import KERNELS
-from torchq.lowering.ops.packed_weights import (
+from torchq.lowering.definition import ACTIVATIONS, ConvParams, Epilogue, Int8Weights, finish
+from torchq.lowering.packed import (
+    KERNELS,
     PackedLayer,
     as_lists,
     packed_conv,
     packed_linear,
 )
-from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
-from torchq.lowering.ops.reference import finish
-
-__all__ = [
-    "Run",
-    "available",
-    "bind_conv",
-    "bind_linear",
-    "conv",
-    "linear",
-    "saturates",
-]
 
 #: A bound kernel: codes, and a residual where it adds one, to the result.
 Run = Callable[..., Tensor]

@@ -11,27 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.graph import REARRANGING, forward_hook_kind, operator_name
-from torchq.lowering.graph.traced_module import nth_chunk
-from torchq.lowering.modules.pooling import CodesMaxPool2d
-
-__all__ = [
-    "ActivationCall",
-    "activation_of",
-    "add_operands",
-    "average_pool_of",
-    "clamp_bounds",
-    "concat_operands",
-    "input_node",
-    "is_inactive_dropout",
-    "is_none_check",
-    "max_pool_of",
-    "module_of",
-    "passes_codes",
-    "preserves_nonnegative",
-    "split_call",
-    "view_source",
-    "views_bits",
-]
+from torchq.lowering.pooling import CodesMaxPool2d
+from torchq.lowering.traced import nth_chunk
 
 #: The name of an activation in :data:`torchq.lowering.ACTIVATIONS`, and its arguments.
 ActivationCall = tuple[str, tuple[float, ...]]

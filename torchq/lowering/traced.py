@@ -19,9 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.lowering.graph.bound_graph import BoundGraphs, forward_with_bound_graphs
-
-__all__ = ["AssertNone", "BuildDict", "TracedModel", "copy_plain_attributes", "nth_chunk"]
+from torchq.lowering.bound_graph import BoundGraphs, forward_with_bound_graphs
 
 
 class TracedModel(fx.GraphModule):

@@ -9,16 +9,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from torchq.graph import reads_shape
-from torchq.lowering.graph import match
-from torchq.lowering.graph.editor import GraphEditor
-from torchq.lowering.modules.base import Int8Layer, IntegerModule
-from torchq.lowering.modules.qdq import Dequantize, Quantize
-
-__all__ = [
-    "propagate_qparams",
-    "read_shape_of_codes",
-    "trust_finite_values",
-]
+from torchq.lowering.layer import Int8Layer, IntegerModule
+from torchq.lowering.passes import match
+from torchq.lowering.passes.editor import GraphEditor
+from torchq.lowering.qdq import Dequantize, Quantize
 
 #: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
 #: for, and how many of them may follow each other.

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.base import IntegerModule, QParamsStateMixin
-from torchq.lowering.modules.bound_kernels import KernelCacheMixin
-from torchq.lowering.modules.input_checks import eager
-from torchq.lowering.ops import onednn
-from torchq.lowering.ops.onednn import Run
-from torchq.lowering.ops.params import ConvParams, Int8Weights
-from torchq.lowering.ops.pooling import max_pool2d
+from torchq.lowering import onednn
+from torchq.lowering.definition import ConvParams, Int8Weights
+from torchq.lowering.layer import IntegerModule, KernelCacheMixin, QParamsStateMixin, eager
+from torchq.lowering.onednn import Run
+from torchq.lowering.operators import max_pool2d
 from torchq.lowering.qparams import QParams
-
-__all__ = ["AveragePooling", "CodesAvgPool2d", "CodesMaxPool2d"]
 
 AveragePooling = nn.AvgPool2d | nn.AdaptiveAvgPool2d
 

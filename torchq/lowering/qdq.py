@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.lowering.modules.base import Float32ParamsMixin, IntegerModule, QParamsStateMixin
-from torchq.lowering.modules.input_checks import smallest_value
+from torchq.lowering.layer import (
+    Float32ParamsMixin,
+    IntegerModule,
+    QParamsStateMixin,
+    smallest_value,
+)
 from torchq.lowering.qparams import QParams
-
-__all__ = ["Dequantize", "QParamsModule", "Quantize"]
 
 
 class QParamsModule(QParamsStateMixin):

@@ -1,20 +1,21 @@
-"""The arguments of kernels, grouped.
+"""The integer operators: their arguments, their activations and what they compute, in plain torch.
 
-Operators of :mod:`torch.library` take plain tensors and numbers; everything else in this package
-passes these tuples. They are named tuples rather than dataclasses because kernels are cached under
-them: making and hashing one takes a fraction of a microsecond.
+Arguments are named tuples because kernels are cached under them. The definition is exact on any
+device: sums of products of integers stay below 2**53 and are computed in float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ConvParams", "Epilogue", "Int8Weights"]
+from torchq.utils import Registry
 
 
 class Int8Weights(NamedTuple):
@@ -119,3 +120,84 @@ class Epilogue(NamedTuple):
         )
         activation = ("none", ()) if codes == limits else ("clamp", codes)
         return Epilogue(1.0, self.zero_point, torch.uint8, *activation)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation of an epilogue.
+
+    Attributes:
+        function: ``(x, *arguments) -> y`` in plain torch.
+        onednn: the name of oneDNN's post-op.
+        algorithm: the variant of the post-op.
+        on_conv: True where torch's convolution operator takes it; its linear operator takes all.
+    """
+
+    function: Callable[..., Tensor]
+    onednn: str
+    algorithm: str = ""
+    on_conv: bool = True
+
+
+#: Name -> activation.
+ACTIVATIONS: Registry[str, Activation] = Registry("activation")
+ACTIVATIONS.add("none", Activation(lambda x: x, "none"))
+ACTIVATIONS.add("relu", Activation(F.relu, "relu"))
+ACTIVATIONS.add("clamp", Activation(lambda x, low, high: x.clamp(low, high), "hardtanh"))
+ACTIVATIONS.add("gelu", Activation(F.gelu, "gelu", "none", on_conv=False))
+ACTIVATIONS.add(
+    "gelu_tanh", Activation(lambda x: F.gelu(x, approximate="tanh"), "gelu", "tanh", on_conv=False)
+)
+ACTIVATIONS.add("silu", Activation(F.silu, "swish"))
+ACTIVATIONS.add("hardswish", Activation(F.hardswish, "hardswish"))
+
+
+def activation(x: Tensor, name: str, arguments: Sequence[float]) -> Tensor:
+    """Return an activation of ``x`` by its name in :data:`ACTIVATIONS`."""
+    return ACTIVATIONS[name].function(x, *arguments)
+
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def conv(
+    x: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the convolution of ``x`` (uint8 codes); see ``torchq::int8_conv``."""
+    spatial_dims = weights.codes.dim() - 2
+    codes = x.double() - weights.x_zero_point
+    sums = _CONV[spatial_dims](codes, weights.codes.double(), None, *params)
+    real = _scale(sums, weights, (1, -1, *[1] * spatial_dims))
+    return finish(real, epilogue, residual)
+
+
+def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
+    """Return ``x @ weight.T + bias`` for uint8 codes; see ``torchq::int8_linear``."""
+    sums = F.linear(x.double() - weights.x_zero_point, weights.codes.double())
+    return finish(_scale(sums, weights, (-1,)), epilogue)
+
+
+def finish(real: Tensor, epilogue: Epilogue, residual: Tensor | None = None) -> Tensor:
+    """Return the epilogue of real-valued float32 sums.
+
+    Args:
+        real: float32.
+        epilogue: what to do.
+        residual: floating point, or codes of the epilogue's residual; broadcast to ``real``.
+    """
+    if residual is not None:
+        real = real + epilogue.residual_values(residual)
+    y = activation(real, epilogue.activation, epilogue.arguments)
+    if epilogue.dtype is not torch.uint8:
+        return y.to(epilogue.dtype)
+    codes = torch.round(y / epilogue.scale).add_(epilogue.zero_point)
+    return codes.clamp_(0, 255).to(torch.uint8)
+
+
+def _scale(sums: Tensor, weights: Int8Weights, shape: tuple[int, ...]) -> Tensor:
+    y = sums.float() * (weights.scale * weights.x_scale).view(shape)
+    return y if weights.bias is None else y + weights.bias.view(shape)

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.graph import call_model, tensors_in
-from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.layer import Int8Layer
 from torchq.workflow import disabled
-
-__all__ = ["ReferenceCheck", "Verdict", "differing_layer"]
 
 #: The relative error of a result that is always allowed: -20 dB.
 RESULT_TOLERANCE = 0.1

@@ -4,22 +4,21 @@ They take plain tensors and numbers, so that ``torch.compile``, ``torch.export``
 and copies of models all work. Which kernel runs is decided inside: oneDNN's on a CPU that has it,
 plain torch otherwise.
 
-This is the one place where the arguments of kernels (:mod:`torchq.lowering.ops.params`) are taken
+This is the one place where the arguments of kernels (:mod:`torchq.lowering.definition`) are taken
 apart and put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.lowering.ops import onednn, reference
-from torchq.lowering.ops.params import ConvParams, Epilogue, Int8Weights
-
-__all__ = ["int8_conv", "int8_linear", "kernel"]
+from torchq.lowering import definition, onednn
+from torchq.lowering.definition import ConvParams, Epilogue, Int8Weights
 
 # A fragment: other parts of torchq define operators in the same namespace.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
@@ -115,11 +114,11 @@ def _linear_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _conv_cpu(x: Tensor, *args: Any) -> Tensor:
-    return (onednn if onednn.available() and x.numel() else reference).conv(x, *args)
+    return (onednn if onednn.available() and x.numel() else definition).conv(x, *args)
 
 
 def _linear_cpu(x: Tensor, *args: Any) -> Tensor:
-    return (onednn if onednn.available() and x.numel() else reference).linear(x, *args)
+    return (onednn if onednn.available() and x.numel() else definition).linear(x, *args)
 
 
 def _conv_fake(
@@ -144,12 +143,56 @@ def _linear_fake(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
 
 
 def _register() -> None:
-    _LIBRARY.impl("int8_conv", _conv_operator(reference.conv), "CompositeExplicitAutograd")
+    _LIBRARY.impl("int8_conv", _conv_operator(definition.conv), "CompositeExplicitAutograd")
     _LIBRARY.impl("int8_conv", _conv_operator(_conv_cpu), "CPU")
     torch.library.register_fake("torchq::int8_conv", _conv_operator(_conv_fake), lib=_LIBRARY)
-    _LIBRARY.impl("int8_linear", _linear_operator(reference.linear), "CompositeExplicitAutograd")
+    _LIBRARY.impl("int8_linear", _linear_operator(definition.linear), "CompositeExplicitAutograd")
     _LIBRARY.impl("int8_linear", _linear_operator(_linear_cpu), "CPU")
     torch.library.register_fake("torchq::int8_linear", _linear_operator(_linear_fake), lib=_LIBRARY)
 
 
 _register()
+
+
+#: The channels that torch's kernel computes at once.
+_AT_ONCE = 32
+
+_LIBRARY.define(
+    "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation,"
+    " bool ceil_mode) -> Tensor"
+)
+
+
+def max_pool2d(x: Tensor, window: Sequence[Sequence[int]], ceil_mode: bool) -> Tensor:
+    """Return the largest code of each window by ``torch.ops.torchq.max_pool2d``.
+
+    Args:
+        x: uint8, (N, C, H, W) or (C, H, W).
+        window: kernel size, stride, padding and dilation, each for height and width.
+        ceil_mode: as in :class:`torch.nn.MaxPool2d`.
+    """
+    return torch.ops.torchq.max_pool2d(x, *window, ceil_mode)
+
+
+def _anywhere(x: Tensor, *window: Any) -> Tensor:
+    kernel, stride, padding, dilation = map(tuple, window[:4])
+    return F.max_pool2d(x.float(), kernel, stride, padding, dilation, window[4]).to(torch.uint8)
+
+
+def _cpu(x: Tensor, *window: Any) -> Tensor:
+    # torch's own max_pool2d refuses uint8 images that are channels last. This operator for
+    # quantized tensors takes plain ones as well and is ten times faster.
+    if not x.numel() or x.dim() != 4 or not hasattr(torch.ops.quantized, "max_pool2d"):
+        return _anywhere(x, *window)
+    channels, last = x.shape[1], torch.channels_last
+    missing = -channels % _AT_ONCE
+    if not missing or not x.is_contiguous(memory_format=last):
+        return torch.ops.quantized.max_pool2d(x, *window)
+    # The channels that are left over are computed one by one: five times slower than padding.
+    pooled = torch.ops.quantized.max_pool2d(F.pad(x, [0, 0, 0, 0, 0, missing]), *window)
+    return pooled[:, :channels].contiguous(memory_format=last)
+
+
+_LIBRARY.impl("max_pool2d", _anywhere, "CompositeExplicitAutograd")
+_LIBRARY.impl("max_pool2d", _cpu, "CPU")
+torch.library.register_fake("torchq::max_pool2d", _anywhere, lib=_LIBRARY)

@@ -6,12 +6,10 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from torchq.lowering.graph import match
-from torchq.lowering.graph.traced_module import AssertNone
-from torchq.lowering.modules.base import Int8Layer
+from torchq.lowering.layer import Int8Layer
+from torchq.lowering.passes import match
 from torchq.lowering.qparams import QParams
-
-__all__ = ["GraphEditor", "base_name"]
+from torchq.lowering.traced import AssertNone
 
 
 class GraphEditor:

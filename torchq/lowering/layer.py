@@ -1,34 +1,140 @@
-"""The bases of the modules of deployed models."""
+"""The bases of the layers of deployed models, and the checks of their inputs."""
 
 from __future__ import annotations
 
 import copy
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchq.lowering.modules.bound_kernels import KernelCacheMixin
-from torchq.lowering.modules.input_checks import smallest_value
-from torchq.lowering.modules.release_weights import ReleasableWeightMixin
-from torchq.lowering.ops.kernel_cache import KERNELS
-from torchq.lowering.ops.onednn import Run
-from torchq.lowering.ops.params import Epilogue, Int8Weights
-from torchq.lowering.ops.schemas import kernel
+from torchq.errors import QuantizationError
+from torchq.lowering.definition import Epilogue, Int8Weights
+from torchq.lowering.onednn import Run
+from torchq.lowering.operators import kernel
+from torchq.lowering.packed import KERNELS, MOST_SHAPES, drop_oldest
 from torchq.lowering.qparams import QParams
+from torchq.lowering.release_weights import ReleasableWeightMixin
+from torchq.utils import calls_are_recorded
 
-__all__ = [
-    "DeployedLayer",
-    "Float32ParamsMixin",
-    "Int8Layer",
-    "IntegerModule",
-    "QParamsStateMixin",
-    "dequantized",
-]
+#: The dtypes that float layers accept under autocast.
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def eager(x: Tensor) -> bool:
+    """Return True if a kernel may be called directly with its arguments bound.
+
+    Going past torch's dispatcher saves half of a small layer's time. ``torch.jit.trace`` needs the
+    dispatcher: it cannot write down the arguments of oneDNN's operators.
+    """
+    return not calls_are_recorded() and type(x) is Tensor and x.is_cpu
+
+
+def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
+    """Refuse an input that the simulation, a float layer of ``dtype``, would refuse.
+
+    Args:
+        x: the input. Under autocast any floating dtype of at most 32 bits is accepted.
+        dtype: of the layer; None accepts any floating dtype.
+        where: the name of the layer, for the error.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+    """
+    if dtype is None:
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
+        return
+    if x.dtype is dtype:
+        return
+    if x.dtype in _AUTOCAST_DTYPES and torch.is_autocast_enabled(x.device.type):
+        return
+    raise TypeError(
+        f"{where}: got a tensor of {x.dtype}; expected {dtype}. Convert it with x.to({dtype})"
+    )
+
+
+def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
+    """Return the smallest value of an input that is to be quantized.
+
+    Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
+    is compiled or exported, or on GPUs, which would have to be waited for; then it is -inf.
+
+    Raises:
+        TypeError: ``x`` has another dtype than ``dtype``, that of the layer; None accepts any.
+        QuantizationError: ``x`` holds NaN. The simulation would return NaN, but no code stands
+            for NaN, and any other would be a wrong result that looks right.
+    """
+    require_dtype(x, dtype, where)
+    if not eager(x) or not x.numel():
+        return -math.inf
+    smallest = float((x.detach() if x.requires_grad else x).amin())
+    if math.isnan(smallest):
+        raise QuantizationError(
+            f"{where}: got NaN; expected numbers, as no uint8 code stands for NaN. "
+            "Look for the operation that makes it"
+        )
+    return smallest
+
+
+class KernelCacheMixin(nn.Module):
+    """Mixin for modules that keep what they derive from their attributes and tensors.
+
+    Derived are kernels with their arguments bound, and larger tables. There is one rule: whatever
+    changes a module (assigning any attribute, loading a state dict, moving it) drops all of them.
+    Copies and files do without them, since packed tensors can be neither copied nor saved.
+    """
+
+    _kernels: dict[Any, Any]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._drop_kernels()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._drop_kernels()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": {}}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._drop_kernels()  # the tensors were copied into in place
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._drop_kernels()
+        return self
+
+    def bound(self, *inputs: Any) -> Run | None:
+        """Return the module as a function of inputs like these, for :mod:`..graph.bound_graph`.
+
+        The function computes what the module does for any inputs, and is fast for those of the
+        same shapes. It is current until the module drops its kernels.
+
+        Returns:
+            None where calling the module is the best way.
+        """
+        return None
+
+    def _drop_kernels(self) -> None:
+        """Drop everything derived, as something that it was made from has changed."""
+        self.__dict__["_kernels"] = dict[Any, Any]()
+
+    def _kernel(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Return what ``build`` returned for ``key``, which is called once."""
+        kernels = self._kernels
+        found = kernels.get(key)
+        if found is None:
+            drop_oldest(kernels, MOST_SHAPES)
+            found = kernels[key] = build()
+        return found
+
 
 #: The key of the layer that reads non-negative input; see :meth:`Int8Layer.input_codes`.
 _UNSIGNED = "unsigned"

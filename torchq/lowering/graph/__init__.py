@@ -1,1 +1,0 @@
-"""Tracing a model and editing its graph."""

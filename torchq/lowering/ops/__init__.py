@@ -1,1 +1,0 @@
-"""The operators of deployed models and the kernels behind them."""
