@@ -179,3 +179,19 @@ def converter(*types: str) -> Callable[[Converter], Converter]:
         ConfigError: one of the types has a converter already.
     """
     return entering(CONVERTERS, types)
+
+
+def operator(
+    kind: str, function: Callable[..., object], message: str = "", *fields: tuple[Any, ...]
+) -> None:
+    """Enter a layer that one function computes, of all inputs and then of fields of a message.
+
+    A field is the method of :class:`Settings` that reads it, and what the method takes.
+    """
+
+    def convert(layer: CaffeLayer) -> Value:
+        settings = layer.settings(message)
+        numbers = [getattr(settings, method)(*rest) for method, *rest in fields]
+        return layer.call(function, *layer.inputs, *numbers)
+
+    converter(kind)(convert)

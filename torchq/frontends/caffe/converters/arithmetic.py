@@ -9,34 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building.graph import Constant, Value
-from torchq.frontends.caffe.node import CaffeLayer, converter
+from torchq.frontends.building.graph import Value
+from torchq.frontends.caffe.node import CaffeLayer, converter, operator
 
 _ELTWISE: dict[str, Callable[..., Tensor]] = {
     "PROD": torch.mul,
     "SUM": torch.add,
     "MAX": torch.maximum,
 }
-
-
-@converter("AbsVal")
-def _absolute(layer: CaffeLayer) -> Value:
-    return layer.call(torch.abs, layer.inputs[0])
-
-
-@converter("Power")
-def _power(layer: CaffeLayer) -> Value:
-    settings = layer.settings("power_param")
-    numbers = (settings.number("power", 1.0), settings.number("scale", 1.0))
-    return layer.call(power, layer.inputs[0], *numbers, settings.number("shift", 0.0))
-
-
-@converter("Exp", "Log")
-def _exp_and_log(layer: CaffeLayer) -> Value:
-    settings = layer.settings(f"{layer.op_type.lower()}_param")
-    function = exponential if layer.op_type == "Exp" else logarithm
-    numbers = (settings.number("base", -1.0), settings.number("scale", 1.0))
-    return layer.call(function, layer.inputs[0], *numbers, settings.number("shift", 0.0))
 
 
 @converter("Eltwise")
@@ -65,15 +45,6 @@ def _scale(layer: CaffeLayer) -> Value:
     return layer.call(affine, layer.inputs[0], scale, bias, axis)
 
 
-@converter("Bias")
-def _bias(layer: CaffeLayer) -> Value:
-    settings = layer.settings("bias_param")
-    axis = settings.integer("axis", 1)
-    settings.integer("num_axes", 1)
-    bias = layer.inputs[1] if len(layer.inputs) > 1 else layer.blob(0, "bias")
-    return layer.call(affine, layer.inputs[0], None, bias, axis)
-
-
 @converter("Axpy")
 def _axpy(layer: CaffeLayer) -> Value:
     scale, x, y = layer.inputs
@@ -94,57 +65,25 @@ def _local_response(layer: CaffeLayer) -> Value:
     return layer.module(nn.LocalResponseNorm(size, alpha, beta, k), layer.inputs[0])
 
 
-@converter("MVN")
-def _mean_variance(layer: CaffeLayer) -> Value:
-    settings = layer.settings("mvn_param")
-    options = (settings.flag("normalize_variance", True), settings.flag("across_channels", False))
-    eps = settings.number("eps", 1e-9)
-    return layer.call(mean_variance, layer.inputs[0], *options, eps)
-
-
 @converter("Normalize")
 def _normalize(layer: CaffeLayer) -> Value:
     settings = layer.settings("norm_param")
     across, eps = settings.flag("across_spatial", True), settings.number("eps", 1e-10)
     settings.flag("channel_shared", True)
-    scale = layer.vector(0, "weight")
-    return layer.call(normalize, layer.inputs[0], scale, across, eps)
-
-
-@converter("Reduction")
-def _reduction(layer: CaffeLayer) -> Value:
-    settings = layer.settings("reduction_param")
-    kind = settings.choice("operation", "SUM", "ASUM", "SUMSQ", "MEAN", first=1)
-    axis, factor = settings.integer("axis", 0), settings.number("coeff", 1.0)
-    layer.result_ndim = axis if axis >= 0 else None
-    return layer.call(reduce, layer.inputs[0], kind, axis, factor)
+    return layer.call(normalize, layer.inputs[0], layer.vector(0, "weight"), across, eps)
 
 
 @converter("ArgMax")
 def _arg_max(layer: CaffeLayer) -> Value:
     settings = layer.settings("argmax_param")
-    count, values = settings.integer("top_k", 1), settings.flag("out_max_val", False)
-    axis = settings.integer("axis") if settings.has("axis") else None
-    layer.result_ndim = 3 if axis is None else layer.ndims[0]
-    return layer.call(arg_max, layer.inputs[0], count, axis, values)
-
-
-@converter("Parameter")
-def _parameter(layer: CaffeLayer) -> Value:
-    found = layer.blob(0, "weight")
-    layer.result_ndim = found.tensor.dim()
-    return Constant(found.tensor, found.name, trainable=True)
-
-
-def above(x: Tensor, limit: float) -> Tensor:
-    """Return 1 where ``x`` is above a limit, else 0."""
-    return (x > limit).to(x.dtype)
+    if settings.integer("top_k", 1) != 1 or settings.flag("out_max_val", False):
+        layer.refuse("more than the place of the largest element is not supported")
+    return layer.call(arg_max, layer.inputs[0], settings.integer("axis"))
 
 
 def along(part: Tensor, ndim: int, axis: int) -> Tensor:
     """Return a tensor whose dimensions line up with those from ``axis`` on of a larger one."""
-    axis = axis % ndim
-    behind = ndim - axis - part.dim()
+    behind = ndim - axis % ndim - part.dim()
     return part.reshape((*part.shape, *[1] * behind))
 
 
@@ -176,17 +115,6 @@ def exponential(x: Tensor, base: float, scale: float, shift: float) -> Tensor:
     return torch.exp(inner) if base == -1 else torch.pow(base, inner)
 
 
-def logarithm(x: Tensor, base: float, scale: float, shift: float) -> Tensor:
-    """Return the logarithm of ``shift + scale * x``; a base of -1 stands for e."""
-    found = torch.log(shift + scale * x)
-    return found if base == -1 else found / torch.log(torch.tensor(base)).to(found)
-
-
-def batch_norm(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """Return channels normalized by fixed statistics."""
-    return F.batch_norm(x, mean, variance, eps=eps)
-
-
 def mean_variance(x: Tensor, variance: bool, across: bool, eps: float) -> Tensor:
     """Return channels, or whole samples, with mean 0, and with variance 1 if asked for."""
     axes = list(range(1 if across else 2, x.dim()))
@@ -209,21 +137,15 @@ def normalize(x: Tensor, scale: Tensor, across_spatial: bool, eps: float) -> Ten
     return y * along(scale, x.dim(), 1)
 
 
-def reduce(x: Tensor, kind: str, axis: int, factor: float) -> Tensor:
-    """Return a sum over all dimensions from ``axis`` on, times a factor."""
-    axes = list(range(axis % x.dim(), x.dim()))
-    y = {"ASUM": x.abs(), "SUMSQ": x * x}.get(kind, x)
-    return (y.mean(axes) if kind == "MEAN" else y.sum(axes)) * factor
+def arg_max(x: Tensor, axis: int) -> Tensor:
+    """Return the places of the largest elements along an axis as numbers."""
+    return x.argmax(axis, keepdim=True).to(x.dtype)
 
 
-def arg_max(x: Tensor, count: int, axis: int | None, values: bool) -> Tensor:
-    """Return the places of the largest elements, or their values.
-
-    Without an axis, the elements of each sample are one line, and places come before values.
-    """
-    if axis is not None:
-        found, places = torch.topk(x, count, axis)
-        return found if values else places.to(x.dtype)
-    found, places = torch.topk(x.flatten(1), count, 1)
-    places = places.to(x.dtype).unsqueeze(1)
-    return torch.cat([places, found.unsqueeze(1)], 1) if values else places
+_INNER = (("number", "scale", 1.0), ("number", "shift", 0.0))
+_VARIANCE = (("flag", "normalize_variance", True), ("flag", "across_channels", False))
+operator("AbsVal", torch.abs)
+operator("Power", power, "power_param", ("number", "power", 1.0), *_INNER)
+operator("Exp", exponential, "exp_param", ("number", "base", -1.0), *_INNER)
+operator("MVN", mean_variance, "mvn_param", *_VARIANCE, ("number", "eps", 1e-9))
+operator("Clip", torch.clamp, "clip_param", ("number", "min"), ("number", "max"))

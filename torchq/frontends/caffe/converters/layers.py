@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchq.frontends.building.functions import pool
-from torchq.frontends.building.graph import Value
-from torchq.frontends.caffe.converters import arithmetic, movement
+from torchq.frontends.building.graph import Constant, Value
+from torchq.frontends.building.layers import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    GLOBAL_POOLS,
+    POOLS,
+    convolution,
+    filled,
+)
 from torchq.frontends.caffe.node import CaffeLayer, Settings, converter
-
-_CONV: dict[int, type[Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_TRANSPOSE: dict[int, type[Any]] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
-_BATCH: dict[int, type[Any]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
 
 
 def sizes(
@@ -51,7 +44,7 @@ def _convolution(layer: CaffeLayer) -> Value:
     transposed = layer.op_type == "Deconvolution"
     weight = layer.blob(0, "weight")
     spatial = weight.tensor.dim() - 2
-    if spatial not in _CONV or settings.integer("axis", 1) != 1:
+    if spatial not in CONVOLUTIONS or settings.integer("axis", 1) != 1:
         layer.refuse(f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1")
     kernel = sizes(layer, settings, spatial, "kernel_size", "kernel", -1)
     stride = sizes(layer, settings, spatial, "stride", "stride", 1)
@@ -67,12 +60,9 @@ def _convolution(layer: CaffeLayer) -> Value:
     if list(weight.tensor.shape) != [*expected, *kernel]:
         shape = tuple(weight.tensor.shape)
         layer.refuse(f"its weight has the shape {shape}; expected {[*expected, *kernel]}")
-    options = {"groups": groups, "bias": with_bias, "dilation": dilation, "device": "meta"}
-    table = _TRANSPOSE if transposed else _CONV
-    module = table[spatial](inputs, out, kernel, stride, pad, **options)
-    module.weight = layer.builder.parameter(weight)
-    if with_bias:
-        module.bias = layer.builder.parameter(layer.vector(1, "bias", out))
+    bias = layer.vector(1, "bias", out) if with_bias else None
+    window, extra = (stride, pad, dilation), [0] * spatial if transposed else None
+    module = convolution(layer.builder, weight, bias, window, groups, extra)
     return layer.module(module, layer.inputs[0])
 
 
@@ -98,21 +88,6 @@ def _inner_product(layer: CaffeLayer) -> Value:
     return layer.module(module, x)
 
 
-@converter("Embed")
-def _embed(layer: CaffeLayer) -> Value:
-    settings = layer.settings("embed_param")
-    rows, columns = settings.integer("input_dim"), settings.integer("num_output")
-    weight = layer.blob(0, "weight", rows * columns)
-    module = nn.Embedding(rows, columns, device="meta")
-    module.weight = layer.builder.parameter(weight, "rows", weight.tensor.reshape(rows, columns))
-    indices = layer.call(movement.whole_numbers, layer.inputs[0])
-    result = layer.module(module, indices)
-    layer.result_ndim = None if layer.ndims[0] is None else layer.ndims[0] + 1
-    if settings.flag("bias_term", True):
-        result = layer.call(torch.add, result, layer.vector(1, "bias", columns))
-    return result
-
-
 @converter("BatchNorm")
 def _batch_norm(layer: CaffeLayer) -> Value:
     settings = layer.settings("batch_norm_param")
@@ -126,17 +101,16 @@ def _batch_norm(layer: CaffeLayer) -> Value:
     factor = 0.0 if count == 0 else 1 / count
     mean, variance = mean * factor, variance * factor
     ndim = layer.ndims[0]
-    if ndim not in _BATCH:
-        return layer.call(arithmetic.batch_norm, layer.inputs[0], mean, variance, eps)
+    if ndim not in BATCH_NORMS:
+        states = (Constant(mean), Constant(variance), None, None, False, 0.0)
+        return layer.call(F.batch_norm, layer.inputs[0], *states, eps)
     scale = _mergeable(layer, mean.numel())
-    module = _BATCH[ndim](mean.numel(), eps, affine=scale is not None)
+    module = BATCH_NORMS[ndim](mean.numel(), eps, affine=scale is not None)
     module.running_mean, module.running_var = mean, variance
     if scale is not None:
-        module.weight = layer.builder.parameter(scale.vector(0, "weight"))
         bias = scale.vector(1, "bias", mean.numel()) if len(scale.blobs) > 1 else None
         module.bias = nn.Parameter(torch.zeros_like(mean))
-        if bias is not None:
-            module.bias = layer.builder.parameter(bias)
+        filled(layer.builder, module, scale.vector(0, "weight"), bias)
         layer.scale_done = True
     return layer.module(module, layer.inputs[0])
 
@@ -160,12 +134,11 @@ def _pooling(layer: CaffeLayer) -> Value:
     kind = settings.choice("pool", "MAX", "AVE", "STOCHASTIC")
     if kind == "STOCHASTIC" or len(layer.layer.tops) > 1:
         layer.refuse("stochastic pooling, and the places of maxima, are not supported")
+    name = {"MAX": "max", "AVE": "avg"}[kind]
     if settings.flag("global_pooling", False):
-        for name in ("kernel_size", "stride", "pad"):
-            settings.integers(name)
-        return layer.module(
-            nn.AdaptiveMaxPool2d(1) if kind == "MAX" else nn.AdaptiveAvgPool2d(1), layer.inputs[0]
-        )
+        for field in ("kernel_size", "stride", "pad"):
+            settings.integers(field)
+        return layer.module(GLOBAL_POOLS[name][2](1), layer.inputs[0])
     kernel = sizes(layer, settings, 2, "kernel_size", "kernel", -1)
     stride = sizes(layer, settings, 2, "stride", "stride", 1)
     pad = sizes(layer, settings, 2, "pad", "pad", 0)
@@ -179,11 +152,9 @@ def _pooling(layer: CaffeLayer) -> Value:
     if outside or any(2 * p > k for k, _, p in parts):
         if up and any(pad):
             layer.refuse(f"a pad of {pad} with a kernel of {kernel} is not supported")
-        name = {"MAX": "max", "AVE": "avg"}[kind]
         convention = "full" if up else "valid"
         return layer.call(pool, layer.inputs[0], name, kernel, stride, pad, convention, True)
-    table: dict[str, type[Any]] = {"MAX": nn.MaxPool2d, "AVE": nn.AvgPool2d}
-    return layer.module(table[kind](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
+    return layer.module(POOLS[name][2](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
 
 
 _PLAIN = {"Sigmoid": nn.Sigmoid, "TanH": nn.Tanh, "ReLU6": nn.ReLU6, "BNLL": nn.Softplus}
@@ -221,18 +192,6 @@ def _swish(layer: CaffeLayer) -> Value:
         return layer.module(nn.SiLU(), layer.inputs[0])
     gate = layer.call(torch.sigmoid, layer.call(torch.mul, layer.inputs[0], beta))
     return layer.call(torch.mul, layer.inputs[0], gate)
-
-
-@converter("Clip")
-def _clip(layer: CaffeLayer) -> Value:
-    settings = layer.settings("clip_param")
-    return layer.call(torch.clamp, layer.inputs[0], settings.number("min"), settings.number("max"))
-
-
-@converter("Threshold")
-def _threshold(layer: CaffeLayer) -> Value:
-    limit = layer.settings("threshold_param").number("threshold", 0.0)
-    return layer.call(arithmetic.above, layer.inputs[0], limit)
 
 
 @converter("Softmax")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.building.graph import Value
-from torchq.frontends.caffe.node import CaffeLayer, converter
+from torchq.frontends.caffe.node import CaffeLayer, converter, operator
 
 
 @converter("Split")
@@ -45,7 +45,7 @@ def _flatten(layer: CaffeLayer) -> Value:
         return layer.module(nn.Flatten(), layer.inputs[0])
     ndim = layer.ndims[0]
     layer.result_ndim = None if ndim is None else ndim - (end % ndim - start % ndim)
-    return layer.call(flatten, layer.inputs[0], start, end)
+    return layer.call(torch.flatten, layer.inputs[0], start, end)
 
 
 @converter("Reshape")
@@ -63,26 +63,6 @@ def _permute(layer: CaffeLayer) -> Value:
     if layer.ndims[0] == len(order):
         return layer.call(torch.permute, layer.inputs[0], order)
     return layer.call(permute, layer.inputs[0], order)
-
-
-@converter("Crop")
-def _crop(layer: CaffeLayer) -> Value:
-    settings = layer.settings("crop_param")
-    axis, offsets = settings.integer("axis", 2), settings.integers("offset")
-    return layer.call(crop, layer.inputs[0], layer.inputs[1], axis, offsets)
-
-
-@converter("Tile")
-def _tile(layer: CaffeLayer) -> Value:
-    settings = layer.settings("tile_param")
-    axis, count = settings.integer("axis", 1), settings.integer("tiles")
-    return layer.call(tile, layer.inputs[0], axis, count)
-
-
-@converter("ShuffleChannel")
-def _shuffle(layer: CaffeLayer) -> Value:
-    groups = layer.settings("shuffle_channel_param").integer("group", 1)
-    return layer.call(shuffle_channels, layer.inputs[0], groups)
 
 
 @converter("Upsample")
@@ -105,11 +85,6 @@ def _interp(layer: CaffeLayer) -> Value:
     return layer.call(interpolate, layer.inputs[0], like, size, factors, pads)
 
 
-def whole_numbers(x: Tensor) -> Tensor:
-    """Return indices as whole numbers."""
-    return x.long()
-
-
 def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
     """Return ``x`` with ``count`` sizes from ``axis`` on replaced by a shape.
 
@@ -121,11 +96,6 @@ def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
     own = sizes[start:end]
     chosen = [own[i] if size == 0 else size for i, size in enumerate(shape)]
     return x.reshape([*sizes[:start], *chosen, *sizes[end:]])
-
-
-def flatten(x: Tensor, start: int, end: int) -> Tensor:
-    """Return ``x`` with the dimensions from ``start`` to ``end`` as one."""
-    return torch.flatten(x, start, end)
 
 
 def permute(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -145,18 +115,6 @@ def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
     for place, start in zip(axes, starts, strict=True):
         x = x.narrow(place, start, like.shape[place])
     return x
-
-
-def tile(x: Tensor, axis: int, count: int) -> Tensor:
-    """Return ``x`` repeated along one axis."""
-    repeats = [1] * x.dim()
-    repeats[axis] = count
-    return x.repeat(repeats)
-
-
-def shuffle_channels(x: Tensor, groups: int) -> Tensor:
-    """Return channels of groups interleaved."""
-    return F.channel_shuffle(x, groups)
 
 
 def interpolate(
@@ -179,3 +137,7 @@ def interpolate(
         new = [((n - 1) // shrink + 1) for n in (height, width)]
         new = [n + (n - 1) * (zoom - 1) for n in new]
     return F.interpolate(x, new, mode="bilinear", align_corners=True)
+
+
+operator("Crop", crop, "crop_param", ("integer", "axis", 2), ("integers", "offset"))
+operator("ShuffleChannel", F.channel_shuffle, "shuffle_channel_param", ("integer", "group", 1))

@@ -199,8 +199,8 @@ def _batch_norm(node: SymbolContext) -> Value:
     ndim = node.ndim(0)
     if ndim is None or ndim not in BATCH_NORMS or axis not in (1, 1 - ndim):
         scale = node.call(torch.ones_like, gamma) if fixed else gamma
-        parts = [scale, beta, mean, variance]
-        return node.call(arithmetic.batch_norm, node.inputs[0], *parts, eps, axis)
+        states = (scale, beta, mean, variance)
+        return node.call(arithmetic.batch_norm, node.inputs[0], *states, eps, axis)
     module = BATCH_NORMS[ndim](len(ones), eps, 1 - momentum)
     weight = node.builder.parameter(gamma, "fixed", ones) if fixed else None
     module.weight = node.builder.parameter(gamma) if weight is None else weight
@@ -420,8 +420,9 @@ def _passed_on(node: SymbolContext) -> Value:
 
 def global_pool(x: Tensor, kind: str) -> Tensor:
     """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
-    function = {"max": torch.amax, "avg": torch.mean, "sum": torch.sum}[kind]
-    return function(x, list(range(2, x.dim())), keepdim=True)
+    functions: dict[str, Any] = {"max": torch.amax, "avg": torch.mean, "sum": torch.sum}
+    found: Tensor = functions[kind](x, list(range(2, x.dim())), keepdim=True)
+    return found
 
 
 def resize_bilinear(
