@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-oldest style types imports doctests docs package plots check ci \
+.PHONY: install demo test test-oldest style types imports doctests docs package figures check ci \
 	bench-env clean
 
 install:
@@ -20,9 +20,10 @@ test:
 style types imports doctests docs package:
 	.ci/checks $@
 
-# The pictures of README and of the site, from benchmarks/results/.
-plots:
+# The pictures and the tables of README and of the site, from benchmarks/results/.
+figures:
 	$(BIN)/python -m benchmarks.plots
+	$(BIN)/python -m benchmarks.figures
 
 check:
 	.ci/checks

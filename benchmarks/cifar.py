@@ -1,35 +1,19 @@
-"""CIFAR-10 as JPEG files in a tar, and the networks trained on it, for the accuracy benchmarks.
+"""CIFAR-10 as JPEG files in a tar, and the networks that are trained on it.
 
 The folder given as ``--data`` holds ``cifar10-jpeg-{train,test}.tar`` (members named
-``SPLIT/CLASS/NNNN.jpg``) and state dicts.
+``SPLIT/CLASS/NNNN.jpg``) and the state dicts ``resnet20.pt`` and ``repvgg.pt``.
 """
 
 from __future__ import annotations
 
-import argparse
 import tarfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-import torchq
-from benchmarks.harness import parser
-
-__all__ = [
-    "Images",
-    "accuracy",
-    "arguments",
-    "logits",
-    "read_both",
-    "read_split",
-    "resnet20",
-    "some_batches",
-    "train",
-]
 
 _MEAN = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
 _STD = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
@@ -82,82 +66,15 @@ def some_batches(images: Tensor, count: int, seed: int, size: int = 64) -> list[
     return list(images[order[:count]].split(size))
 
 
-def arguments(description: str | None, weights: str, train: int) -> argparse.ArgumentParser:
-    """Return the parser of an accuracy benchmark; ``train`` is the default of ``--train``."""
-    options = parser(description)
-    options.add_argument(
-        "--data", type=Path, required=True, help=f"folder with {weights} and the tars of images"
-    )
-    options.add_argument(
-        "--images", type=int, default=2000, help="test images (default: %(default)s)"
-    )
-    options.add_argument(
-        "--calibration",
-        type=int,
-        default=512,
-        help="training images to calibrate on (default: %(default)s)",
-    )
-    options.add_argument(
-        "--train", type=int, default=train, help="training images for QAT (default: %(default)s)"
-    )
-    options.add_argument(
-        "--steps",
-        type=int,
-        default=200,
-        help="QAT steps of 64 images; 0 leaves QAT out (default: %(default)s)",
-    )
-    return options
+@torch.no_grad()
+def logits(model: nn.Module, data: Images, size: int = 250) -> Tensor:
+    """Return the outputs of the model, (N, 10)."""
+    return torch.cat([model(batch) for batch in data.batches(size)])
 
 
-def read_both(options: argparse.Namespace) -> tuple[Images, Images, list[Tensor]]:
-    """Return test images, training images, and batches of these to calibrate on.
-
-    With ``--quick`` they are few, and there is one step of QAT at most.
-    """
-    options.steps = min(options.steps, 1) if options.quick else options.steps
-    test = read_split(options.data, "test", 50 if options.quick else options.images)
-    data = read_split(
-        options.data, "train", 64 if options.quick else max(options.calibration, options.train)
-    )
-    return test, data, data.batches(64)[: max(1, options.calibration // 64)]
-
-
-def train(
-    model: nn.Module,
-    data: Images,
-    steps: int,
-    lr: float,
-    before: Callable[[int], None] | None = None,
-) -> nn.Module:
-    """Train for a while on the same batches of 64 in every run.
-
-    The optimizer is SGD with momentum; the learning rate falls to 0 by a cosine.
-
-    Args:
-        model: trained in place.
-        data: training images.
-        steps: the number of training steps.
-        lr: the learning rate at the start.
-        before: called with the number of each step before it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(
-        torchq.qat.param_groups(model, lr=lr, weight_decay=1e-4), momentum=0.9
-    )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    model.train()
-    for step in range(steps):
-        if before is not None:
-            before(step)
-        images, labels = data.augmented(
-            torch.randint(len(data.labels), (64,), generator=generator), generator
-        )
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model.eval()
+def accuracy(predicted: Tensor, data: Images) -> float:
+    """Return the share of images, 0 to 1, whose largest logit is that of their label."""
+    return (predicted.argmax(1) == data.labels).float().mean().item()
 
 
 class _Block(nn.Module):
@@ -212,12 +129,88 @@ def resnet20(folder: Path | None = None) -> nn.Module:
     return model.eval()
 
 
-@torch.no_grad()
-def logits(model: nn.Module, data: Images, size: int = 250) -> Tensor:
-    """Return the outputs of the model, (N, 10)."""
-    return torch.cat([model(batch) for batch in data.batches(size)])
+class RepVGGBlock(nn.Module):
+    """3x3, 1x1 and identity branches, each with a BatchNorm, then a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.rbr_identity = nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        self.rbr_dense = _conv_bn(inputs, outputs, 3, stride)
+        self.rbr_1x1 = _conv_bn(inputs, outputs, 1, stride)
+        self.nonlinearity = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(N, inputs, H, W)`` to ``(N, outputs, H / stride, W / stride)``."""
+        if hasattr(self, "rbr_reparam"):
+            return self.nonlinearity(self.rbr_reparam(x))
+        identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
+        return self.nonlinearity(self.rbr_dense(x) + self.rbr_1x1(x) + identity)
 
 
-def accuracy(predicted: Tensor, data: Images) -> float:
-    """Return the share of images, 0 to 1, whose largest logit is that of their label."""
-    return (predicted.argmax(1) == data.labels).float().mean().item()
+def _conv_bn(inputs: int, outputs: int, size: int, stride: int) -> nn.Module:
+    block = nn.Sequential()
+    block.add_module("conv", nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False))
+    block.add_module("bn", nn.BatchNorm2d(outputs))
+    return block
+
+
+class RepVGG(nn.Module):
+    """RepVGG (Ding et al., 2101.03697) with the attribute names of its authors.
+
+    Args:
+        widths: the output channels of each block.
+        strides: the stride of each block.
+        classes: the outputs of the linear layer.
+    """
+
+    def __init__(self, widths: Sequence[int], strides: Sequence[int], classes: int) -> None:
+        super().__init__()
+        inputs = (3, *widths)
+        self.stages = nn.Sequential(
+            *(RepVGGBlock(i, o, s) for i, o, s in zip(inputs, widths, strides, strict=False))
+        )
+        self.linear = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(N, 3, H, W)`` to ``(N, classes)``."""
+        return self.linear(F.adaptive_avg_pool2d(self.stages(x), 1).flatten(1))
+
+
+def repvgg_a0() -> RepVGG:
+    """Return RepVGG-A0 with random weights."""
+    widths = [48, *[48] * 2, *[96] * 4, *[192] * 14, 1280]
+    strides = [2, 2, 1, 2, *[1] * 3, 2, *[1] * 13, 2]
+    return RepVGG(widths, strides, 1000)
+
+
+def repvgg_cifar(folder: Path) -> RepVGG:
+    """Return the trained small network in eval mode: 12 blocks of 32, 64 and 128 channels.
+
+    Args:
+        folder: holds ``repvgg.pt``.
+    """
+    model = RepVGG([32] * 4 + [64] * 4 + [128] * 4, [*[1] * 4, 2, *[1] * 3, 2, *[1] * 3], 10)
+    model.load_state_dict(torch.load(folder / "repvgg.pt", map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+def _separable(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """Return a depthwise 3x3 and a 1x1 convolution, each with BatchNorm and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False),
+        nn.BatchNorm2d(inputs),
+        nn.ReLU(),
+        nn.Conv2d(inputs, outputs, 1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+    )
+
+
+def depthwise() -> nn.Module:
+    """Return a small MobileNet (Howard et al., 1704.04861) for images of 32 by 32, untrained."""
+    widths, strides = (32, 64, 128, 128, 256, 256, 256), (1, 2, 1, 2, 1, 1)
+    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    blocks = map(_separable, widths, widths[1:], strides)
+    return nn.Sequential(
+        stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)
+    )

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import torchq
-from benchmarks.deploy_native import build, quantized
+from benchmarks.deploy import build, quantized
 from benchmarks.harness import Reporter, parse, parser
 
 MODELS = ("resnet50", "vit_b_16", "encoder")

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "Reporter",
@@ -177,6 +178,13 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def decibels(found: Tensor, expected: Tensor) -> float:
+    """Return the ratio of the expected values to the error in dB; 200 for equal ones."""
+    error = (found.double() - expected.double()).square().sum()
+    signal = expected.double().square().sum()
+    return round(min(float(10 * torch.log10(signal / error)), 200.0), 1) if error else 200.0
+
+
 def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Return the conditions of a figure: hardware, threads, versions and commit.
 
@@ -300,7 +308,7 @@ def finished_rows(path: Path | None, *names: str) -> set[tuple[Any, ...]]:
     if path is None or not path.exists():
         return set()
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {tuple(row[name] for name in names) for row in rows if row["kind"] == "result"}
+    return {tuple(row.get(name) for name in names) for row in rows if row["kind"] == "result"}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

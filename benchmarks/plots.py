@@ -1,156 +1,293 @@
-"""Draw the pictures of README and of the site, light and dark: python -m benchmarks.plots
+"""Draw the pictures of README and of the page on concepts, light and dark.
 
-Every bar and point is read from the lines in benchmarks/results/, so a new run of a benchmark and
-a new run of this program renew a picture. The drawings of concepts compute what they show.
+Measured bars are read from the lines in benchmarks/results/; the drawings of concepts compute what
+they show. A new run of a benchmark and a new run of this program renew a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import drawings
-from benchmarks.picture_style import THEMES, Theme, bars, figure, save
+import matplotlib
+import torch
+from torch import Tensor, nn
 
-RESULTS = Path(__file__).parent / "results"
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
-Row = Mapping[str, Any]
+import torchq
+from benchmarks.figures import ROOT, accuracies, latency, memories, read_results
+from torchq.cli.demo.data import DemoNet, load_digits, train
+from torchq.functional import fake_quantize
+
+matplotlib.use("svg")
+from matplotlib import pyplot
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The lines of all benchmarks."""
+class Theme:
+    """The colours of one background. The background itself stays transparent."""
 
-    rows: Sequence[Row]
-
-    def value(self, key: str, bench: str, **wanted: object) -> Any:
-        """Return one figure of the last line that has all ``wanted`` values.
-
-        Raises:
-            LookupError: No line has them; the benchmark wrote something else than is drawn here.
-        """
-        for row in reversed(self.rows):
-            if row["bench"] == bench and all(row.get(k) == v for k, v in wanted.items()):
-                return row[key]
-        raise LookupError(f"no line of {bench} has {wanted}")
+    name: str
+    ink: str
+    quiet: str
+    accent: str
+    second: str
 
 
-def read_results(folder: Path = RESULTS) -> Measured:
-    """Return every result line below ``folder``."""
-    files = sorted(folder.glob("*.jsonl"))
-    rows = [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines()]
-    return Measured([row for row in rows if row["kind"] == "result"])
+THEMES = (
+    Theme("light", ink="#1f2328", quiet="#8c959f", accent="#0969da", second="#bf5b04"),
+    Theme("dark", ink="#e6edf3", quiet="#7d8590", accent="#58a6ff", second="#f0883e"),
+)
 
 
-def fake_quantization(measured: Measured, theme: Theme) -> Any:
-    """Draw the cost of fake quantization, in copies of the tensor."""
-    candidates = {
-        "torchq, compiled": "torchq compiled",
-        "torchq": "torchq",
-        "torchao": "torchao",
-        "torch's operator": "aten",
-        "ModelOpt": "modelopt",
-        "Brevitas": "brevitas",
+def figure(
+    theme: Theme, columns: int, size: tuple[float, float], rows: int = 1
+) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, row by row, in the colours of ``theme``."""
+    settings = {
+        "svg.fonttype": "none",  # text stays text, so that it can be read and found
+        "svg.hashsalt": "torchq",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "axes.titlesize": 10,
+        "axes.titlecolor": theme.ink,
+        "axes.edgecolor": theme.quiet,
+        "axes.labelcolor": theme.ink,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": theme.ink,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
     }
-    lookup = {"bench": "fake_quant", "case": "int8 per tensor", "mode": "forward"}
-    values = [measured.value("ratio", candidate=name, **lookup) for name in candidates.values()]
-    fig, axes = figure(theme, 1, (6.4, 2.6))
-    bars(axes[0], list(candidates), values, theme, "{:.1f}")
-    axes[0].set_title("fake quantization of a tensor; a copy of it costs 1")
+    pyplot.rcParams.update(settings)
+    fig, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    return fig, list(axes.flat)
+
+
+def bars(
+    place: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    theme: Theme,
+    text: str,
+    labels: bool = True,
+) -> None:
+    """Draw horizontal bars, the first at the top, with their values; torchq's stand out."""
+    ours = [name.startswith(("torchq", "INT8", "W4A4", "W2A4")) for name in names]
+    colours = [theme.accent if own else theme.quiet for own in ours]
+    rows = range(len(names), 0, -1)
+    place.barh(list(rows), values, color=colours, height=0.62)
+    for row, value in zip(rows, values, strict=True):
+        place.annotate(
+            text.format(value), (value, row), xytext=(4, 0), textcoords="offset points", va="center"
+        )
+    place.set_yticks(list(rows), names if labels else [""] * len(names))
+    place.set_xticks([])
+    place.set_xlim(0, 1.22 * max(values))
+    place.tick_params(length=0)
+    place.spines["bottom"].set_visible(False)
+
+
+def save(fig: Any, path: Path) -> None:
+    """Write ``fig`` as an SVG file without a date, so that equal pictures are equal files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+    pyplot.close(fig)
+
+
+@cache
+def _trained_weights() -> Tensor:
+    """Return the weights of one convolution of the demo's network, trained on digits."""
+    torch.manual_seed(0)
+    model = DemoNet()
+    data, _ = load_digits(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+    train(model, data, optimizer, epochs=4, seed=0)
+    torchq.fuse_(model.eval(), data.images[:8])
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    return layers[2].weight.detach()
+
+
+def _no_left_axis(place: Any) -> None:
+    place.set_yticks([])
+    place.spines["left"].set_visible(False)
+
+
+def _weights_and_codes(place: Any, theme: Theme) -> None:
+    """Draw a histogram of float weights upwards, and of their codes of four bits downwards."""
+    filters = _trained_weights().flatten(1)
+    weights = filters[(filters.abs().amax(1) / filters.std(1)).argmin()]
+    amax, form = weights.abs().amax(), torchq.formats.INT4
+    step = float(torchq.functional.scale_from_amax(amax, form))
+    edges = (torch.arange(-22, 24) - 0.5) * step / 3
+    counts, _ = torch.histogram(weights, edges)
+    codes, totals = fake_quantize(weights, amax, form).unique(return_counts=True)
+    starts = edges[:-1].tolist()
+    place.bar(starts, counts.tolist(), width=step / 3, align="edge", color=theme.quiet)
+    place.bar(codes.tolist(), (-totals).tolist(), width=step / 6, color=theme.accent)
+    place.axhline(0, color=theme.quiet, linewidth=0.8)
+    place.set_title("float weights above,\nINT4 codes below")
+    place.set_xticks([])
+    place.spines["bottom"].set_visible(False)
+    _no_left_axis(place)
+
+
+def _gains(places: list[Any], theme: Theme, named: int) -> None:
+    """Draw accuracy, time and memory of FP32 and INT8; the first ``named`` places have names."""
+    accuracy, time, memory = places
+    measured = read_results()
+    bars(accuracy, ["FP32", "INT8"], accuracies(measured), theme, "{:.1f} %")
+    accuracy.set_title("accuracy, ResNet-20")
+    bars(time, ["FP32", "INT8"], [1.0, latency(measured)], theme, "{:.2f}", labels=named > 1)
+    time.set_title("time, ResNet-50")
+    bars(memory, ["FP32", "INT8"], memories(measured), theme, "{:.0f} MiB", labels=False)
+    memory.set_title("memory, ResNet-50")
+
+
+def overview(theme: Theme) -> Any:
+    """Draw weights before and after rounding to codes, and what INT8 costs and gains."""
+    fig, places = figure(theme, 4, (10.0, 2.5))
+    _weights_and_codes(places[0], theme)
+    _gains(places[1:], theme, named=1)
     return fig
 
 
-def speed(measured: Measured, theme: Theme) -> Any:
-    """Draw how much faster networks on the engines of ``deploy`` are than FP32 in PyTorch."""
-    networks = {"ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2"}
-    fig, axes = figure(theme, len(networks), (8.0, 2.4))
-    engines = {
-        "FP32 eager": None,
-        "INT8, torch": "torch quantized, own placement",
-        "INT8, ONNX Runtime": "onnxruntime quantized",
-        "INT8, OpenVINO": "openvino quantized",
+def overview_narrow(theme: Theme) -> Any:
+    """Draw the same for a phone, two by two."""
+    fig, places = figure(theme, 2, (5.0, 4.2), rows=2)
+    _weights_and_codes(places[0], theme)
+    _gains(places[1:], theme, named=2)
+    return fig
+
+
+def scale(theme: Theme) -> Any:
+    """Draw symmetric codes of four bits: every value goes to the nearest point of the grid."""
+    fig, (place,) = figure(theme, 1, (8.0, 1.9))
+    amax, form = torch.tensor(2.1), torchq.formats.INT4
+    step = float(torchq.functional.scale_from_amax(amax, form))
+    codes = torch.arange(-7, 8)
+    place.plot(codes * step, torch.zeros(15), "|", color=theme.accent, markersize=22)
+    for code in codes.tolist():
+        place.annotate(str(code), (code * step, -0.45), ha="center", va="top", color=theme.accent)
+    values = torch.tensor([-1.93, -0.72, 0.1, 0.52, 1.36, 2.6])
+    for value, rounded in zip(values, fake_quantize(values, amax, form), strict=True):
+        start, end = (float(value), 0.95), (float(rounded), 0.2)
+        arrow = {"arrowstyle": "->", "color": theme.quiet}
+        place.annotate("", end, start, arrowprops=arrow)
+        place.annotate(f"{float(value):.2f}", start, ha="center", va="bottom")
+    place.annotate("code", (-2.45, -0.45), ha="right", va="top", color=theme.accent)
+    place.annotate("value", (-2.45, 0.95), ha="right", va="bottom")
+    place.set_ylim(-1.1, 1.4)
+    place.set_xlim(-2.9, 2.9)
+    place.axis("off")
+    place.set_title(f"amax = 2.1, scale = 2.1 / 7 = {step:.1f}; 2.60 is clipped")
+    return fig
+
+
+def granularity(theme: Theme) -> Any:
+    """Draw the error of one scale for a tensor beside one scale for each output channel."""
+    weight = _trained_weights().flatten(1)[:16] * torch.logspace(0, -1.5, 16)[:, None]
+    fig, axes = figure(theme, 2, (8.0, 2.6))
+    granularities = {
+        "one scale for the tensor": torchq.formats.PerTensor(),
+        "one scale for each output channel": torchq.formats.PerAxis((0,)),
     }
-    for place, (title, model) in zip(axes, networks.items(), strict=True):
-        lookup = {"bench": "deploy_native", "model": model, "batch": 1, "threads": 1}
-        values = [
-            1.0 if name is None else measured.value("speedup", candidate=name, **lookup)
-            for name in engines.values()
-        ]
-        bars(place, list(engines), values, theme, "{:.1f}x", labels=place is axes[0])
+    for place, (title, kept) in zip(axes, granularities.items(), strict=True):
+        amax = torchq.functional.reduce_amax(weight, kept)
+        error = fake_quantize(weight, amax, torchq.formats.INT4, kept) - weight
+        relative = error.norm(dim=1) / weight.norm(dim=1)
+        place.bar(range(16), relative.tolist(), color=theme.accent)
+        place.set_ylim(0, 1.05)
+        place.set_xticks([0, 15], ["channel 0, large", "channel 15, small"])
         place.set_title(title)
+    axes[0].set_ylabel("relative error, 4 bits")
     return fig
 
 
-def accuracy(measured: Measured, theme: Theme) -> Any:
-    """Draw the accuracy of ResNet-20 in several formats, none of them trained."""
-    trained = {"bench": "accuracy_qat", "network": "resnet20"}
-    float_row = {"bench": "accuracy_ptq", "network": "resnet20", "widths": "FP32"}
+def gradient(theme: Theme) -> Any:
+    """Draw the staircase of fake quantization and the gradient that training uses."""
+    x = torch.linspace(-1.6, 1.6, 801, requires_grad=True)
+    y = fake_quantize(x, torch.tensor(1.0), torchq.formats.integer(3, narrow=True))
+    y.sum().backward()
+    fig, (forward, backward) = figure(theme, 2, (8.0, 2.4))
+    forward.plot(x.detach(), x.detach(), color=theme.quiet, linewidth=1)
+    forward.plot(x.detach(), y.detach(), color=theme.accent)
+    forward.set_title("forward: three bits, amax = 1")
+    backward.plot(x.detach(), x.grad, color=theme.second)
+    backward.set_ylim(-0.1, 1.2)
+    backward.set_title("backward: 1 inside the range, 0 where it clips")
+    return fig
 
-    def solved(widths: str, algorithm: str) -> float:
-        wanted = {"widths": widths, "algorithm": algorithm, "network": "resnet20", "seed": 0}
-        found: float = measured.value("accuracy", "accuracy_ptq", **wanted)
-        return 100 * found
 
-    bars_by_name = {
-        "FP32": 100 * measured.value("accuracy", **float_row),
-        "INT8": measured.value("accuracy", widths="w8a8", method="ptq mse", **trained),
-        "W4A4": solved("W4A4", "recipes.w4a4()"),
-        "W4A4, gptq_": solved("W4A4", "gptq_"),
-        "W2A4, gptq_": solved("W2A4", "gptq_"),
+def _boxes(place: Any, texts: list[str], theme: Theme, colour: str, height: float) -> None:
+    """Draw a chain of boxes from left to right, centred at 5."""
+    width = 2.4
+    left = 5 - width * (len(texts) - 1) / 2
+    for number, text in enumerate(texts):
+        x = left + number * width
+        style = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": colour}
+        place.text(x, height, text, ha="center", va="center", bbox=style)
+        if number:
+            arrow = {"arrowstyle": "->", "color": theme.quiet, "shrinkA": 0, "shrinkB": 0}
+            start = x - width + 0.3 + 0.09 * len(texts[number - 1])
+            end = x - 0.3 - 0.09 * len(text)
+            place.annotate("", (end, height), (start, height), arrowprops=arrow)
+
+
+def fuse(theme: Theme) -> Any:
+    """Draw what fusing does to a chain of layers."""
+    fig, (place,) = figure(theme, 1, (8.0, 1.9))
+    place.set_xlim(-2, 12)
+    place.set_ylim(0, 3)
+    place.axis("off")
+    _boxes(place, ["Conv2d", "BatchNorm2d", "ReLU"], theme, theme.quiet, 2.3)
+    _boxes(place, ["Conv2d", "ReLU"], theme, theme.accent, 0.7)
+    place.annotate("", (5, 1.15), (5, 1.85), arrowprops={"arrowstyle": "->", "color": theme.ink})
+    place.text(5.2, 1.5, "the same function, one weight to quantize", va="center")
+    return fig
+
+
+def target(theme: Theme) -> Any:
+    """Draw where quantizers stand without a target, and with one that adds on integers."""
+    fig, (plain, placed) = figure(theme, 2, (10.0, 1.5))
+    chains = {
+        "layers alone": ["Q", "Conv", "float add", "ReLU"],
+        'target="onnxruntime"': ["Q", "Conv", "Q", "add", "Q"],
     }
-    fig, axes = figure(theme, 1, (6.4, 2.4))
-    bars(axes[0], list(bars_by_name), list(bars_by_name.values()), theme, "{:.1f} %")
-    axes[0].set_title("ResNet-20 on 10,000 CIFAR-10 images, after training")
+    for place, (title, texts) in zip((plain, placed), chains.items(), strict=True):
+        place.set_xlim(-0.6, 10.6)
+        place.set_ylim(0.4, 1.6)
+        place.axis("off")
+        place.set_title(title)
+        _boxes(place, texts, theme, theme.accent, 1.0)
     return fig
 
 
-def peers(measured: Measured, theme: Theme) -> Any:
-    """Draw the speed of INT8 files of a ResNet-20 against their accuracy, torchq's and others'."""
-    makers = {"onnxruntime": "onnxruntime.quantization", "openvino": "nncf"}
-    titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
-    fig, axes = figure(theme, 2, (8.0, 2.8))
-    for place, (runtime, maker) in zip(axes, makers.items(), strict=True):
-        for candidate in ("float32", "torchq", maker):
-            lookup = {"bench": "accuracy_peers", "runtime": runtime, "candidate": candidate}
-            x = measured.value("speedup", **lookup)
-            y = 100 * measured.value("accuracy", **lookup)
-            colour = theme.accent if candidate == "torchq" else theme.quiet
-            place.plot(x, y, "o", color=colour, markersize=9)
-            offset = (0, 10) if candidate == "torchq" else (0, -16)
-            place.annotate(
-                candidate, (x, y), xytext=offset, textcoords="offset points", ha="center"
-            )
-        place.set_xlim(0.5, 4.5)
-        place.set_ylim(86.5, 89.0)
-        place.set_xlabel("times as fast as float32")
-        place.set_title(f"INT8 in {titles[runtime]}")
-    axes[0].set_ylabel("accuracy, %")
-    return fig
-
-
-PICTURES: dict[str, Callable[[Measured, Theme], Any]] = {
-    "fake-quantization": fake_quantization,
-    "speed": speed,
-    "accuracy": accuracy,
-    "peers": peers,
-    **drawings.DRAWINGS,
+PICTURES: dict[str, Callable[[Theme], Any]] = {
+    "overview": overview,
+    "overview-narrow": overview_narrow,
+    "scale": scale,
+    "granularity": granularity,
+    "gradient": gradient,
+    "fuse": fuse,
+    "target": target,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pictures", nargs="*", choices=[[], *PICTURES], help="default: all")
-    parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the SVG files")
+    images = ROOT / "docs" / "images"
+    parser.add_argument("--out", type=Path, default=images, help="folder of the SVG files")
     options = parser.parse_args(argv)
-    measured = read_results()
     for name in options.pictures or PICTURES:
         for theme in THEMES:
             path = options.out / f"{name}-{theme.name}.svg"
-            save(PICTURES[name](measured, theme), path)
+            save(PICTURES[name](theme), path)
             print(path)
 
 

@@ -36,11 +36,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import Measured, zoo
 from benchmarks.harness import Reporter
 from benchmarks.zoo_checks import CHECKS, run_checks
 from benchmarks.zoo_models import LIBRARIES, load, names
-
-__all__ = ["main", "table"]
 
 Row = dict[str, Any]
 PEERS = ("timm", "transformers", "ultralytics", "segmentation-models-pytorch", "onnxruntime")
@@ -133,21 +132,7 @@ def table(rows: Sequence[Row]) -> str:
         cells.append(f"{row.get('left_float', '?')} of {row.get('products', '?')}")
         cells += [f"{row[key]:.2f}x" if key in row else "" for key in SPEEDS]
         lines.append(f"| {row['model']} | " + " | ".join(cells) + " |")
-    return "\n\n".join(("\n".join(lines), by_library(rows), summary(rows)))
-
-
-def by_library(rows: Sequence[Row]) -> str:
-    """Return, as Markdown, how many networks of each library pass each check of those made."""
-    head = ["library", "networks", *CHECKS, "products left float"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for library in LIBRARIES:
-        own = [row for row in rows if row["model"].startswith(f"{library}/")]
-        made = {key: [row[key] for row in own if key in row] for key in CHECKS}
-        counts = [f"{values.count('ok')} of {len(values)}" for values in made.values()]
-        products, left = (sum(r.get(key, 0) for r in own) for key in ("products", "left_float"))
-        cells = [library, str(len(own)), *counts, f"{left} of {products}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n\n".join(("\n".join(lines), zoo(Measured(rows)), summary(rows)))
 
 
 def _short(value: object) -> str:

@@ -19,23 +19,20 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.weight_calls import count
-from benchmarks.zoo_compare import (
+from benchmarks.harness import compare
+from benchmarks.zoo_measures import (
     class_of_each_path,
-    decibels,
+    count,
     enough_batches,
     joined,
-    measure,
     outputs,
     same,
     state,
-    verdict,
     with_rounding,
+    worst_decibels,
 )
 from benchmarks.zoo_models import Entry, build, call
 from torchq.swap.cost import HARMLESS, MOST
-
-__all__ = ["CHECKS", "Subject", "run_checks"]
 
 Fields = dict[str, Any]
 # Exported or deployed against the simulation. Another order of additions changes results by about
@@ -101,7 +98,7 @@ class Subject:
         """The least agreement with the simulation that rounding explains, in dB."""
         expected = outputs(self.targeted, self.entry.example)
         ratios = [
-            decibels(with_rounding(self.targeted, self.entry.example, seed), expected)
+            worst_decibels(with_rounding(self.targeted, self.entry.example, seed), expected)
             for seed in range(3)
         ]
         return min(ENOUGH_DB, min(ratios) - MARGIN_DB)
@@ -116,6 +113,11 @@ class Subject:
 
 
 # --- the checks ----------------------------------------------------------------------------------
+
+
+def verdict(good: bool, problem: str) -> str:
+    """Return ``"ok"`` or the problem."""
+    return "ok" if good else problem
 
 
 def check_plan(subject: Subject) -> Fields:
@@ -150,7 +152,7 @@ def check_quantize(subject: Subject) -> Fields:
         "left_float": len(left),
         "left_shapes": sorted(set(left)),
         "left_reasons": reasons,
-        "db": decibels(found, subject.expected),
+        "db": worst_decibels(found, subject.expected),
     }
 
 
@@ -203,7 +205,7 @@ def check_fuse(subject: Subject) -> Fields:
     """Check that fusing changes the float outputs by rounding only."""
     model = copy.deepcopy(subject.model)
     report = torchq.fuse_(model, subject.entry.example)
-    ratio = decibels(outputs(model, subject.entry.example), subject.expected)
+    ratio = worst_decibels(outputs(model, subject.entry.example), subject.expected)
     return {"fuse": verdict(ratio > 60, f"{ratio} dB"), "fused": len(report.fused)}
 
 
@@ -217,8 +219,8 @@ def check_target(subject: Subject) -> Fields:
     model = subject.targeted
     batches = enough_batches(subject.entry.example, subject.expected)
     expected = joined(subject.model, batches)
-    plain = decibels(joined(subject.quantized, batches), expected)
-    placed = decibels(joined(model, batches), expected)
+    plain = worst_decibels(joined(subject.quantized, batches), expected)
+    placed = worst_decibels(joined(model, batches), expected)
     left = count(model, lambda: call(model, subject.entry.example)).floating
     good = placed > min(plain - MOST, HARMLESS) - 0.5
     return {
@@ -238,7 +240,7 @@ def check_export(subject: Subject) -> Fields:
             raise
         return {"export": FLOAT_FAILS, "exporter": subject.exporter}
     expected = outputs(subject.targeted, subject.entry.example)
-    ratio = decibels([torch.from_numpy(array) for array in found], expected[: len(found)])
+    ratio = worst_decibels([torch.from_numpy(array) for array in found], expected[: len(found)])
     least, fields = subject.agreement_db, {"export_db": ratio, "exporter": subject.exporter}
     if ratio <= least:
         # A file for ONNX Runtime has unsigned codes, which are finer where nothing is negative, and
@@ -302,7 +304,7 @@ def _feeds(session: Any, example: Any) -> dict[str, Any]:
 def check_deploy(subject: Subject) -> Fields:
     """Check that integer kernels agree with the simulation."""
     example = subject.entry.example
-    ratio = decibels(outputs(subject.deployed, example), outputs(subject.targeted, example))
+    ratio = worst_decibels(outputs(subject.deployed, example), outputs(subject.targeted, example))
     least = subject.agreement_db
     problem = f"{ratio} dB, rounding explains {least}"
     return {"deploy": verdict(ratio > least, problem), "deploy_db": ratio, "rounding_db": least}
@@ -313,11 +315,13 @@ def check_speed(subject: Subject) -> Fields:
     example, floating = subject.entry.example, subject.fused
     sessions = {"int8": subject.session, "float": _float_session(floating, example)}
     feeds = {name: _feeds(session, example) for name, session in sessions.items()}
-    files = measure({n: partial(sessions[n].run, None, feeds[n]) for n in sessions})
+    files = compare(
+        {n: partial(sessions[n].run, None, feeds[n]) for n in sessions}, baseline="int8"
+    )
     models = {"int8": subject.deployed, "float": floating}
     with torch.inference_mode():
-        times = measure({n: partial(call, models[n], example) for n in models})
-    ratios = [round(t["float"] / t["int8"], 2) for t in (files, times)]
+        calls = compare({n: partial(call, models[n], example) for n in models}, baseline="int8")
+    ratios = [round(rows[1].ratio, 2) for rows in (files, calls)]
     return {"speed": "ok", "export_speed": ratios[0], "deploy_speed": ratios[1]}
 
 

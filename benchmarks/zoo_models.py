@@ -7,8 +7,10 @@ A name is ``library/key``. :func:`names` lists them where the library is install
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.util
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from benchmarks.zoo_sizes import shortened
-from benchmarks.zoo_transformers import HUGGING_FACE, batches, make
-
-__all__ = ["LIBRARIES", "Entry", "build", "call", "load", "names"]
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -220,14 +218,192 @@ def _smp(key: str) -> Entry:
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
+_LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WORDS = {**_LAYERS, "intermediate_size": 128, "vocab_size": 200}
+# What options begin with that several architectures have.
+SHARED: dict[str, dict[str, Any]] = {
+    "layers": _LAYERS,
+    "words": _WORDS,
+    "grouped": {**_WORDS, "num_key_value_heads": 2},
+    "vision": {**_LAYERS, "intermediate_size": 128, "image_size": 64, "patch_size": 16},
+    "gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 200},
+    "t5": {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200},
+    "bart": {
+        "d_model": 64,
+        "vocab_size": 200,
+        **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 128 for part in ("encoder", "decoder")},
+    },
+    "swin": {
+        "image_size": 64,
+        "embed_dim": 32,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
+    "speech": {
+        **_LAYERS,
+        "intermediate_size": 128,
+        "vocab_size": 32,
+        "conv_dim": [16, 16],
+        "conv_kernel": [10, 3],
+        "conv_stride": [5, 2],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4,
+    },
+}
+# Each architecture and the options of its configuration, without spaces in a value.
+ARCHITECTURES = """
+BertForSequenceClassification words
+RobertaForSequenceClassification words
+DistilBertForSequenceClassification dim=64 n_layers=2 n_heads=4 hidden_dim=128 vocab_size=200
+AlbertForSequenceClassification words embedding_size=32
+ElectraForSequenceClassification words
+GPT2LMHeadModel gpt
+OPTForCausalLM layers ffn_dim=128 vocab_size=200 word_embed_proj_dim=64
+LlamaForCausalLM grouped
+Qwen2ForCausalLM grouped
+T5EncoderModel t5
+MambaForCausalLM hidden_size=64 num_hidden_layers=2 vocab_size=200
+ViTForImageClassification vision
+DeiTForImageClassification vision
+BeitForImageClassification vision use_relative_position_bias=true
+Dinov2ForImageClassification vision
+SwinForImageClassification swin
+SegformerForSemanticSegmentation depths=[1,1,1,1]
+ConvNextV2ForImageClassification depths=[1,1,2,1] hidden_sizes=[16,32,64,128]
+ResNetForImageClassification depths=[1,1,1,1] hidden_sizes=[32,64,128,256] embedding_size=16
+MobileViTForImageClassification image_size=64
+MobileNetV2ForImageClassification image_size=64
+DebertaV2ForSequenceClassification words
+MobileBertForSequenceClassification words embedding_size=32 intra_bottleneck_size=32 \
+    true_hidden_size=32
+SqueezeBertForSequenceClassification words embedding_size=64
+MPNetForSequenceClassification words
+XLNetForSequenceClassification d_model=64 n_layer=2 n_head=4 d_inner=128 vocab_size=200
+LongformerForSequenceClassification words attention_window=8
+FunnelForSequenceClassification d_model=64 n_head=4 d_head=16 d_inner=128 block_sizes=[1,1] \
+    vocab_size=200
+FNetForSequenceClassification words max_position_embeddings=64 tpu_short_seq_length=64
+ModernBertForSequenceClassification words pad_token_id=0
+GPTNeoXForCausalLM words
+GPTNeoForCausalLM hidden_size=64 num_layers=2 num_heads=4 \
+    attention_types=[[["global","local"],1]] vocab_size=200
+GPTJForCausalLM gpt rotary_dim=8
+BloomForCausalLM hidden_size=64 n_layer=2 n_head=4 vocab_size=200
+MistralForCausalLM grouped
+MixtralForCausalLM grouped num_local_experts=2
+Phi3ForCausalLM grouped pad_token_id=0
+Qwen3ForCausalLM grouped head_dim=16
+Gemma2ForCausalLM grouped head_dim=16
+FalconForCausalLM layers vocab_size=200
+RwkvForCausalLM hidden_size=64 num_hidden_layers=2 vocab_size=200
+T5ForConditionalGeneration t5
+BartForConditionalGeneration bart
+CLIPVisionModel vision
+SiglipVisionModel vision
+Dinov2WithRegistersForImageClassification vision
+DINOv3ViTModel vision
+Swinv2ForImageClassification swin
+PvtForImageClassification image_size=64 depths=[1,1,1,1]
+PvtV2ForImageClassification image_size=64 depths=[1,1,1,1]
+LevitForImageClassification image_size=64
+PoolFormerForImageClassification depths=[1,1,1,1]
+RegNetForImageClassification depths=[1,1,1,1] hidden_sizes=[32,64,96,128] groups_width=16 \
+    embedding_size=16
+EfficientNetForImageClassification image_size=64 width_coefficient=0.5 depth_coefficient=0.5 \
+    hidden_dim=640
+BitForImageClassification depths=[1,1,1,1] hidden_sizes=[32,64,128,256] embedding_size=32 \
+    num_groups=8
+FocalNetForImageClassification image_size=64 embed_dim=32 depths=[1,1,1,1]
+ConvNextForImageClassification depths=[1,1,2,1] hidden_sizes=[16,32,64,128]
+MobileNetV1ForImageClassification image_size=64
+MobileViTV2ForImageClassification image_size=64
+ViTMAEModel vision
+DPTForDepthEstimation hidden_size=64 num_hidden_layers=4 num_attention_heads=4 \
+    intermediate_size=128 image_size=64 patch_size=16 backbone_out_indices=[0,1,2,3] \
+    neck_hidden_sizes=[16,16,32,32] fusion_hidden_size=16
+Wav2Vec2ForCTC speech
+HubertForCTC speech
+"""
+HUGGING_FACE = {line.split()[0]: line.split()[1:] for line in ARCHITECTURES.strip().splitlines()}
+
 
 def _transformers_names() -> Iterator[str]:
     yield from HUGGING_FACE
 
 
 def _transformers(key: str) -> Entry:
-    model = make(key)
-    return Entry(model, *batches(key))
+    import transformers
+
+    options: dict[str, Any] = {}
+    for word in HUGGING_FACE[key]:
+        name, _, value = word.partition("=")
+        options |= {name: json.loads(value)} if value else SHARED[name]
+    config = re.sub(r"(For[A-Z]\w*|EncoderModel|LMHeadModel|Model)$", "Config", key)
+    model = getattr(transformers, key)(getattr(transformers, config)(**options))
+    return Entry(model.eval(), *_keywords(key))
+
+
+def _keywords(key: str) -> list[dict[str, Tensor]]:
+    """Return two batches of keyword arguments for an architecture, of different sizes."""
+    if re.search("Image|Vision|Segmentation|Depth|ViT", key):
+        return [{"pixel_values": torch.randn(n, 3, 64, 64)} for n in (2, 3)]
+    if key.endswith("ForCTC"):
+        return [{"input_values": torch.randn(n, 2000)} for n in (2, 3)]
+    words = [{"input_ids": torch.randint(3, 200, size)} for size in ((2, 16), (3, 24))]
+    if key.endswith("ForConditionalGeneration"):
+        return [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in words]
+    return words
+
+
+# --- smaller ones ---------------------------------------------------------------------------------
+
+KEPT = 2
+CONTAINERS = (nn.Sequential, nn.ModuleList)  # A subclass may have code of its own.
+
+
+def shortened(model: nn.Module, *example: Any) -> nn.Module:
+    """Return a copy whose repeated blocks are cut to two, or the model if that does not run.
+
+    Blocks repeat where neighbours in a ``Sequential`` or ``ModuleList`` have the same class and
+    parameters of the same shapes. What the first two compute, the others compute too.
+
+    Args:
+        model: A network in eval mode.
+        example: Its positional arguments.
+    """
+    small = copy.deepcopy(model)
+    for parent in small.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Sequential | nn.ModuleList) and type(child) in CONTAINERS:
+                setattr(parent, name, _cut(child))
+    try:
+        with torch.no_grad():
+            results = [tree_leaves(network(*example)) for network in (small, model)]
+    except Exception:  # Something counts the blocks.
+        return model
+    shapes = [[getattr(leaf, "shape", None) for leaf in leaves] for leaves in results]
+    return small if shapes[0] == shapes[1] else model
+
+
+def _cut(blocks: nn.Sequential | nn.ModuleList) -> nn.Module:
+    """Return the container without the third and further blocks of each run of equal ones."""
+    kept: dict[str, nn.Module] = {}
+    previous, length = None, 0
+    for name, block in blocks.named_children():
+        kind = (type(block), [parameter.shape for parameter in block.parameters()])
+        length = length + 1 if kind == previous and kind[1] else 1
+        previous = kind
+        if length <= KEPT:
+            kept[name] = block
+    if len(kept) == len(blocks):
+        return blocks
+    if isinstance(blocks, nn.ModuleList):
+        return nn.ModuleList(kept.values())
+    return nn.Sequential(*kept.values())
 
 
 # --- all of them ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, table
+from benchmarks import harness
 
 SECONDS = {"slow": 4.0, "fast": 1.0}
 
@@ -131,57 +131,19 @@ def test_environment_names_hardware_and_versions_only() -> None:
     assert not any(part in json.dumps(found) for part in (str(Path.home()) + "/", str(Path.cwd())))
 
 
-def test_lines_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_and_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "lines.jsonl"
     row = harness.Timing("fast", 2.5e-3, 0.04, 0.25, 0.2, 0.3, "slow", 5, 1, 2e-3)
-    with harness.Reporter("demo", out) as report:
-        report.timing(row, elements=1024)
-        report.value(candidate="accuracy", top1=0.98765, note="a|b")
+    for name in ("demo", "again"):
+        with harness.Reporter(name, out) as report:
+            report.timing(row, elements=1024)
+            report.value(candidate="accuracy", top1=0.98765)
     printed = capsys.readouterr().out
     assert out.read_text() == printed
-    assert [json.loads(line)["kind"] for line in printed.splitlines()] == [
-        "environment",
-        "result",
-        "result",
-    ]
-    with harness.Reporter("again", out):
-        pass
-    capsys.readouterr()
-    table.main([str(out)])
-    lines = capsys.readouterr().out.splitlines()
-    assert "### demo" in lines
-    head = "elements | candidate | median_s | least_s | spread | ratio | baseline | top1 | note"
-    assert f"| {head} |" in lines
-    assert "| 1024 | fast | 2.5 ms | 2 ms | 4% | 0.25x | slow |  |  |" in lines
-    assert "|  | accuracy |  |  |  |  |  | 0.9877 | a\\|b |" in lines
-    assert "### again" in lines
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1: not JSON"),
-        ('\n{"a": 1}', r"line 2: got '\{\"a\": 1\}'; expected an object with kind"),
-        ('{"kind": "result"}', "line 1: a result before any environment"),
-    ],
-)
-def test_lines_of_something_else_are_refused(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(table.runs(text.splitlines()))
-    path = tmp_path / "wrong.jsonl"
-    path.write_text(text)
-    with pytest.raises(SystemExit):
-        table.main([str(path)])
-    assert "wrong.jsonl: line" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("value", "cell"), [(3.0, "3 s"), (0.25, "250 ms"), (4.2e-5, "42 µs"), (0.0, "0 ns")]
-)
-def test_seconds_have_a_unit(value: float, cell: str) -> None:
-    assert cell in table.markdown({"bench": "b"}, [{"median_s": value}])
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [line["kind"] for line in lines] == 2 * ["environment", "result", "result"]
+    assert lines[1]["elements"] == 1024 and lines[1]["least_s"] == 2e-3
+    assert lines[5]["bench"] == "again" and lines[5]["top1"] == 0.98765
 
 
 def test_options() -> None:

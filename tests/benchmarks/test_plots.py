@@ -26,4 +26,4 @@ def test_pictures_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
     assert [path.name for path in drawn] == [f"{name}-dark.svg", f"{name}-light.svg"]
     for path in drawn:
         known = ROOT / "docs" / "images" / path.name
-        assert texts(path) == texts(known) != [], "run make plots"
+        assert texts(path) == texts(known) != [], "run make figures"

@@ -1,4 +1,4 @@
-"""Mutated files meet named errors only: a short run of benchmarks/fuzz_files.py."""
+"""Mutated files meet named errors only: a short run of benchmarks/fuzz.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks import fuzz_files, fuzz_mutations, fuzz_readers
+from benchmarks import fuzz, fuzz_mutations
 from torchq.errors import ConfigError
 
 COUNT = 50  # for each reader; the full run has 20,000 in all
@@ -17,18 +17,18 @@ COUNT = 50  # for each reader; the full run has 20,000 in all
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("onnxscript")
     folder = tmp_path_factory.mktemp("corpus")
-    fuzz_files.write_corpus(folder)
+    fuzz.write_corpus(folder)
     return folder
 
 
-@pytest.mark.parametrize("reader", fuzz_files.READERS)
+@pytest.mark.parametrize("reader", fuzz.READERS)
 def test_only_named_errors_come_out(reader: str, corpus: Path) -> None:
-    results, failures = fuzz_files.fuzz(reader, COUNT, corpus)
+    results, failures = fuzz.fuzz(reader, COUNT, corpus)
     assert failures == []
     assert results.total() == COUNT and results["read"] < COUNT
 
 
-@pytest.mark.parametrize("reader", fuzz_files.READERS)
+@pytest.mark.parametrize("reader", fuzz.READERS)
 def test_readers_accept_the_files_as_written(
     reader: str, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,10 +40,9 @@ def test_readers_accept_the_files_as_written(
         "mutate_json": lambda rng, text: text,
         "mutate_bytes": lambda rng, data: data,
     }
-    for module in (fuzz_files, fuzz_readers):
-        for name in unchanged.keys() & vars(module).keys():
-            monkeypatch.setattr(module, name, unchanged[name])
-    assert fuzz_files.attempt(reader, 0, corpus) == "read"
+    for name, function in unchanged.items():
+        monkeypatch.setattr(fuzz, name, function)
+    assert fuzz.attempt(reader, 0, corpus) == "read"
 
 
 def test_other_errors_and_endless_readers_are_failures(
@@ -60,11 +59,11 @@ def test_other_errors_and_endless_readers_are_failures(
             pass
 
     for name, reader in (("named", named), ("unnamed", unnamed), ("endless", endless)):
-        monkeypatch.setitem(fuzz_files.READERS, name, reader)
-    monkeypatch.setattr(fuzz_files, "SECONDS", 1)
-    assert fuzz_files.attempt("named", 0, tmp_path) == "ConfigError"
-    assert fuzz_files.attempt("unnamed", 0, tmp_path).startswith("FAIL: KeyError")
-    assert fuzz_files.attempt("endless", 0, tmp_path) == "FAIL: more than 1 s"
+        monkeypatch.setitem(fuzz.READERS, name, reader)
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    assert fuzz.attempt("named", 0, tmp_path) == "ConfigError"
+    assert fuzz.attempt("unnamed", 0, tmp_path).startswith("FAIL: KeyError")
+    assert fuzz.attempt("endless", 0, tmp_path) == "FAIL: more than 1 s"
 
 
 def test_a_number_names_one_mutation() -> None:

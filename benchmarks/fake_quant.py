@@ -1,21 +1,16 @@
-"""Fake quantization against copying the tensor: forward, training forward, backward and memory.
+"""Fake quantization against copying the tensor: forward, training forward and backward.
 
-``clone`` is 1. The candidates are torchq, the plain chain of operations (div, round_, clamp_,
-mul_), torch's own ``fake_quantize_per_*_affine``, and NVIDIA ModelOpt, Brevitas and torchao where
-they are installed. Run this with the interpreter of ``make bench-env``, or name it with --python.
-
-A case that is called learned has a range with a gradient (LSQ).
+``clone`` is 1. The candidates are torchq, torch's own ``fake_quantize_per_*_affine``, and NVIDIA
+ModelOpt, Brevitas and torchao where they are installed: run it with the interpreter of ``make
+bench-env``. A case that is called learned has a range with a gradient (LSQ).
 
 The modes are ``forward`` (no gradient wanted), ``training`` (a forward that keeps what its backward
-needs), ``backward``, and ``memory``: bytes per element that the backward keeps besides input and
-result. ModelOpt's gradient passes everywhere, so its backward keeps and does nothing.
-
-On one thread the clock is CPU time, which other processes disturb less; --wall times the wall.
+needs) and ``backward``. ModelOpt's gradient passes everywhere, so its backward does nothing. On one
+thread the clock is CPU time, which other processes disturb less; --wall times the wall.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 import warnings
@@ -33,7 +28,6 @@ from torchq.formats.granularity import Granularity
 
 Quantize = Callable[[Tensor], Tensor]
 PER_TENSOR = PerTensor()
-LIMITS = {"forward": 2.7, "compiled": 1.4}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -66,20 +60,6 @@ CASES = [
     Case("e4m3 per tensor", E4M3),
     Case("e4m3 axis 0", E4M3, PerAxis((0,))),
 ]
-
-
-def plain_chain(case: Case, amax: Tensor) -> Quantize:
-    scale = amax / case.format.qmax
-    limits = case.format.quant_min, case.format.quant_max
-
-    def run(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            return (x / scale).round_().clamp_(*limits).mul_(scale)
-        inside = torch.clamp(x, -amax, amax)  # for the gradient
-        rounded = (x / scale).round_().clamp_(*limits).mul_(scale)
-        return inside + (rounded - inside).detach()
-
-    return run
 
 
 def aten(case: Case, amax: Tensor) -> Quantize:
@@ -132,7 +112,6 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
     if isinstance(case.granularity, PerBlock):
         return found
     if case.format.is_integer:
-        found["chain"] = plain_chain(case, amax)
         found["aten"] = aten(case, amax)
     for build in (modelopt, brevitas, torchao):
         try:
@@ -196,34 +175,11 @@ def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable
     return found
 
 
-def memory(case: Case, x: Tensor, runs: dict[str, Quantize], report: Reporter) -> None:
-    x = x.detach().requires_grad_()
-    for name, run in runs.items():
-        kept: dict[int, int] = {}
-
-        def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            y = run(x)
-        kept.pop(x.untyped_storage().data_ptr(), None)
-        kept.pop(y.untyped_storage().data_ptr(), None)
-        del y
-        report.value(
-            case=case.name,
-            mode="memory",
-            candidate=name,
-            kept_bytes_per_element=sum(kept.values()) / x.numel(),
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--python", help="interpreter of the environment that has the rivals")
     options.add_argument("--cases", default="", help="only cases whose name contains this")
     options.add_argument(
-        "--modes", default="forward,training,backward,memory", help="default: %(default)s"
+        "--modes", default="forward,training,backward", help="default: %(default)s"
     )
     options.add_argument(
         "--compile",
@@ -232,14 +188,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options.add_argument("--wall", action="store_true", help="wall clock, not CPU time")
     chosen = parse(options, argv)
-    if chosen.python:
-        rest = list(sys.argv[1:] if argv is None else argv)
-        at = rest.index("--python")
-        raise SystemExit(
-            subprocess.run(
-                [chosen.python, "-m", "benchmarks.bench_fake_quant", *rest[:at], *rest[at + 2 :]]
-            ).returncode
-        )
     clock = time.perf_counter if chosen.wall or chosen.threads > 1 else time.thread_time
     with Reporter(
         "fake_quant", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
@@ -248,15 +196,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             x = case.tensor()
             runs = candidates(case, x, chosen.compile)
             for mode in chosen.modes.split(","):
-                if mode == "memory":
-                    memory(case, x, runs, report)
-                    continue
                 for row in compare(
                     calls(mode, runs, x), baseline="clone", clock=clock, **timing(chosen)
                 ):
-                    limit = LIMITS.get("compiled" if "compiled" in row.candidate else mode)
-                    mine = {"limit": limit} if row.candidate.startswith("torchq") and limit else {}
-                    report.timing(row, case=case.name, mode=mode, clock=clock.__name__, **mine)
+                    report.timing(row, case=case.name, mode=mode, clock=clock.__name__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.weight_calls import count, on_grid
+from benchmarks.zoo_measures import count, on_grid
 
 
 class Standardized(nn.Conv2d):

@@ -2,8 +2,6 @@
 
 - ``exact``: torchvision's CNNs with random weights, statistics and signs; errors of the fused
   network in float64 and float32 against the unfused float64 network.
-- ``layer``: layer by layer beside torch.nn.utils.fusion, on layers that it covers and on layers
-  that it gets wrong.
 - ``latency``: unfused, fused by torch.fx.experimental.optimization.fuse, and fused by torchq.
 """
 
@@ -13,73 +11,44 @@ import argparse
 import copy
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import torchq
+from benchmarks.cifar import repvgg_a0
 from benchmarks.harness import Reporter, compare, parse, parser, timing
-from benchmarks.repvgg import repvgg_a0
-
-__all__ = ["main"]
 
 _NETWORKS = (
-    "alexnet",
-    "convnext_tiny",
-    "densenet121",
-    "efficientnet_b0",
-    "efficientnet_v2_s",
-    "googlenet",
-    "inception_v3",
-    "mnasnet0_5",
-    "mobilenet_v2",
-    "mobilenet_v3_small",
-    "mobilenet_v3_large",
-    "regnet_x_400mf",
-    "regnet_y_400mf",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnext50_32x4d",
-    "wide_resnet50_2",
-    "shufflenet_v2_x0_5",
-    "shufflenet_v2_x1_0",
-    "squeezenet1_1",
-    "vgg11_bn",
-    "fcn_resnet50",
-    "deeplabv3_mobilenet_v3_large",
-    "lraspp_mobilenet_v3_large",
+    *("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3"),
+    *("deeplabv3_mobilenet_v3_large", "r3d_18"),
 )
-_VIDEO_NETWORKS = (
-    "r3d_18",
-    "mc3_18",
-    "r2plus1d_18",
-)
+_VIDEO_NETWORKS = ("r3d_18", "mc3_18", "r2plus1d_18")
 _LATENCY = ("resnet50", "mobilenet_v2", "repvgg_a0")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one line for each network, layer or candidate."""
+    """Print one line for each network or candidate."""
     options = parser(__doc__)
     options.add_argument(
         "--parts",
         nargs="+",
-        default=["exact", "layer", "latency"],
-        choices=["exact", "layer", "latency"],
+        default=["exact", "latency"],
+        choices=["exact", "latency"],
     )
     options.add_argument(
         "--networks",
         nargs="+",
-        default=[*_NETWORKS, *_VIDEO_NETWORKS],
+        default=_NETWORKS,
         help="for exact (default: all)",
     )
     options.add_argument(
         "--size", type=int, default=96, help="side of the images for exact (default: %(default)s)"
     )
     chosen = parse(options, argv)
-    parts = {"exact": _exact, "layer": _layers, "latency": _latency}
+    parts = {"exact": _exact, "latency": _latency}
     with Reporter("fuse", chosen.out) as report:
         for part in chosen.parts:
             parts[part](report, chosen)
@@ -146,61 +115,6 @@ def _exact(report: Reporter, options: argparse.Namespace) -> None:
             seconds=round(seconds, 2),
             reasons=sorted({r.reason[:60] for r in done.refused}),
         )
-
-
-_PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, ...]]] = {
-    "conv2d": (lambda: (nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
-    "depthwise": (lambda: (nn.Conv2d(64, 64, 3, groups=64), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
-    "transposed": (lambda: (nn.ConvTranspose2d(64, 64, 3), nn.BatchNorm2d(64)), (2, 64, 8, 8)),
-    "transposed, 4 groups": (
-        lambda: (nn.ConvTranspose2d(64, 64, 3, groups=4), nn.BatchNorm2d(64)),
-        (2, 64, 8, 8),
-    ),
-    "linear on rows": (lambda: (nn.Linear(64, 64), nn.BatchNorm1d(64)), (8, 64)),
-    "linear on 64 tokens": (lambda: (nn.Linear(64, 64), nn.BatchNorm1d(64)), (8, 64, 64)),
-}
-
-
-def _layers(report: Reporter, options: argparse.Namespace) -> None:
-    """Compare one layer and its BatchNorm fused by torch's helper and by torchq."""
-    for name, (make, shape) in _PAIRS.items():
-        torch.manual_seed(0)
-        pair = _random_norms(nn.Sequential(*make()))
-        x = torch.randn(shape)
-        with torch.no_grad():
-            want = copy.deepcopy(pair).double()(x.double())
-        candidates = {
-            "torch": lambda pair=pair: _torch_pair(pair),
-            "torchq": lambda pair=pair, x=x: _torchq_pair(pair, x),
-        }
-        for candidate, call in candidates.items():
-            try:
-                outcome = f"{_error(call(), x, want):.1e}"
-            except RuntimeError as error:
-                outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-            refused = (
-                candidate == "torchq"
-                and len(call()) == 2
-                and isinstance(call()[1], nn.modules.batchnorm._BatchNorm)
-            )
-            report.value(
-                part="layer", layer=name, candidate=candidate, error=outcome, left_alone=refused
-            )
-
-
-def _torch_pair(pair: nn.Module) -> nn.Module:
-    from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
-
-    layer, norm = copy.deepcopy(pair)
-    if isinstance(layer, nn.Linear):
-        return fuse_linear_bn_eval(layer, norm)
-    return fuse_conv_bn_eval(layer, norm, transpose=isinstance(layer, nn.ConvTranspose2d))
-
-
-def _torchq_pair(pair: nn.Module, x: Tensor) -> nn.Module:
-    fused = copy.deepcopy(pair)
-    torchq.fuse_(fused, x, progress=False)
-    return fused
 
 
 def _latency(report: Reporter, options: argparse.Namespace) -> None:

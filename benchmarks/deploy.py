@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import logging
 import tempfile
 import time
 import warnings
@@ -26,10 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.deploy_onnx import TRANSFORMERS, onnxruntime_call, openvino_call
-from benchmarks.harness import Reporter, compare, parse, parser, timing
-from benchmarks.untrained import vary_constants_
-from benchmarks.vendors import VENDORS
+from benchmarks.harness import Reporter, compare, decibels, finished_rows, parse, parser, timing
 from torchq.engines import ENGINES, OnnxRuntime
 from torchq.engines.fastest import build_fastest
 from torchq.engines.task import Task
@@ -45,6 +42,7 @@ ZOO = (
     *("regnet_x_400mf", "regnet_y_400mf", "resnext50_32x4d", "densenet121", "alexnet", "vgg11"),
     *("convnext_tiny", "vit_b_16", "swin_t", "inception_v3"),
 )
+TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
 #: The targets that the networks are placed for, and the one of the model for "fastest".
 PLACEMENTS, FASTEST = ("onnxruntime", "openvino"), "openvino"
 Candidates = dict[str, Callable[[], object]]
@@ -145,6 +143,19 @@ def build(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     return model.eval(), torch.randn(batch, 3, 224, 224)
 
 
+def vary_constants_(model: nn.Module) -> None:
+    """Give random values to what is 0, 1 or tiny before training, and which runtimes delete."""
+    for module in model.modules():
+        if type(module).__name__ == "LearnableAffineBlock":  # HGNetV2: 1 and 0.
+            nn.init.uniform_(module.scale, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.3, 0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".gamma", ".layer_scale")):  # ConvNeXt: 1e-6, which codes make 0.
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        if name == "heads.head.weight":  # torchvision's ViT: 0, as is every result then.
+            nn.init.normal_(parameter, std=0.02)
+
+
 def quantized(
     model: nn.Module,
     x: Tensor,
@@ -167,6 +178,103 @@ def quantized_for_torch(model: nn.Module, x: Tensor) -> nn.Module:
     """
     config = torchq.recipes.integer(8, 8, unsigned="auto")
     return quantized(model, x, "tensorrt" if x.dim() == 4 else None, config)
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], Any]:
+    """Return one inference in ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, feeds)
+
+
+def openvino_call(path: Path, x: Tensor, threads: int, precision: str = "f32") -> Callable[[], Any]:
+    """Return one inference in OpenVINO; float32 stays float32 unless ``precision`` is bf16."""
+    import openvino
+
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": precision,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    model.reshape(list(x.shape))
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    array = x.numpy()
+    return lambda: request.infer([array])
+
+
+RUNTIMES: dict[str, Callable[[Path, Tensor, int], Callable[[], Any]]] = {
+    "onnxruntime": onnxruntime_call,
+    "openvino": openvino_call,
+}
+
+
+def onnxruntime_static(
+    source: Path, path: Path, images: Sequence[Tensor], transformer: bool
+) -> str:
+    """Quantize with ``onnxruntime.quantization``, after its own preprocessing.
+
+    It writes Q/DQ, uint8 activations, int8 weights per channel. In transformers it quantizes only
+    products with weights, as its guide advises; everything else is its default.
+    """
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.left = [{"x": image.numpy()} for image in images]
+
+        def get_next(self) -> dict[str, Any] | None:
+            return self.left.pop(0) if self.left else None
+
+    prepared = path.with_suffix(".prepared.onnx")
+    quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+    options: dict[str, Any] = {}
+    if transformer:
+        options = {
+            "op_types_to_quantize": ["MatMul", "Gemm"],
+            "extra_options": {"MatMulConstBOnly": True},
+        }
+    types = {
+        "activation_type": quantization.QuantType.QUInt8,
+        "weight_type": quantization.QuantType.QInt8,
+    }
+    quantization.quantize_static(
+        str(prepared), str(path), Reader(), per_channel=True, **types, **options
+    )
+    return "onnxruntime.quantization"
+
+
+def nncf(source: Path, path: Path, images: Sequence[Tensor], transformer: bool) -> str:
+    """Quantize with OpenVINO's NNCF, by its defaults for the kind of model; write ``.xml``."""
+    import nncf as tool
+    import openvino
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    model = openvino.Core().read_model(str(source))
+    kind = tool.ModelType.TRANSFORMER if transformer else None
+    data = tool.Dataset([image.numpy() for image in images])
+    openvino.save_model(
+        tool.quantize(model, data, model_type=kind, subset_size=len(images)),
+        str(path),
+        compress_to_fp16=False,
+    )
+    return "nncf"
+
+
+#: Runtime -> its maker's quantizer and the suffix of the file that it writes.
+MAKERS: dict[str, tuple[Callable[[Path, Path, Sequence[Tensor], bool], str], str]] = {
+    "onnxruntime": (onnxruntime_static, ".onnx"),
+    "openvino": (nncf, ".xml"),
+}
 
 
 def engine_candidates(
@@ -234,38 +342,21 @@ def maker_candidates(
         options: of the command line.
     """
     found: Candidates = {}
-    runs = {"onnxruntime": onnxruntime_call, "openvino": openvino_call}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "float.onnx")
-        for engine, (quantize, suffix) in VENDORS.items():
+        for engine, (quantize, suffix) in MAKERS.items():
             if engine not in options.engines:
                 continue
             path = Path(folder, engine).with_suffix(suffix)
             try:
                 source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
                 label = quantize(source, path, [x[:1], x[-1:]], transformer)
-                found[label] = runs[engine](path, x, options.threads)
+                found[label] = RUNTIMES[engine](path, x, options.threads)
                 if engine == "openvino":
                     found[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
             except Exception as error:  # a tool may fail in any way it likes, or be absent
                 print(f"# {engine}: {error}", flush=True)
     return found
-
-
-def db(got: Tensor, expected: Tensor) -> float:
-    """Return the ratio of signal to error in dB."""
-    error = (got.double() - expected.double()).square().sum()
-    return (
-        float(10 * torch.log10(expected.double().square().sum() / error)) if error else float("inf")
-    )
-
-
-def finished(path: Path | None) -> set[tuple[str, int, int]]:
-    """Return the cases that a file of results has: model, batch and threads."""
-    if path is None or not path.exists():
-        return set()
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {(r["model"], r["batch"], r["threads"]) for r in rows if "fastest" in r}
 
 
 def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter) -> None:
@@ -292,7 +383,7 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
         fastest=own.chosen,
         behind_best=best["fastest"] / min(rivals.values()) - 1,
         agreement_db={
-            label: round(min(db(module(x), _placed(tasks, label).model(x)), 200.0), 1)
+            label: decibels(module(x), _placed(tasks, label).model(x))
             for label, module in modules.items()
         },
     )
@@ -333,7 +424,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = parse(arguments, argv)
     names = [n for name in options.models for n in (ZOO if name == "zoo" else (name,))]
-    done = finished(options.out)
+    key = ("model", "batch", "threads")
+    done = {row[1:] for row in finished_rows(options.out, "fastest", *key) if row[0]}
     packages = ("onnxruntime", "openvino")
     with Reporter("deploy_native", options.out, packages) as report, torch.no_grad():
         for name in names:

@@ -1,17 +1,17 @@
 """Feed mutated files to everything that reads a file: only named errors may come out.
 
-``load`` and ``load_model`` read mutated checkpoints, ``inspect``, ``retarget`` and ``verify``
-mutated ONNX files, ``config`` mutated JSON; :mod:`benchmarks.fuzz_readers` adds those of other
-frameworks. A reader passes if it returns, or raises a subclass
-of ``TorchqError``. It fails with any other exception, beyond the limits on time and memory, if the
-process dies, if a refused checkpoint has changed the model, or if an accepted one holds a range
-that is negative or not finite.
+``load`` and ``load_model`` read mutated checkpoints, ``inspect``, ``retarget``, ``verify`` and
+``from_onnx`` mutated ONNX files, ``from_onnx_old`` those that PyTorch exported years ago (of the
+package onnx), ``config`` mutated JSON, and four readers files of MXNet and Caffe, those of the
+tests. A reader passes if it returns, or raises a subclass of ``TorchqError``. It fails with any
+other exception, beyond the limits on time and memory, if the process dies, if a refused checkpoint
+has changed the model, or if an accepted one holds a range that is negative or not finite.
 
 Mutations are numbered; ``--only load:17`` repeats one. They run in child processes with a limit on
 memory, and each has a limit on time.
 
 Example:
-    python -m benchmarks.fuzz_files --count 20000 --out benchmarks/results/fuzz_files.jsonl
+    python -m benchmarks.fuzz --count 20000 --out benchmarks/results/fuzz_files.jsonl
 """
 
 from __future__ import annotations
@@ -39,16 +39,12 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.fuzz_mutations import mutate_checkpoint, mutate_json, mutate_onnx
-from benchmarks.fuzz_readers import FRAMEWORK_READERS
+from benchmarks.fuzz_mutations import mutate_bytes, mutate_checkpoint, mutate_json, mutate_onnx
 from benchmarks.harness import Reporter
 from torchq.errors import TorchqError
 
-__all__ = ["READERS", "fuzz", "main"]
-
-SECONDS = (
-    20  # for one mutation; the readers need less than 0.2 s for the files as they were written
-)
+# For one mutation; the readers need less than 0.2 s for the files as they were written.
+SECONDS = 20
 GIGABYTES = 12  # of address space: torch and ONNX Runtime map about 6 before they read anything
 CHUNK = 1000  # mutations for each child process
 
@@ -107,19 +103,20 @@ def _equal(a: list[Any], b: list[Any]) -> bool:
 
 def _check_ranges(model: nn.Module) -> None:
     for name, quantizer in model.named_modules():
-        amax = (
-            getattr(quantizer, "amax", None)
-            if isinstance(quantizer, torchq.TensorQuantizer)
-            else None
-        )
+        amax = quantizer.amax if isinstance(quantizer, torchq.TensorQuantizer) else None
         if amax is not None and not bool(((amax >= 0) & amax.isfinite()).all()):
             raise AssertionError(f"accepted a bad range in {name}: {amax}")
 
 
-def read_load(rng: Random, folder: Path) -> None:
-    """Load a mutated checkpoint into a float model, or into a quantized one."""
+def _checkpoint(rng: Random, folder: Path) -> Path:
     path = folder / "mutated.pt"
     mutate_checkpoint(rng, folder / f"{rng.choice(['int8', 'onnxruntime', 'w4a4'])}.pt", path)
+    return path
+
+
+def read_load(rng: Random, folder: Path) -> None:
+    """Load a mutated checkpoint into a float model, or into a quantized one."""
+    path = _checkpoint(rng, folder)
     model = Net().eval()
     if rng.random() < 0.3:
         torchq.quantize_(model)
@@ -137,9 +134,7 @@ def read_load(rng: Random, folder: Path) -> None:
 
 def read_load_model(rng: Random, folder: Path) -> None:
     """Build a model from a mutated checkpoint."""
-    path = folder / "mutated.pt"
-    mutate_checkpoint(rng, folder / f"{rng.choice(['int8', 'onnxruntime', 'w4a4'])}.pt", path)
-    _check_ranges(torchq.load_model(Net, path))
+    _check_ranges(torchq.load_model(Net, _checkpoint(rng, folder)))
 
 
 def _onnx_file(rng: Random, folder: Path) -> Path:
@@ -185,6 +180,69 @@ def read_config(rng: Random, folder: Path) -> None:
         model(example())
 
 
+FILES = Path(__file__).parents[1] / "tests" / "frontends"
+OLD = (
+    "test_BatchNorm2d_eval", "test_Conv2d_groups", "test_ConvTranspose2d", "test_Embedding",
+    "test_Linear", "test_MaxPool2d_stride_padding_dilation", "test_PReLU_2d", "test_Softmin",
+)  # fmt: skip
+
+
+def read_from_onnx(rng: Random, folder: Path) -> None:
+    """Read a mutated file of torchq's own export as a model."""
+    torchq.from_onnx(_onnx_file(rng, folder))
+
+
+def read_old_onnx(rng: Random, folder: Path) -> None:
+    """Read a mutated file that PyTorch exported years ago as a model."""
+    import onnx
+
+    models = Path(onnx.__file__).parent / "backend" / "test" / "data" / "pytorch-converted"
+    path = folder / "mutated.onnx"
+    mutate_onnx(rng, models / rng.choice(OLD) / "model.onnx", path)
+    torchq.from_onnx(path)
+
+
+def _mxnet(rng: Random) -> tuple[str, bytes]:
+    name = rng.choice(["classifier", "convolutions", "movement", "slices"])
+    symbol = FILES / "mxnet_files" / f"{name}-symbol.json"
+    params = FILES / "mxnet_files" / f"{name}-0000.params"
+    return symbol.read_text(encoding="utf-8"), params.read_bytes()
+
+
+def read_symbol(rng: Random, folder: Path) -> None:
+    """Read a mutated symbol of MXNet."""
+    symbol, params = _mxnet(rng)
+    path = folder / "mutated-symbol.json"
+    path.write_text(mutate_json(rng, symbol), encoding="utf-8")
+    torchq.from_mxnet(path, params)
+
+
+def read_params(rng: Random, folder: Path) -> None:
+    """Read mutated arrays of MXNet."""
+    symbol, params = _mxnet(rng)
+    torchq.from_mxnet(symbol, mutate_bytes(rng, params))
+
+
+def _caffe(rng: Random) -> list[bytes]:
+    name = rng.choice(["classifier", "detector", "operators"])
+    paths = (FILES / "caffe_files" / f"{name}.{end}" for end in ("prototxt", "caffemodel"))
+    return [path.read_bytes() for path in paths]
+
+
+def read_network(rng: Random, folder: Path) -> None:
+    """Read a mutated network of Caffe."""
+    network, weights = _caffe(rng)
+    path = folder / "mutated.prototxt"
+    path.write_bytes(mutate_bytes(rng, network))
+    torchq.from_caffe(path, weights)
+
+
+def read_weights(rng: Random, folder: Path) -> None:
+    """Read mutated weights of Caffe."""
+    network, weights = _caffe(rng)
+    torchq.from_caffe(network.decode(), mutate_bytes(rng, weights))
+
+
 READERS: dict[str, Callable[[Random, Path], None]] = {
     "load": read_load,
     "load_model": read_load_model,
@@ -192,7 +250,12 @@ READERS: dict[str, Callable[[Random, Path], None]] = {
     "retarget": read_retarget,
     "verify": read_verify,
     "config": read_config,
-    **FRAMEWORK_READERS,
+    "from_onnx": read_from_onnx,
+    "from_onnx_old": read_old_onnx,
+    "mxnet_symbol": read_symbol,
+    "mxnet_params": read_params,
+    "caffe_network": read_network,
+    "caffe_weights": read_weights,
 }
 
 
@@ -242,7 +305,7 @@ def work(reader: str, first: int, last: int, folder: Path) -> None:
 def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[int, str]]:
     """Yield the results of a child process; if it dies, the mutation that killed it fails."""
     work = ["--work", reader, str(first), str(last), str(folder)]
-    command = [sys.executable, "-m", "benchmarks.fuzz_files", *work]
+    command = [sys.executable, "-m", "benchmarks.fuzz", *work]
     done = subprocess.run(command, capture_output=True, text=True)
     started, ended = first, first - 1
     for line in done.stdout.splitlines():

@@ -1,34 +1,27 @@
-"""Comparing and timing networks, for the checks of the sweep."""
+"""Comparing networks, and counting the products with weights that they compute.
+
+The count does not rely on torchq's own report: it watches the operators that torch dispatches. A
+tensor is a weight if it was computed from parameters and constants alone. A weight is quantized if
+it lies on an INT8 grid, per tensor or per slice of one axis.
+"""
 
 from __future__ import annotations
 
 import random
-import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
+from benchmarks.harness import decibels
 from benchmarks.zoo_models import call
 from torchq.nn import QuantModule
-
-__all__ = [
-    "class_of_each_path",
-    "decibels",
-    "enough_batches",
-    "joined",
-    "measure",
-    "outputs",
-    "same",
-    "state",
-    "verdict",
-    "with_rounding",
-]
 
 #: Relative change of results that stands for another order of additions.
 ROUNDING = 1e-6
@@ -104,7 +97,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     )
 
 
-def decibels(found: list[Tensor], expected: list[Tensor]) -> float:
+def worst_decibels(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the worst ratio of signal to error over the floating-point outputs, at most 200."""
     worst = 200.0
     for x, y in zip(found, expected, strict=True):
@@ -112,15 +105,8 @@ def decibels(found: list[Tensor], expected: list[Tensor]) -> float:
             continue
         if x.shape != y.shape:
             return float("-inf")  # a detector kept another number of boxes
-        signal, error = y.double().square().sum(), (x.double() - y.double()).square().sum()
-        if error > 0:
-            worst = min(worst, float(10 * torch.log10(signal / error)))
-    return round(worst, 1)
-
-
-def verdict(good: bool, problem: str) -> str:
-    """Return ``"ok"`` or the problem."""
-    return "ok" if good else problem
+        worst = min(worst, decibels(x, y))
+    return worst
 
 
 def class_of_each_path(model: nn.Module) -> dict[str, tuple[type, bool]]:
@@ -159,13 +145,98 @@ def state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the least seconds of each call, over rounds that alternate and last 1 s at most."""
-    best = dict.fromkeys(runs, float("inf"))
-    end = time.perf_counter() + 1
-    while time.perf_counter() < end or float("inf") in best.values():
-        for name, run in runs.items():
-            start = time.perf_counter()
+# --- products with weights ------------------------------------------------------------------------
+
+PRODUCTS = {"convolution", "addmm", "mm", "bmm", "baddbmm", "linear", "_trilinear", "mkldnn_linear"}
+TOLERANCE = 1e-3  # of a code; float32 rounding of scale and quotient is below 1e-4 for 8 bits
+
+
+def on_grid(weight: Tensor) -> bool:
+    """Return True if all values are multiples of amax / 127, per tensor or per slice of an axis."""
+    weight = weight.detach().float()
+    axes = [None, *range(weight.dim())]
+    return any(_fits(weight, axis) for axis in axes)
+
+
+def _fits(weight: Tensor, axis: int | None) -> bool:
+    others = [d for d in range(weight.dim()) if d != axis]
+    codes = weight / (weight.abs().amax(others, keepdim=True).clamp_min(1e-30) / 127)
+    return bool((codes - codes.round()).abs().max() < TOLERANCE)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    yield from (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+class WeightCalls(TorchDispatchMode):
+    """Counts products with weights while it is active.
+
+    Attributes:
+        total: the number of convolutions and matrix products with a weight.
+        floating: the shapes of the weights that were not quantized, one for each call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.total = 0
+        self.floating: list[tuple[int, ...]] = []
+        self._weights = _Storages(p for p in [*model.parameters(), *model.buffers()])
+        self._constants = _Storages(())
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator, count it, and note what its results were computed from."""
+        kwargs = kwargs or {}
+        inputs = list(_tensors((args, kwargs)))
+        if function.overloadpacket.__name__ in PRODUCTS:
+            self._count([x for x in inputs if x in self._weights and x.dim() > 1])
+        kinds = [(x in self._weights, x in self._constants) for x in inputs]
+        result = function(*args, **kwargs)
+        for output in _tensors(result):
+            self._weights.discard(output)
+            self._constants.discard(output)
+            if not kinds and "rand" not in function.overloadpacket.__name__:
+                self._constants.add(output)
+            elif kinds and all(weight or constant for weight, constant in kinds):
+                (self._weights if any(w for w, _ in kinds) else self._constants).add(output)
+        return result
+
+    def _count(self, weights: list[Tensor]) -> None:
+        if not weights:
+            return
+        self.total += 1
+        if not any(on_grid(weight) for weight in weights):
+            self.floating.append(tuple(weights[-1].shape))
+
+
+class _Storages:
+    """A set of tensors, by their storage; it keeps them alive, so that none is reused."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._kept = {_storage(tensor): tensor.detach() for tensor in tensors}
+
+    def add(self, tensor: Tensor) -> None:
+        self._kept[_storage(tensor)] = tensor
+
+    def discard(self, tensor: Tensor) -> None:
+        self._kept.pop(_storage(tensor), None)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._kept
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def count(model: nn.Module, run: Any) -> WeightCalls:
+    """Return the counts of one call of ``run``, without torch's fused attention layers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), WeightCalls(model) as found:
             run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    return found

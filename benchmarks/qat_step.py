@@ -1,24 +1,18 @@
-"""One step of quantization-aware training over the same step in float: time and peak memory.
+"""One step of quantization-aware training over the same step in float.
 
 A step is forward, cross-entropy, backward and SGD. The models are the CIFAR ResNet-20 (batch 64,
 32x32), torchvision's ResNet-18 (batch 8, 224x224) and a ViT-Tiny (batch 8, 224x224, patches of 16).
 Weights are INT8 per channel and inputs INT8 per tensor, with fixed ranges where the tool has them
 (torchao uses the range of each token). ``aten`` is a parametrization and a hook around torch's own
-operators. NVIDIA ModelOpt, Brevitas and torchao compete where they are installed: name their
-interpreter with --python. aten and torchao leave the attention of a transformer float; torchao
-quantizes Linear layers alone.
+operators. NVIDIA ModelOpt, Brevitas and torchao compete where they are installed. aten and torchao
+leave the attention of a transformer float; torchao quantizes Linear layers alone.
 
 ``fp32`` is 1; compiled candidates refer to ``fp32 compiled``. On one thread the clock is CPU time.
-Memory is measured in a fresh process for each candidate, after two steps, with an allocator that
-returns freed blocks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 import warnings
@@ -32,7 +26,6 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import resnet20
 from benchmarks.harness import Reporter, compare, parse, parser, timing
-from benchmarks.memory import peak_bytes
 
 Step = Callable[[], object]
 
@@ -164,21 +157,11 @@ def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
     return found
 
 
-def peak_in_child(name: str, tool: str) -> int | None:
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    command = [sys.executable, "-m", "benchmarks.bench_qat_step", "--peak-of", name, tool]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-
-
 def measure(options: argparse.Namespace, name: str, report: Reporter) -> None:
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     tools = options.tools.split(",")
     for mode in options.modes.split(","):
         compiled = mode == "compiled"
-        if mode == "memory":
-            memory(name, tools, report)
-            continue
         baseline = "fp32" + " compiled" * compiled
         for row in compare(
             steps(name, tools, compiled), baseline=baseline, clock=clock, **timing(options)
@@ -186,50 +169,16 @@ def measure(options: argparse.Namespace, name: str, report: Reporter) -> None:
             report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 
-def memory(name: str, tools: Sequence[str], report: Reporter) -> None:
-    float_peak = peak_in_child(name, "fp32")
-    for tool in tools:
-        peak = peak_in_child(name, tool)
-        if peak is not None and float_peak:
-            report.value(
-                model=name,
-                mode="memory",
-                candidate=tool,
-                peak_mib=peak / 2**20,
-                ratio=peak / float_peak,
-            )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--python", help="interpreter of the environment that has the rivals")
     options.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     options.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
     options.add_argument(
         "--modes",
-        default="eager,memory",
-        help="of eager, compiled (needs a C++ compiler), memory; default: %(default)s",
-    )
-    options.add_argument(
-        "--peak-of",
-        nargs=2,
-        metavar=("MODEL", "TOOL"),
-        help="print the peak memory of one candidate and stop",
+        default="eager",
+        help="of eager, compiled (needs a C++ compiler); default: %(default)s",
     )
     chosen = parse(options, argv)
-    if chosen.python:
-        rest = list(sys.argv[1:] if argv is None else argv)
-        at = rest.index("--python")
-        raise SystemExit(
-            subprocess.run(
-                [chosen.python, "-m", "benchmarks.bench_qat_step", *rest[:at], *rest[at + 2 :]]
-            ).returncode
-        )
-    if chosen.peak_of:
-        step = make_step(*chosen.peak_of)
-        step()
-        print(json.dumps(peak_bytes(step)))
-        return
     with Reporter(
         "qat_step", chosen.out, packages=("nvidia-modelopt", "brevitas", "torchao")
     ) as report:

@@ -1,0 +1,376 @@
+"""Print the tables of measured figures into README and docs/benchmarks.md.
+
+A page holds ``<!-- NAME -->`` and ``<!-- end -->`` around each table. Every figure is read from the
+newest line in benchmarks/results/ that fits, so a new run of a benchmark and a new run of this
+program renew a page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+TABLE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ZOO = ("torchvision", "timm", "ultralytics", "smp", "transformers")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result lines of all benchmarks, the newest last."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+    def all(self, bench: str, **wanted: object) -> list[Mapping[str, Any]]:
+        """Return the lines of a benchmark that have all ``wanted`` values."""
+        of_bench = (row for row in self.rows if row["bench"] == bench)
+        return [row for row in of_bench if all(row.get(k) == v for k, v in wanted.items())]
+
+    def value(self, key: str, bench: str, **wanted: object) -> Any:
+        """Return one figure of the newest line that has all ``wanted`` values.
+
+        Raises:
+            LookupError: no line has them; the benchmark wrote something else than is shown.
+        """
+        found = [row for row in self.all(bench, **wanted) if key in row]
+        if not found:
+            raise LookupError(f"no line of {bench} has {key} and {wanted}")
+        return found[-1][key]
+
+
+def read_results(folder: Path = ROOT / "benchmarks" / "results") -> Measured:
+    """Return every result line of a folder."""
+    paths = sorted(folder.glob("*.jsonl"))
+    rows = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    return Measured([row for row in rows if row["kind"] == "result"])
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _span(values: Iterable[float], text: str = "{:.1f}") -> str:
+    """Return the least and the largest value, or the one that both are."""
+    found = sorted(values)
+    low, high = text.format(found[0]), text.format(found[-1])
+    return low if low == high else f"{low} to {high}"
+
+
+# --- single figures, which the pictures show too ------------------------------------------------
+
+
+def accuracies(measured: Measured) -> tuple[float, float]:
+    """Return the accuracy of ResNet-20 in FP32, and the one in INT8 with the range by MSE."""
+    lookup = {"key": "accuracy", "bench": "accuracy_qat", "network": "resnet20"}
+    plain = measured.value(widths="fp32", method="fp32", **lookup)
+    return plain, measured.value(widths="w8a8", method="ptq mse", **lookup)
+
+
+def latency(measured: Measured) -> float:
+    """Return the time of ResNet-50 deployed on torch over that in FP32, for one image."""
+    return 1 / _speedup(measured, "resnet50", 1, "torch quantized, own placement")
+
+
+def memories(measured: Measured) -> list[float]:
+    """Return the MiB that ResNet-50 takes in FP32 and deployed, once it has run."""
+    lookup = {"bench": "deploy_memory", "model": "resnet50"}
+    key = "one_size_anonymous_mib"
+    return [measured.value(key, candidate=name, **lookup) for name in ("fp32", "int8")]
+
+
+def _speedup(measured: Measured, model: str, batch: int, candidate: str) -> float:
+    lookup = {"model": model, "batch": batch, "threads": 1, "candidate": candidate}
+    found: float = measured.value("speedup", "deploy_native", **lookup)
+    return found
+
+
+def _int8(measured: Measured) -> str:
+    rows = measured.all("accuracy_qat", network="resnet20", widths="w8a8")
+    return _span(row["accuracy"] for row in rows if row["method"].startswith("ptq")) + " %"
+
+
+def _after(measured: Measured, network: str, widths: str, algorithm: str | None) -> str:
+    rows = measured.all("accuracy_ptq", network=network, widths=widths, algorithm=algorithm)
+    return _span(100 * row["accuracy"] for row in rows) + " %"
+
+
+def _step(measured: Measured, network: str, tool: str) -> str:
+    """Return the ratio of a training step, and that of the compiled one in brackets."""
+    lookup = {"bench": "qat_step", "model": network}
+    text = f"{measured.value('ratio', mode='eager', candidate=tool, **lookup):.2f}"
+    compiled = measured.all(mode="compiled", candidate=f"{tool} compiled", **lookup)
+    return f"{text} ({compiled[-1]['ratio']:.2f})" if compiled else text
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def overview(measured: Measured) -> str:
+    plain, _ = accuracies(measured)
+    seconds = measured.value(
+        "process_seconds", "accuracy_ptq", network="resnet20", widths="W4A4", algorithm="gptq_"
+    )
+    solved = _after(measured, "resnet20", "W4A4", "gptq_")
+    before, after = (f"{mib:.0f} MiB" for mib in memories(measured))
+    accuracy = "ResNet-20, accuracy on 10,000 CIFAR-10 images"
+    four = f"the same in four bits, after {seconds:.0f} s of `gptq_`"
+    time = f"{latency(measured):.2f}"
+    step = _step(measured, "ResNet-20", "torchq").split()[0]
+    rows = [
+        (accuracy, f"{plain:.1f} %", _int8(measured), "benchmarks/accuracy.py"),
+        (four, f"{plain:.1f} %", solved, "benchmarks/accuracy.py"),
+        ("ResNet-50, time of one image, `deploy`", 1, time, "benchmarks/deploy.py"),
+        ("ResNet-50, memory", before, after, "benchmarks/deploy_memory.py"),
+        ("ResNet-20, a step of training", 1, step, "benchmarks/qat_step.py"),
+    ]
+    return markdown(("measured on one CPU thread", "FP32", "INT8", "program"), rows)
+
+
+def fake_quant(measured: Measured) -> str:
+    tools = ("torchq", "torchq compiled", "aten", "modelopt", "torchao", "brevitas")
+    head = ("torchq", "torchq, compiled", "torch's own operator", "ModelOpt", "torchao", "Brevitas")
+    lookup = {"bench": "fake_quant", "case": "int8 per tensor"}
+    rows = [
+        (mode, *(f"{measured.value('ratio', mode=mode, candidate=t, **lookup):.1f}" for t in tools))
+        for mode in ("forward", "training", "backward")
+    ]
+    return markdown(("mode", *head), rows)
+
+
+def qat_step(measured: Measured) -> str:
+    networks = ("ResNet-20", "ResNet-18", "ViT-Tiny")
+    tools = ("torchq", "aten", "modelopt", "brevitas")
+    rows = [(network, *(_step(measured, network, tool) for tool in tools)) for network in networks]
+    return markdown(("network", "torchq", "torch's own operators", "ModelOpt", "Brevitas"), rows)
+
+
+def calibration(measured: Measured) -> str:
+    lookup = {"bench": "calibration", "what": "estimate"}
+
+    def seconds(**wanted: object) -> str:
+        return f"{1000 * measured.value('median_s', **lookup, **wanted):,.0f} ms"
+
+    rows = [
+        ("a tensor", *(seconds(method="entropy", candidate=c) for c in ("torchq", "ModelOpt"))),
+        ("512 channels", seconds(channels=512, candidate="entropy"), ""),
+    ]
+    return markdown(("entropy range of 2048 bins", "torchq", "ModelOpt"), rows)
+
+
+def fuse(measured: Measured) -> str:
+    exact = {row["network"]: row for row in measured.all("fuse", part="exact")}
+    rows = []
+    for network in dict.fromkeys([*exact, "repvgg_a0"]):
+        error = f"{exact[network]['error_float64']:.0e}" if network in exact else ""
+        found = measured.all("fuse", part="latency", network=network)
+        by_tool = {row["candidate"]: f"{row['ratio']:.2f}" for row in found}
+        rows.append((network, error, by_tool.get("torchq", ""), by_tool.get("torch", "")))
+    return markdown(("network", "error in float64", "time", "time, torch.fx's fuse"), rows)
+
+
+def accuracy(measured: Measured) -> str:
+    rows: list[Sequence[object]] = []
+    nearest = "recipes.w4a4()"
+    for network, widths in (
+        ("resnet20", "W4A8"),
+        ("resnet20", "W4A4"),
+        ("resnet20", "W3A4"),
+        ("resnet20", "W2A4"),
+        ("repvgg", "W4A8"),
+        ("depthwise", "W4A8"),
+        ("depthwise", "W4A4"),
+    ):
+        names = (nearest if (network, widths) == ("resnet20", "W4A4") else "nearest", "gptq_")
+        plain, solved = (
+            _after(measured, network, widths, name)
+            if measured.all("accuracy_ptq", network=network, widths=widths, algorithm=name)
+            else ""
+            for name in names
+        )
+        full = _after(measured, network, "FP32", None)
+        images = measured.value("images", "accuracy_ptq", network=network, widths="FP32")
+        rows.append((network, f"{images:,}", full, widths, plain, solved))
+    return markdown(("network", "images", "FP32", "bits", "calibrated", "`gptq_`"), rows)
+
+
+def training(measured: Measured) -> str:
+    rows = []
+    for widths in ("w8a8", "w4a8", "w4a4", "w3a3", "w2a2"):
+        lookup = {"bench": "accuracy_qat", "network": "resnet20", "widths": widths}
+        trained = measured.all(method="lsq, distilled", **lookup)[-1]
+        plain = measured.value("accuracy", method="ptq mse", **lookup)
+        steps = f"{trained['steps']:,}"
+        rows.append((widths.upper(), f"{plain:.1f} %", f"{trained['accuracy']:.1f} %", steps))
+    return markdown(("ResNet-20", "calibrated", "trained", "steps"), rows)
+
+
+def methods(measured: Measured) -> str:
+    found: dict[str, list[float]] = {}
+    for row in measured.all("accuracy_qat", network="resnet20", widths="w4a4"):
+        if row["method"].startswith("short: "):
+            found.setdefault(row["method"].removeprefix("short: "), []).append(row["accuracy"])
+    rows = [(name, f"{mean(values):.1f} %", len(values)) for name, values in found.items()]
+    return markdown(("method", "accuracy", "seeds"), rows)
+
+
+def zoo(measured: Measured) -> str:
+    """Return how many networks of each library pass each check of those made."""
+    merged: dict[str, dict[str, Any]] = {}
+    for row in measured.all("sweep_zoo"):
+        merged.setdefault(row["model"], {}).update(row)
+    libraries = [[r for m, r in merged.items() if m.startswith(f"{name}/")] for name in ZOO]
+    rows: list[Sequence[object]] = [("networks", *map(len, libraries))]
+    checks = ("plan", "quantize", "off", "restore", "save", "fuse", "target")
+    for check in (*checks, "export", "deploy", "speed"):
+        made = [[row[check] for row in own if check in row] for own in libraries]
+        rows.append((check, *(f"{values.count('ok')} of {len(values)}" for values in made)))
+    left, total = (
+        [sum(row.get(key, 0) for row in own) for own in libraries]
+        for key in ("left_float", "products")
+    )
+    counts = (f"{a} of {b}" for a, b in zip(left, total, strict=True))
+    return markdown(("check", *ZOO), [*rows, ("products left float", *counts)])
+
+
+def conformance(measured: Measured) -> str:
+    """Return the counts of the newest run of each section, of ONNX files that are read."""
+    names = ("cases", "right", "refused", "wrong")
+    rows = [
+        (row["section"], *(row[name] for name in names))
+        for row in measured.all("conformance_onnx")
+        if "cases" in row
+    ]
+    newest = {row[0]: row for row in rows}
+    return markdown(("section", *names), newest.values())
+
+
+def fuzz(measured: Measured) -> str:
+    counts: dict[str, list[int]] = {}
+    for row in measured.all("fuzz_files"):
+        sums = counts.setdefault(row["reader"], [0, 0, 0])
+        read = row["results"].get("read", 0)
+        failed = row["results"].get("FAIL", 0)
+        total = sum(row["results"].values())
+        for place, count in enumerate((read, total - read - failed, failed)):
+            sums[place] += count
+    rows = [(f"`{reader}`", *map("{:,}".format, sums)) for reader, sums in counts.items()]
+    return markdown(("reader", "read", "named error", "other"), rows)
+
+
+NETWORKS = {
+    "ResNet-18": "resnet18",
+    "ResNet-50": "resnet50",
+    "MobileNetV2": "mobilenet_v2",
+    "encoder": "encoder",
+    "U-Net": "unet",
+    "ViT-B/16": "vit_b_16",
+}
+
+
+def files(measured: Measured) -> str:
+    makers = {"onnxruntime": "onnxruntime.quantization", "openvino": "nncf"}
+    rows = []
+    for runtime, maker in makers.items():
+        cells = []
+        for model in NETWORKS.values():
+            names = (f"{runtime} float", f"{runtime} quantized", maker)
+            plain, ours, theirs = (_speedup(measured, model, 1, name) for name in names)
+            cells.append(f"{ours / plain:.1f}x ({theirs / plain:.1f}x)")
+        rows.append((f"{runtime} ({maker})", *cells))
+    return markdown(("runtime (its quantizer)", *NETWORKS), rows)
+
+
+def deploy(measured: Measured) -> str:
+    rows = []
+    for batch, name in ((1, "one image"), (32, "32 images")):
+        cells = []
+        for model in NETWORKS.values():
+            if not measured.all("deploy_native", model=model, batch=batch, threads=1):
+                cells.append("")
+                continue
+            candidates = ("torch quantized, own placement", "fastest")
+            own, fastest = (_speedup(measured, model, batch, c) for c in candidates)
+            cells.append(f"{own:.1f}x ({fastest:.1f}x)")
+        rows.append((name, *cells))
+    return markdown(("setting", *NETWORKS), rows)
+
+
+def memory(measured: Measured) -> str:
+    names = {"FP32": "fp32", "deployed": "int8", "deployed, mapped file": "int8, mapped"}
+    key, rows = "one_size_anonymous_mib", []
+    for title in ("ResNet-50", "ViT-B/16", "encoder"):
+        lookup = {"bench": "deploy_memory", "model": NETWORKS[title]}
+        found = (measured.value(key, candidate=name, **lookup) for name in names.values())
+        rows.append((title, *(f"{mib:.0f}" for mib in found)))
+    return markdown(("MiB", *names), rows)
+
+
+def agreement(measured: Measured) -> str:
+    rows = []
+    for row in measured.all("accuracy_deploy"):
+        if row["case"].startswith("int8, "):
+            same, ratio = _percent(row["same_class"]), f"{row['to_simulation_db']:.0f} dB"
+            placement = row["placement"].partition(",")[0]
+            share = f"{100 * row['accuracy']:.1f} %"
+            rows.append((row["case"].removeprefix("int8, "), placement, share, same, ratio))
+    return markdown(("engine", "quantizers for", "accuracy", "same class", "signal to error"), rows)
+
+
+def codes(measured: Measured) -> str:
+    rows = []
+    for target in (None, "onnxruntime"):
+        lookup = {"bench": "deploy_onnx", "target": target}
+        counts = measured.all(runs="layer by layer", **lookup)[-1]
+        shares = [
+            f"{100 * measured.value('top1', runs=runs, **lookup):.2f} %"
+            for runs in ("unoptimised", "simulation in float64")
+        ]
+        figures = (f"{counts[name]:,}" for name in ("codes", "ties", "wrong"))
+        rows.append((target or "any", *figures, *shares))
+    head = ("target", "codes", "ties", "wrong", "same class", "simulation in float64")
+    return markdown(head, rows)
+
+
+def peers(measured: Measured) -> str:
+    rows = [
+        (row["runtime"], row["candidate"], _percent(row["accuracy"]), f"{row['speedup']:.1f}x")
+        for row in measured.all("accuracy_peers")
+    ]
+    return markdown(("runtime", "file", "accuracy", "speed"), rows)
+
+
+TABLES: dict[str, Callable[[Measured], str]] = {
+    table.__name__: table
+    for table in (
+        *(overview, fake_quant, qat_step, calibration, fuse, accuracy, training, methods, zoo),
+        *(conformance, fuzz, files, deploy, memory, agreement, codes, peers),
+    )
+}
+
+
+def filled(page: str, measured: Measured) -> str:
+    """Return the text of a page with all its tables anew."""
+    return TABLE.sub(lambda found: found[1] + TABLES[found[2]](measured) + found[3], page)
+
+
+def main() -> None:
+    """Print the tables into the pages."""
+    measured = read_results()
+    for path in PAGES:
+        path.write_text(filled(path.read_text("utf-8"), measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
