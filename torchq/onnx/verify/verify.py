@@ -100,10 +100,9 @@ def verify_onnx(
             file = _File(model, source, layers, limits)
         unaltered = Outputs(runs.plain.outputs, measure)
         count = 0
+        shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
         with torch.no_grad(), evaluating(model), file.simulation.active(model):
-            for batch in progress_bar(
-                batches, description="verify", most=num_batches, enabled=progress
-            ):
+            for batch in shown:
                 feeds = runs.plain.feeds(_file_inputs(model, batch))
                 expected = file.simulated(model, batch)
                 found = runs.add(feeds, expected, compare=file.for_onnxruntime)
