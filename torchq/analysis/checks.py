@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.layers import channel_axes
+from torchq.analysis.layers import channel_axes, joined
 from torchq.analysis.observation import Observation
 from torchq.functional import is_dead, reduce_amax
 from torchq.fusion.modules import TRANSPOSED
@@ -267,7 +267,7 @@ def functional_call(patient: Patient) -> Found:
         if not kinds:
             continue
         text = f"its forward calls {', '.join(kinds)} with a weight that stays float"
-        weights = [_joined(names[key], site.weight) for site in sites if site.weight]
+        weights = [joined(names[key], site.weight) for site in sites if site.weight]
         weights += sorted(parameters[source] for source in found.sources)
         if weights:
             text += f" ({', '.join(dict.fromkeys(weights))})"
@@ -337,7 +337,7 @@ def range_spread(patient: Patient) -> Found:
             axes = channel_axes(module).get(id(quantizer), (0,))
             remedy = f"weight=QuantDescriptor(axis={axes})"
             remedy += ", or torchq.ptq.equalize_(model, example) before calibration"
-            yield "warning", _joined(path, "weight_quantizer"), text, remedy
+            yield "warning", joined(path, "weight_quantizer"), text, remedy
 
 
 @check("batchnorm_left", needs_batches=True)
@@ -350,7 +350,3 @@ def batchnorm_left(patient: Patient) -> Found:
         text = f"normalises the output of the quantized {layer}, at the cost of a float operator"
         remedy = "torchq.fuse_(model, example) before torchq.quantize_ and torchq.calibrate"
         yield "warning", path, text, remedy
-
-
-def _joined(parent: str, child: str) -> str:
-    return f"{parent}.{child}" if parent else child

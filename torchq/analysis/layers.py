@@ -93,17 +93,18 @@ def _own_quantizers(name: str, module: nn.Module) -> dict[str, TensorQuantizer]:
     if isinstance(module, RoutedModule):
         for site, holder in module.holders():
             if holder is not module and not _is_called(holder):
-                found.update(_direct(_joined(name, site.holder), holder))
+                found.update(_direct(joined(name, site.holder), holder))
     return found
 
 
 def _direct(name: str, module: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
     for child_name, child in module.named_children():
         if isinstance(child, TensorQuantizer) and child.quantizing:
-            yield _joined(name, child_name), child
+            yield joined(name, child_name), child
 
 
-def _joined(parent: str, child: str) -> str:
+def joined(parent: str, child: str) -> str:
+    """Return the dotted path of a child; the path of the root is empty."""
     return f"{parent}.{child}" if parent else child
 
 
