@@ -98,17 +98,17 @@ def verify_onnx(
         runs = _Runs(source, measure)
         with named_errors(path):
             file = _File(model, source, layers, limits)
-        unaltered = Outputs(runs.plain.outputs, measure)
+        unaltered, count = Outputs(runs.plain.outputs, measure), 0
         shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
-        count = 0
         with torch.no_grad(), evaluating(model), file.simulation.active(model):
-            for count, batch in enumerate(shown, 1):
+            for batch in shown:
                 feeds = runs.plain.feeds(_file_inputs(model, batch))
                 expected = file.simulated(model, batch)
                 found = runs.add(feeds, expected, compare=file.for_onnxruntime)
                 with named_errors(path):
                     file.compare(feeds, expected)
                 unaltered.add(file.as_it_is(model, batch, expected), found)
+                count += 1
     if not count:
         raise ExportError("verify_onnx: got no batch; expected at least one")
     with named_errors(path):
