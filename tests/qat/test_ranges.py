@@ -123,14 +123,9 @@ def test_lsq_starts_from_the_mean_magnitude(layout: dict[str, Any]) -> None:
     torchq.quantize_(model, torchq.QuantConfig((torchq.Rule("0", weight=weight),)))
     torchq.calibrate(model, progress=False)
     learn_ranges_(model, "lsq", start="lsq")
-    rows = layer.weight.detach().abs()
-    if layout == {"axis": 0}:
-        mean = rows.mean(1)
-    elif layout:
-        mean = rows.view(4, 2, 5).mean(2).flatten()
-    else:
-        mean = rows.mean().view(1)
-    scale = 2 * mean / math.sqrt(7)
+    groups = {"axis": (4, 10), "block_size": (8, 5)}
+    rows = layer.weight.detach().abs().view(groups[next(iter(layout))] if layout else (1, 40))
+    scale = 2 * rows.mean(1) / math.sqrt(7)
     torch.testing.assert_close(layer.weight_quantizer.amax.detach().flatten(), scale * 7)
 
 
@@ -142,36 +137,6 @@ def test_a_float_checkpoint_loads_strictly_into_learned_ranges() -> None:
         model.load_state_dict(ConvNet().state_dict(), strict=True)
         after = {n: q.amax for n, q in quantizers(model).items()}
         assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_learned_state_loads_into_another_model_of_the_same_kind() -> None:
-    first, second = calibrated(), calibrated()
-    for model in (first, second):
-        learn_ranges_(model, "lsq+", "*.input_quantizer")
-    with torch.no_grad():
-        for quantizer in quantizers(first).values():
-            quantizer.amax.mul_(1.5)
-    second.load_state_dict(first.state_dict(), strict=True)
-    x = image_batches()[0]
-    assert torch.equal(first.eval()(x), second.eval()(x))
-
-
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
-@pytest.mark.parametrize("dead", [0.0, -0.3])
-def test_a_range_that_was_driven_to_zero_recovers(backend: str, dead: float) -> None:
-    """Its gradient is the limit of a range that clips everything: it grows if that helps."""
-    quantizer = TensorQuantizer(QuantDescriptor(4, amax=1.0, learn_amax=True))
-    with torch.no_grad():
-        quantizer.amax.fill_(dead)
-    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
-    x = torch.linspace(-1, 1, 64)
-    with torchq.functional.kernels.use_backend(backend):
-        for _ in range(60):
-            loss = (quantizer(x) - x).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert quantizer.amax > 0.5
 
 
 def test_a_learned_range_below_zero_is_exported_as_zeros(tmp_path: Path) -> None:
@@ -191,14 +156,23 @@ def test_a_learned_range_below_zero_is_exported_as_zeros(tmp_path: Path) -> None
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=1e-6)
 
 
+ENDS = [(0.0,), (-0.3,), (0.0, 0.0), (-0.3, 0.3), (0.5, 0.0), (0.0, -0.5)]
+
+
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-@pytest.mark.parametrize("ends", [(0.0, 0.0), (0.3, -0.3), (0.0, 0.5), (-0.5, 0.0)])
-def test_both_ends_recover(backend: str, ends: tuple[float, float]) -> None:
-    quantizer = TensorQuantizer(QuantDescriptor(4, unsigned=True, symmetric=False, learn_amax=True))
-    quantizer.set_range(-1.0, 1.0)
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_range_that_was_driven_to_zero_recovers(backend: str, ends: tuple[float, ...]) -> None:
+    """Its gradient is the limit of a range that clips everything: it grows if that helps."""
+    has_two = len(ends) == 2
+    d = QuantDescriptor(4, unsigned=has_two, symmetric=not has_two, learn_amax=True)
+    quantizer = TensorQuantizer(d)
+    if has_two:
+        quantizer.set_range(-1.0, 1.0)
+    else:
+        quantizer.set_amax(1.0)
     with torch.no_grad():
-        quantizer.amin.fill_(ends[0])
-        quantizer.amax.fill_(ends[1])
+        for end, value in zip((quantizer.amax, quantizer.amin), ends, strict=False):
+            end.fill_(value)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
     x = torch.linspace(-1, 1, 64)
     with torchq.functional.kernels.use_backend(backend):
@@ -207,7 +181,8 @@ def test_both_ends_recover(backend: str, ends: tuple[float, float]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    assert quantizer.amax > 0.5 and quantizer.amin < -0.5
+    assert quantizer.amax > 0.5
+    assert not has_two or quantizer.amin < -0.5
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])

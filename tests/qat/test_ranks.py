@@ -14,11 +14,7 @@ pytestmark = needs_gloo
 
 Results = list[dict[str, Any]]
 
-CASES = [
-    "ddp fixed",
-    "ddp learned",
-    "fsdp fixed",
-]
+CASES = ["ddp fixed", "ddp learned", "fsdp fixed"]
 
 
 @pytest.fixture(scope="module")

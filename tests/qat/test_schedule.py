@@ -10,18 +10,14 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, image_batches
-from torchq.qat import (
-    freeze_bn_from_,
-    freeze_ranges_from_,
-    observing,
-)
+from torchq.qat import freeze_bn_from_, freeze_ranges_from_, observing
 from torchq.workflow import quantizers
 
 
-def calibrated(recipe: str = "w4a4") -> nn.Module:
+def calibrated() -> nn.Module:
     torch.manual_seed(0)
     model = ConvNet().train()
-    torchq.quantize_(model, torchq.recipes.by_name(recipe))
+    torchq.quantize_(model, torchq.recipes.w4a4())
     torchq.calibrate(model, image_batches(), progress=False)
     return model
 

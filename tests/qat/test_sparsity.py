@@ -69,18 +69,7 @@ def test_masks_of_hooks_survive_training(learn: bool) -> None:
     assert_sparse(model, masks)
 
 
-def test_zeros_stay_zeros_through_fusing() -> None:
-    model, masks = pruned()
-    done = prepare(model, [images()], torchq.recipes.w4a4(first_last=None), progress=False)
-    train(model, done.param_groups)
-    for name in masks:
-        prune.remove(model.get_submodule(name), "weight")
-    torchq.fuse_(model.eval(), images(), progress=False)
-    assert isinstance(model[1], nn.Identity)
-    assert_sparse(model, masks)
-
-
-def test_zeros_stay_zeros_in_a_file(tmp_path: Path) -> None:
+def test_zeros_stay_zeros_through_fusing_and_in_a_file(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     model, masks = pruned()
@@ -89,6 +78,8 @@ def test_zeros_stay_zeros_in_a_file(tmp_path: Path) -> None:
     for name in masks:
         prune.remove(model.get_submodule(name), "weight")
     torchq.fuse_(model.eval(), images(), progress=False)
+    assert isinstance(model[1], nn.Identity)
+    assert_sparse(model, masks)
     path = tmp_path / "sparse.onnx"
     torchq.export_onnx(model, images(), path)
     arrays = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer]

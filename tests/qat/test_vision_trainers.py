@@ -17,16 +17,15 @@ from torchq.workflow import quantizers
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
-def recipe(page: str, containing: str, **names: Any) -> dict[str, Any]:
-    """Return the names that a code block of a page defines."""
-    text = (ROOT / "docs/howto" / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+def recipe(containing: str, **names: Any) -> dict[str, Any]:
+    """Return the names that a code block of the page defines."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     (block,) = (block for block in blocks if containing in block)
     found = {"torch": torch, "torchq": torchq, **names}
-    exec(compile(block, page, "exec"), found)
+    exec(compile(block, PAGE.name, "exec"), found)
     return found
 
 
@@ -66,7 +65,7 @@ def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("YOLO_OFFLINE", "True")
     ultralytics = pytest.importorskip("ultralytics", reason="the test is about ultralytics")
-    model = recipe("ultralytics.md", "add_callback", YOLO=ultralytics.YOLO)["model"]
+    model = recipe("def quantize(trainer)", YOLO=ultralytics.YOLO)["model"]
     started: list[dict[str, torch.Tensor]] = []
     model.add_callback(
         "on_train_start",
@@ -98,7 +97,7 @@ def test_the_train_script_of_timm(tmp_path: Path) -> None:
     loss_of = pytest.importorskip("timm.loss").SoftTargetCrossEntropy()
     torch.manual_seed(0)
     images = torch.rand(4, 3, 32, 32)
-    run = recipe("timm.md", "create_optimizer_v2", timm=timm, images=images)
+    run = recipe("create_optimizer_v2", timm=timm, images=images)
     model, optimizer, scheduler, ema = (
         run[name] for name in ("model", "optimizer", "scheduler", "ema")
     )
@@ -121,7 +120,7 @@ def test_the_train_script_of_timm(tmp_path: Path) -> None:
         saver.save_checkpoint(epoch, metric=float(epoch))
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert any(name.endswith("amax") for name in moved) and len(moved) > 0.5 * len(before)
-    again = recipe("timm.md", "create_optimizer_v2", timm=timm, images=images)["model"]
+    again = recipe("create_optimizer_v2", timm=timm, images=images)["model"]
     timm.models.load_checkpoint(again, str(tmp_path / "last.pth.tar"), weights_only=False)
     state = ema.module.state_dict()  # timm loads the average by default
     assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())

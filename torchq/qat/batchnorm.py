@@ -13,8 +13,6 @@ from torchq.graph import Forward, call_model
 from torchq.nn import freeze_norm_, unfreeze_norm_
 from torchq.utils import check_batches, device_of, evaluating, progress_bar
 
-__all__ = ["Reestimate", "freeze_bn_", "reestimate_bn_", "unfreeze_bn_"]
-
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -47,6 +45,22 @@ def unfreeze_bn_(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in modules if unfreeze_norm_(module, training))
 
 
+def freeze_bn_from_(model: nn.Module, step: int, start: int) -> tuple[str, ...]:
+    """Let the statistics of every BatchNorm move before step ``start``, and stay from then on.
+
+    The BatchNorms stay frozen after ``model.train()``; see :func:`torchq.qat.freeze_bn_`.
+
+    Args:
+        model: any module; changed in place.
+        step: the number of the step that comes now.
+        start: the first step with fixed statistics.
+
+    Returns:
+        The paths of the layers that were frozen or freed.
+    """
+    return freeze_bn_(model) if step >= start else unfreeze_bn_(model)
+
+
 class Reestimate:
     """The result of :func:`reestimate_bn_`; :meth:`remove` brings the old statistics back.
 
@@ -62,14 +76,6 @@ class Reestimate:
         """Restore the statistics from before."""
         for module, state in self._saved:
             module.load_state_dict(state, strict=False)
-
-
-def _start_averaging(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> None:
-    """Let every norm begin a plain average over the batches that follow."""
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # torch takes this for the plain average over all batches
-        norm.training = True
 
 
 def reestimate_bn_(
@@ -113,7 +119,10 @@ def reestimate_bn_(
     momenta = [m.momentum for m in norms]
     try:
         with torch.no_grad(), evaluating(model):
-            _start_averaging(norms)
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # torch takes this for the plain average over all batches
+                norm.training = True
             count = 0
             for batch in progress_bar(
                 batches, description="batch norm", most=num_batches, enabled=progress

@@ -15,8 +15,6 @@ from torchq.graph import tensors_in
 from torchq.swap import restore_
 from torchq.utils import copy_module
 
-__all__ = ["Distillation", "first_logits", "float_twin", "logit_loss"]
-
 
 def float_twin(model: nn.Module) -> nn.Module:
     """Return a float copy of a quantized model: in eval mode, without gradients.

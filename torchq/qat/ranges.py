@@ -1,9 +1,10 @@
-"""Ranges that are learned: their gradient, and where they start."""
+"""Ranges in training: learned, shared, fixed from a step on, or following the data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,18 +20,11 @@ from torchq.functional import (
     straight_through,
 )
 from torchq.functional.fake_quant import living_ends
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, TensorQuantizer, share_quantizers_
 from torchq.utils import Pattern
-from torchq.workflow import select_quantizers
+from torchq.workflow import select_quantizers, weight_quantizers
 
-__all__ = ["learn_ranges_"]
-
-#: Method -> changes of the descriptor. Each also learns, with LSQ's gradient scale.
-_METHODS: dict[str, dict[str, Any]] = {
-    "lsq": {},
-    "lsq+": {"symmetric": False},
-    "pact": {},
-}
+_METHODS = ("lsq", "lsq+", "pact")
 
 
 def learn_ranges_(
@@ -81,7 +75,12 @@ def learn_ranges_(
         )
     chosen = select_quantizers(model, patterns)
     descriptors = {path: _learned(path, q, method) for path, q in chosen.items()}
-    weights = _weights(model)
+    weights = {
+        id(quantizer): weight.detach()
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for quantizer, weight in module.quantized_weights()
+    }
     for path, quantizer in chosen.items():
         first = weights.get(id(quantizer)) if start == "lsq" else None
         _make_parameters(quantizer, descriptors[path], first)
@@ -121,22 +120,11 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
         raise ConfigError(
             f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
         )
+    changes: dict[str, Any] = {"symmetric": False} if method == "lsq+" else {}
     try:
-        return quantizer.descriptor.replace(
-            learn_amax=True, scale_range_grad=True, **_METHODS[method]
-        )
+        return quantizer.descriptor.replace(learn_amax=True, scale_range_grad=True, **changes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _weights(model: nn.Module) -> dict[int, Tensor]:
-    """Return the weight of each weight quantizer, by the quantizer's id."""
-    return {
-        id(quantizer): weight.detach()
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for quantizer, weight in module.quantized_weights()
-    }
 
 
 def _make_parameters(
@@ -166,3 +154,120 @@ def _lsq_start(weight: Tensor, descriptor: QuantDescriptor) -> Tensor:
     mean = parts.mean(dims, keepdim=True) if dims else parts
     scale = 2 * mean / math.sqrt(descriptor.format.qmax)
     return amax_from_scale(scale, descriptor.format).reshape(granularity.amax_shape(weight.shape))
+
+
+def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> TensorQuantizer:
+    """Let all activation quantizers that a pattern selects be one quantizer, in place.
+
+    They are calibrated together, learned together and exported with one scale. A runtime needs
+    that where it moves codes without requantizing them: at the inputs of a concatenation, or at
+    the readers of one tensor. The sharing survives ``deepcopy``, pickle, :func:`torchq.save` and
+    state dicts, which hold the range under every path.
+
+    Args:
+        model: a quantized model; changed in place.
+        patterns: as for :func:`torchq.disabled`. Of modules with weights only the input
+            quantizers count.
+
+    Returns:
+        The quantizer that all of them now are. If ranges were known, it has the largest.
+
+    Raises:
+        ConfigError: The patterns select fewer than two quantizers, or their descriptors differ or
+            are not per tensor.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> _ = torchq.quantize_(model)
+        >>> shared = torchq.qat.share_range_(model, "*.input_quantizer")
+        >>> model[0].input_quantizer is model[1].input_quantizer
+        True
+    """
+    weights = weight_quantizers(model)
+    selected = select_quantizers(model, patterns)
+    chosen = [path for path, quantizer in selected.items() if id(quantizer) not in weights]
+    if len(chosen) < 2:
+        raise ConfigError(
+            f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "
+            "expected at least two"
+        )
+    return share_quantizers_(model, chosen)
+
+
+def freeze_ranges_from_(
+    model: nn.Module, step: int, start: int, patterns: Sequence[Pattern] | Pattern = "*"
+) -> tuple[str, ...]:
+    """Let the selected ranges learn before step ``start``, and stay fixed from then on.
+
+    Under DistributedDataParallel call it before the model is wrapped, or wrap the model again when
+    it returns paths: DistributedDataParallel waits for the gradient of every parameter that had
+    one when it was constructed.
+
+    Args:
+        model: a quantized model; changed in place.
+        step: the number of the step that comes now.
+        start: the first step with fixed ranges.
+        patterns: as for :func:`torchq.disabled`.
+
+    Returns:
+        The paths of the selected quantizers whose ranges were fixed or freed.
+
+    Raises:
+        ConfigError: a pattern selects no quantizer.
+    """
+    changed = []
+    for name, quantizer in select_quantizers(model, patterns).items():
+        ranges = list(quantizer.parameters(recurse=False))
+        if any(range_.requires_grad != (step < start) for range_ in ranges):
+            quantizer.requires_grad_(step < start)
+            changed.append(name)
+    return tuple(changed)
+
+
+@contextmanager
+def observing(
+    model: nn.Module,
+    patterns: Sequence[Pattern] | Pattern = "*.input_quantizer",
+    *,
+    method: str | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, ...]]:
+    """Let the selected quantizers follow the data while they quantize, inside a ``with`` block.
+
+    At the end of the block each range becomes that of the data that it saw, and a quantizer that
+    saw none keeps its own. After an exception every range is as before.
+
+    Args:
+        model: a calibrated model, trained inside the block or only run.
+        patterns: as for :func:`torchq.disabled`.
+        method: as for :func:`torchq.calibrate`.
+        **options: as for :func:`torchq.calibrate`.
+
+    Yields:
+        The paths of the selected quantizers.
+
+    Raises:
+        ConfigError: a pattern selects no quantizer.
+        CalibrationError: NaN or infinite values were seen.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> _ = torchq.quantize_(model)
+        >>> with observing(model):
+        ...     for scale in (1.0, 3.0):
+        ...         _ = model(scale * torch.ones(4, 2))
+        >>> model[0].input_quantizer.amax.item()
+        3.0
+    """
+    chosen = select_quantizers(model, patterns)
+    before = [(q, q.observing, q.calibrator) for q in chosen.values()]
+    try:
+        for quantizer in chosen.values():
+            quantizer.start_calibration(method, **options)
+        yield tuple(chosen)
+        for quantizer in chosen.values():
+            if quantizer.calibrator is not None and quantizer.calibrator.seen:
+                quantizer.finish_calibration()
+    finally:
+        for quantizer, was_observing, calibrator in before:
+            quantizer.observing, quantizer.calibrator = was_observing, calibrator
