@@ -57,8 +57,8 @@ PROMISED: dict[str, str] = {
     """,
     "torchq.fusion": """
         FAMILIES BlockRule ConstantPad FuseReport Fusion
-        Refusal RescalesOutput apply_fusion_record_ find_blocks fuse_
-        fusion_record norm_affine register_block
+        Refusal RescalesOutput apply_fusion_record_ fuse_
+        fusion_record register_block
     """,
     "torchq.nn": """
         QUANTIZED QuantAdaptiveAvgPool1d QuantAdaptiveAvgPool2d QuantAdaptiveAvgPool3d

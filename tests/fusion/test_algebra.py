@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.errors import FuseError
-from torchq.fusion.linear_map import kernel_algebra as al
+from torchq.fusion import algebra as al
 
 # Sums of at most a few hundred products of unit normals in float64: 1e-12 leaves a factor of
 # about 100 over the rounding error.

@@ -17,9 +17,8 @@ from tests.fusion.blocks.timm_levit import DistilledClassifier
 from tests.fusion.blocks.vanillanet import VanillaNet
 from tests.fusion.blocks.yolov7 import ImplicitHead
 from tests.fusion.common import error, norms, outputs, randomized
-from torchq.fusion import fuse_
-from torchq.fusion.linear_map import solve
-from torchq.fusion.linear_map.symbolic import NotAffine
+from torchq.fusion import fuse_, linear_map
+from torchq.fusion.linear_map import NotAffine
 
 TOL64, TOL32 = 1e-10, 1e-5  # what the project promises; rounding alone gives about 1e-14 and 1e-6
 
@@ -90,7 +89,7 @@ def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading a kernel from gradients takes longer, and rounds differently."""
-    monkeypatch.setattr(solve, "extract", no_gradients)
+    monkeypatch.setattr(linear_map, "extract", no_gradients)
     model, _, family, _ = build(case)
     report = fuse_(model)
     assert family in {fusion.kind for fusion in report.fused}
@@ -98,7 +97,7 @@ def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
 
 
 def test_custom_l2_block_is_followed_symbolically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solve, "extract", no_gradients)
+    monkeypatch.setattr(linear_map, "extract", no_gradients)
     torch.manual_seed(0)
     model = randomized(nn.ModuleDict({"block": CustomL2Block(8, 8)}).double())
     assert fuse_(model).fused[0].kind == "repvgg-custom-l2"
@@ -220,7 +219,7 @@ def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_fol
 
     Solving such a block for a kernel takes minutes in a wide network.
     """
-    monkeypatch.delattr("torchq.fusion.reparam.blocks.linear_map")
+    monkeypatch.delattr("torchq.fusion.blocks.linear_map")
     torch.manual_seed(0)
     model: Any = randomized(nn.Sequential(Residual()).double()).eval()
     nn.init.zeros_(model[0].conv2.bn.weight)

@@ -23,7 +23,7 @@ from torchq.fusion import (
     fusion_record,
     register_block,
 )
-from torchq.fusion.reparam.rule import BLOCKS
+from torchq.fusion.blocks import BLOCKS
 from torchq.swap import quantize_, restore_
 from torchq.workflow import calibrate
 

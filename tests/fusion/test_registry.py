@@ -12,9 +12,16 @@ from torch import Tensor, nn
 from tests.fusion.common import error, outputs, randomized
 from torchq.errors import ConfigError
 from torchq.fusion import fuse_, register_block
-from torchq.fusion.linear_map.solve import apply_map, collapse, extract, linear_map, relative_error
-from torchq.fusion.linear_map.symbolic import Geometry, NotAffine
-from torchq.fusion.reparam.rule import BLOCKS
+from torchq.fusion.blocks import BLOCKS
+from torchq.fusion.linear_map import (
+    Geometry,
+    NotAffine,
+    apply_map,
+    collapse,
+    extract,
+    linear_map,
+    relative_error,
+)
 
 
 class Two(nn.Module):

@@ -18,7 +18,7 @@ from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.fusion.common import error, outputs, randomized
 from torchq.errors import FuseError
 from torchq.fusion import fuse_, fusion_record
-from torchq.fusion.batchnorm.fold import FoldEdit
+from torchq.fusion.fold import FoldEdit
 from torchq.swap import quantize_
 from torchq.workflow import calibrate
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import FuseError
-from torchq.fusion.linear_map.solve import relative_error
+from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import is_norm
 from torchq.fusion.passes import PASSES, Trial, fold_batchnorms, run_passes
 from torchq.fusion.quantized import QUANTIZED_MODEL_TOLERANCE, holds_quantizers
@@ -20,8 +20,6 @@ from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport
 from torchq.graph import call_model, tensors_in
 from torchq.utils import copy_module, evaluating, progress_stages, undone_on_error
-
-__all__ = ["fuse_"]
 
 #: Limits for the whole model by dtype, relative to the largest output. Each fold is exact to
 #: rounding, but depth and sharp activations amplify rounding.

@@ -7,8 +7,6 @@ import copy
 from torchq.fusion.api import fuse_
 from torchq.graph import Graph, graph_pass
 
-__all__ = ["fold_bn", "merge_branches"]
-
 
 def _fused(graph: Graph, reparameterize: bool) -> Graph:
     """Return a graph whose model is a fused copy."""

@@ -9,26 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from torchq.fusion.linear_map import kernel_algebra
+from torchq.fusion.algebra import batch_norm_affine
 from torchq.fusion.quantized import QUANTIZED_FIRST, RescalesOutput, holds_quantizers
 from torchq.graph import forward_hook_kind, is_torch_leaf
-
-__all__ = [
-    "CONVOLUTIONS",
-    "TRANSPOSED",
-    "block_obstacle",
-    "is_fuse_leaf",
-    "is_layer",
-    "is_norm",
-    "is_plain",
-    "layer_obstacle",
-    "norm_affine",
-    "norm_obstacle",
-    "norm_remainder",
-    "output_channels",
-    "spatial_dims_of",
-    "torch_base",
-]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -161,26 +144,14 @@ def norm_obstacle(norm: nn.Module) -> str | None:
 
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of a BatchNorm in eval mode: ``scale * x + shift`` per channel.
-
-    Args:
-        norm: any module for which :func:`is_norm` is true, with running statistics.
-
-    Returns:
-        Two float64 tensors ``(channels,)`` on the CPU.
-
-    Example:
-        >>> norm = torch.nn.BatchNorm2d(2, eps=0.0).eval()
-        >>> norm_affine(norm)
-        (tensor([1., 1.], dtype=torch.float64), tensor([0., 0.], dtype=torch.float64))
-    """
+    """Return scale and shift of a BatchNorm in eval mode, float64 ``(channels,)`` on the CPU."""
     tensors = {name: getattr(norm, name, None) for name in _NORM_TENSORS}
     values = {name: None if t is None else t.detach().cpu() for name, t in tensors.items()}
     mean, var = values["running_mean"], values["running_var"]
     assert mean is not None
     assert var is not None
     eps = float(getattr(norm, "eps", 1e-5))
-    return kernel_algebra.batch_norm_affine(mean, var, values["weight"], values["bias"], eps)
+    return batch_norm_affine(mean, var, values["weight"], values["bias"], eps)
 
 
 def norm_remainder(norm: nn.Module) -> nn.Module:

@@ -13,23 +13,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.fusion.batchnorm.flow import find_flow
-from torchq.fusion.batchnorm.fold import plan_fold
-from torchq.fusion.batchnorm.pairs import find_pairs
+from torchq.fusion.blocks import plan_blocks
+from torchq.fusion.fold import plan_fold
 from torchq.fusion.modules import is_norm
-from torchq.fusion.reparam.blocks import plan_blocks
+from torchq.fusion.pairs import find_flow, find_pairs
 from torchq.fusion.report import Fusion, Refusal
 from torchq.utils import progress_bar
-
-__all__ = [
-    "PASSES",
-    "Edit",
-    "Pass",
-    "Trial",
-    "fold_batchnorms",
-    "merge_known_blocks",
-    "run_passes",
-]
 
 _MOST_ROUNDS = 4  # a layer between two BatchNorms absorbs one in each round
 

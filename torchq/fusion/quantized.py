@@ -10,14 +10,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-__all__ = [
-    "QUANTIZED_FIRST",
-    "QUANTIZED_FOLD_TOLERANCE",
-    "QUANTIZED_MODEL_TOLERANCE",
-    "RescalesOutput",
-    "holds_quantizers",
-]
-
 QUANTIZED_FIRST = (
     "holds quantizers; expected the order fuse_, quantize_, calibrate: restore_ the model, fuse it,"
     " then quantize and calibrate again"

@@ -10,34 +10,27 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.fusion import schema
-from torchq.fusion.batchnorm.fold import fold_from_record
-from torchq.fusion.reparam.blocks import block_from_record
-from torchq.utils import undone_on_error
+from torchq.errors import ConfigError, FuseError
+from torchq.fusion.algebra import KernelBias
+from torchq.fusion.blocks import BLOCKS, BlockEdit, BlockRule, MergedLayer
+from torchq.fusion.fold import ConstantPad, FoldEdit, LayerNumbers
+from torchq.fusion.linear_map import Geometry
+from torchq.fusion.modules import is_layer, is_norm, output_channels
+from torchq.utils import copy_module, undone_on_error
 
-__all__ = ["apply_fusion_record_", "fusion_record", "recording"]
+#: No channel count, kernel size, stride or padding of a real layer is larger.
+_LARGEST = 2**24
+#: An entry may ask for a layer of this many times the weights of the branches that it replaces,
+#: or of this many weights. What is larger is damaged.
+_MOST_TIMES, _MOST_WEIGHTS = 64, 2**20
 
 Entry = Mapping[str, Any]
 
-
-class _Change(Protocol):
-    """A change of a model."""
-
-    def apply(self, model: nn.Module) -> None:
-        """Carry the change out."""
-        ...
-
-
-#: Kind of an entry -> function that checks it against a model and returns the change.
-_KINDS: dict[str, Callable[[nn.Module, Entry], _Change]] = {
-    "batchnorm": fold_from_record,
-    "block": block_from_record,
-}
 
 #: The attribute that holds ``((order, entry with paths below the module), ...)``.
 _ATTRIBUTE = "_torchq_fusions"
@@ -91,32 +84,27 @@ def apply_fusion_record_(model: nn.Module, record: Sequence[Entry]) -> None:
         <All keys matched successfully>
     """
     if not isinstance(record, (list, tuple)):
-        raise schema.damaged(record, None, "a list of entries")
+        raise _damaged(record, None, "a list of entries")
     for entry in record:
-        if schema.text(entry, "kind") not in _KINDS:
-            raise schema.damaged(entry, "kind", f"one of {', '.join(sorted(_KINDS))}")
+        if _text(entry, "kind") not in _CHANGES:
+            raise _damaged(entry, "kind", f"one of {', '.join(sorted(_CHANGES))}")
     known = {_canonical(entry) for entry in fusion_record(model)}
     entries = [dict(entry) for entry in record if _canonical(entry) not in known]
     with torch.inference_mode(False), undone_on_error(model), recording(model, entries):
         for entry in entries:
-            _KINDS[entry["kind"]](model, entry).apply(model)
+            _CHANGES[entry["kind"]](model, entry).apply(model)
 
 
 def _canonical(entry: Entry) -> str:
     try:
         return json.dumps(entry, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
-        raise schema.damaged(entry, None, "JSON data") from None
+        raise _damaged(entry, None, "JSON data") from None
 
 
 @contextmanager
 def recording(model: nn.Module, entries: Sequence[Entry]) -> Iterator[None]:
-    """Add ``entries`` to the record of ``model`` once the body has carried them out.
-
-    Args:
-        model: the body changes it.
-        entries: what the body does, with paths in ``model``.
-    """
+    """Add ``entries`` to the record of ``model`` once the body has carried them out."""
     old = _ordered(model)
     before = dict(model.named_modules(remove_duplicate=False))
     yield
@@ -189,3 +177,164 @@ def _common_parent(paths: Sequence[str]) -> str:
             break
         common.append(names[0])
     return ".".join(common)
+
+
+# -- checked reading: an entry may come from a file that anybody wrote -------------------------
+
+
+def _damaged(record: Any, key: str | None, expected: str) -> ConfigError:
+    """Return the error for the value of ``key``, or with None for the whole entry."""
+    got = record if key is None or not isinstance(record, Mapping) else record.get(key)
+    where = "" if key is None else f" for {key!r}"
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return ConfigError(f"apply_fusion_record_: got {shown}{where}; expected {expected}")
+
+
+def _misplaced(path: str, found: nn.Module | None, expected: str) -> FuseError:
+    got = "no such module" if found is None else f"a {type(found).__name__}"
+    return FuseError(
+        f"apply_fusion_record_: {path or '(root)'}: got {got}; expected {expected}."
+        " Build the model as it was before fuse_"
+    )
+
+
+def _expect_keys(record: Any, *keys: str) -> None:
+    if not isinstance(record, Mapping) or set(record) != set(keys):
+        raise _damaged(record, None, f"an entry with the keys {', '.join(keys)}")
+
+
+def _value(record: Any, key: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
+    """Return the value of ``key`` if it is right."""
+    if not isinstance(record, Mapping) or key not in record:
+        raise _damaged(record, None, f"an entry with {key!r}: {expected}")
+    if not is_right(record[key]):
+        raise _damaged(record, key, expected)
+    return record[key]
+
+
+def _text(record: Any, key: str) -> str:
+    return str(_value(record, key, "a string", lambda value: isinstance(value, str)))
+
+
+def _texts(record: Any, key: str) -> tuple[str, ...]:
+    def is_right(value: Any) -> bool:
+        return _is_list(value) and bool(value) and all(isinstance(item, str) for item in value)
+
+    return tuple(_value(record, key, "a list of strings", is_right))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
+
+
+def _count(record: Any, key: str) -> int:
+    return int(_value(record, key, "a positive whole number", _is_count))
+
+
+def _counts(record: Any, key: str, length: int, least: int = 1) -> tuple[int, ...]:
+    def is_right(value: Any) -> bool:
+        counts = _is_list(value) and all(_is_count(item, least) for item in value)
+        return counts and len(value) == length
+
+    expected = f"{length} whole numbers of at least {least}"
+    return tuple(_value(record, key, expected, is_right))
+
+
+def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
+    """Return the fold that an entry describes, with the layers' own numbers."""
+    _expect_keys(record, "kind", "norms", "layers", "constant_pad")
+    norms, layers = _texts(record, "norms"), _texts(record, "layers")
+    found = dict(model.named_modules(remove_duplicate=False))
+    for path in norms:
+        if not path or not is_norm(found.get(path)):
+            raise _misplaced(path, found.get(path), "a BatchNorm")
+    norm: Any = found[norms[0]]
+    numbers: dict[str, LayerNumbers] = {}
+    for path in layers:
+        layer: Any = found.get(path)
+        if not is_layer(layer):
+            raise _misplaced(path, layer, "a layer")
+        weight = layer.weight.detach()
+        empty = weight.new_zeros(output_channels(layer))
+        numbers[path] = LayerNumbers(weight, empty if layer.bias is None else layer.bias.detach())
+    if not _value(record, "constant_pad", "true or false", lambda value: isinstance(value, bool)):
+        return FoldEdit(numbers, norms, None)
+    if not isinstance(getattr(layer, "padding", None), tuple):
+        raise _misplaced(path, layer, "a padded convolution")
+    return FoldEdit(numbers, norms, ConstantPad(torch.zeros_like(norm.running_mean), layer.padding))
+
+
+def _block_from(model: nn.Module, record: Entry) -> BlockEdit:
+    """Return the merge that an entry describes, with layers of zeros."""
+    _expect_keys(record, "kind", "path", "family", "layers")
+    path, rule = _text(record, "path"), BLOCKS[_text(record, "family")]
+    block = dict(model.named_modules(remove_duplicate=False)).get(path)
+    if block is None or not rule.matches(block):
+        raise _misplaced(path, block, f"a {rule.name} block with its branches")
+    merged = tuple(
+        _layer_from(layer, block)
+        for layer in _value(record, "layers", "a list of layers", _is_list)
+    )
+    asked = _layers_asked_for(block, rule, merged)
+    if asked != len(merged):
+        raise _damaged(record, "layers", f"{asked} layers for a {rule.name} block")
+    return BlockEdit(path, rule, merged)
+
+
+def _layers_asked_for(
+    block: nn.Module, rule: BlockRule, layers: tuple[MergedLayer, ...]
+) -> int | None:
+    """Return how many layers the conversion of ``block`` asks for; None if more than are given."""
+    rest = iter(layers)
+    try:
+        rule.convert(copy_module(block), lambda *args, **kwargs: next(rest).like(block))
+    except StopIteration:
+        return None
+    return len(layers) - len(list(rest))
+
+
+def _layer_from(record: Any, block: nn.Module) -> MergedLayer:
+    """Return a layer of zeros for ``block``, with the geometry that an entry describes."""
+    geometry = _geometry_from(record)
+    weights = sum(parameter.numel() for parameter in block.parameters())
+    if geometry.kernel_numel > max(_MOST_WEIGHTS, _MOST_TIMES * weights):
+        raise FuseError(
+            f"apply_fusion_record_: got a layer of {geometry.kernel_numel} weights for a"
+            f" {type(block).__name__} of {weights}. The record is damaged"
+        )
+    kernel = torch.zeros(
+        geometry.out_channels, geometry.in_channels // geometry.groups, *geometry.window
+    )
+    return MergedLayer.of(geometry, KernelBias(kernel, torch.zeros(geometry.out_channels)), block)
+
+
+def _geometry_from(record: Any) -> Geometry:
+    """Return the geometry that :meth:`MergedLayer.record` describes."""
+    kind = _text(record, "class")
+    if kind == "Linear":
+        _expect_keys(record, "class", "in_features", "out_features")
+        size = (_count(record, "in_features"), _count(record, "out_features"))
+        return Geometry(*size, 1, (), (), (), ())
+    dims = {f"Conv{n}d": n for n in (1, 2, 3)}.get(kind)
+    if dims is None:
+        raise _damaged(record, "class", "Linear, Conv1d, Conv2d or Conv3d")
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")
+    _expect_keys(record, "class", *names)
+    window, stride = (_counts(record, key, dims) for key in ("kernel_size", "stride"))
+    padding = _counts(record, "padding", dims, least=0)
+    channels, out, groups = (_count(record, f) for f in ("in_channels", "out_channels", "groups"))
+    if channels % groups or out % groups:
+        raise _damaged(record, "groups", "a divisor of the channels")
+    return Geometry(channels, out, groups, window, padding, padding, stride)
+
+
+#: Kind of an entry -> function that checks it against a model and returns the change.
+_CHANGES: dict[str, Callable[[nn.Module, Entry], FoldEdit | BlockEdit]] = {
+    "batchnorm": _fold_from,
+    "block": _block_from,
+}

@@ -8,8 +8,6 @@ from typing import Any
 from torchq.errors import FuseError
 from torchq.utils import wrap
 
-__all__ = ["FuseReport", "Fusion", "Refusal"]
-
 _INDENT = "      "  # of the later lines of a row that is wider than the terminal
 
 

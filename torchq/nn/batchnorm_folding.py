@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchq.formats import Granularity, PerTensor
 from torchq.functional import quantize
-from torchq.fusion.linear_map.kernel_algebra import fold_affine_after
+from torchq.fusion.algebra import fold_affine_after
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 #: The fraction of weight codes that may differ after a fold, by rounding.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from torchq.fusion.linear_map.kernel_algebra import batch_norm_affine
+from torchq.fusion.algebra import batch_norm_affine
 from torchq.lowering.conv import Int8Conv
 from torchq.lowering.definition import ACTIVATIONS
 from torchq.lowering.layer import Int8Layer

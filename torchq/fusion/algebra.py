@@ -1,13 +1,8 @@
-"""Exact algebra on ``(kernel, bias)`` pairs, in float64, without modules.
+"""Exact algebra on pairs of kernel and bias, in float64 and differentiable.
 
-Layouts are torch's: a convolution kernel is ``(out, in / groups, *window)``, a linear weight
-``(out, in)`` (a convolution without window), a transposed convolution kernel
-``(in, out / groups, *window)``. A BatchNorm in eval mode is the per-channel map
-``scale * y + shift``. A bias of None counts as zero; every result has a bias. All functions are
-differentiable.
-
-Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, and "Diverse Branch Block" (2103.13425)
-section 3.2, transforms I to VI.
+Layouts are torch's; a linear weight ``(out, in)`` is a convolution without window. A bias of None
+counts as zero. Formulas: Ding et al., "RepVGG" (2101.03697) section 3.3, and "Diverse Branch Block"
+(2103.13425) section 3.2, transforms I to VI.
 """
 
 from __future__ import annotations
@@ -22,28 +17,9 @@ from torch import Tensor
 
 from torchq.errors import FuseError
 
-__all__ = [
-    "KernelBias",
-    "add_branches",
-    "avg_pool_kernel",
-    "batch_norm_affine",
-    "compose",
-    "dilate_kernel",
-    "fold_affine_after",
-    "fold_affine_before",
-    "identity_kernel",
-    "pad_kernel",
-    "regroup_kernel",
-]
-
 
 class KernelBias(NamedTuple):
-    """A linear map.
-
-    Attributes:
-        kernel: float64; see the module docstring for its layout.
-        bias: float64, ``(out,)``.
-    """
+    """A linear map: float64 kernel, and bias ``(out,)``."""
 
     kernel: Tensor
     bias: Tensor
@@ -55,16 +31,6 @@ def batch_norm_affine(
     """Return scale and shift of a BatchNorm in eval mode.
 
     ``scale = weight / sqrt(var + eps)`` and ``shift = bias - mean * scale``.
-
-    Args:
-        mean: the running mean, ``(channels,)``.
-        var: the running variance, ``(channels,)``.
-        weight: ``(channels,)``; None counts as one (``affine=False``).
-        bias: ``(channels,)``; None counts as zero.
-        eps: added to the variance.
-
-    Returns:
-        Two float64 tensors ``(channels,)``.
     """
     inverse = torch.rsqrt(var.double() + eps)
     scale = inverse if weight is None else weight.double() * inverse
@@ -92,17 +58,7 @@ def fold_affine_after(
 ) -> KernelBias:
     """Return the layer that computes ``scale * layer(x) + shift``: a BatchNorm behind a layer.
 
-    Args:
-        kernel: of any spatial dimensions; see the module docstring for layouts.
-        bias: ``(out,)`` or None.
-        scale: ``(out,)``.
-        shift: ``(out,)``.
-        groups: only needed for transposed kernels, where the output channel of entry ``[i, j]``
-            depends on the group of ``i``.
-        transposed: the kernel has the layout of a transposed convolution.
-
-    Raises:
-        FuseError: the number of scales is not that of the output channels.
+    Groups count for transposed kernels alone, whose entry ``[i, j]`` has the group of ``i``.
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     out = kernel.shape[1] * groups if transposed else kernel.shape[0]
@@ -134,17 +90,6 @@ def fold_affine_before(
     The result is exact only where the layer sees no implicit zeros (no zero padding) or ``shift``
     is zero, which the caller checks. For a transposed convolution a shift other than zero is
     right only where every output position sees the whole window (a window of one).
-
-    Args:
-        kernel: of any spatial dimensions; see the module docstring for layouts.
-        bias: ``(out,)`` or None.
-        scale: ``(in,)``.
-        shift: ``(in,)``.
-        groups: the layer's groups.
-        transposed: the kernel has the layout of a transposed convolution.
-
-    Raises:
-        FuseError: the number of scales is not that of the input channels.
     """
     kernel, scale, shift = kernel.double(), scale.double(), shift.double()
     channels = kernel.shape[0] if transposed else kernel.shape[1] * groups
@@ -178,12 +123,6 @@ def identity_kernel(
 
     Some converters of the original repositories fill a diagonal of the
     ``(channels, channels / groups)`` matrix instead, which is wrong for groups > 1.
-
-    Args:
-        channels: input and output channels.
-        groups: a divisor of ``channels``.
-        window: the extent of each spatial axis.
-        at: the position of the ones in the window; default the centre.
     """
     per_group = channels // groups
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
@@ -200,14 +139,7 @@ def avg_pool_kernel(
     window: Sequence[int],
     divisor: int | None = None,
 ) -> Tensor:
-    """Return the kernel of an average pool that counts its padding.
-
-    Args:
-        channels: input and output channels.
-        groups: a divisor of ``channels``.
-        window: the extent of each spatial axis.
-        divisor: what the window's sum is divided by; default the window's size.
-    """
+    """Return the kernel of an average pool that counts its padding."""
     per_group = channels // groups
     kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
     rows = torch.arange(channels, device="cpu")
@@ -220,11 +152,6 @@ def pad_kernel(kernel: Tensor, before: Sequence[int], after: Sequence[int]) -> T
 
     To align a branch of padding ``p1`` with one of padding ``p2``, ``p2 - p1`` taps are put
     before its window.
-
-    Args:
-        kernel: ``(out, in / groups, *window)``.
-        before: taps at the low end of each spatial axis; negative for a crop.
-        after: taps at the high end of each spatial axis; negative for a crop.
     """
     pairs = zip(reversed(before), reversed(after), strict=True)
     flat = [amount for pair in pairs for amount in pair]
@@ -232,12 +159,7 @@ def pad_kernel(kernel: Tensor, before: Sequence[int], after: Sequence[int]) -> T
 
 
 def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
-    """Return the dense kernel of a dilated one, whose window is ``rate * (k - 1) + 1`` wide.
-
-    Args:
-        kernel: ``(out, in / groups, *k)``.
-        rate: the dilation of each spatial axis; there are ``rate - 1`` zero taps between taps.
-    """
+    """Return the dense kernel of a dilated one, whose window is ``rate * (k - 1) + 1`` wide."""
     window = [r * (k - 1) + 1 for r, k in zip(rate, kernel.shape[2:], strict=True)]
     dense = kernel.new_zeros(*kernel.shape[:2], *window)
     taps = (slice(None), slice(None), *(slice(None, None, r) for r in rate))
@@ -246,19 +168,7 @@ def dilate_kernel(kernel: Tensor, rate: Sequence[int]) -> Tensor:
 
 
 def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
-    """Return a kernel of ``groups`` groups written with fewer groups, filled up with zeros.
-
-    Args:
-        kernel: ``(out, in / groups, *window)``.
-        groups: those of ``kernel``.
-        new_groups: a divisor of ``groups``.
-
-    Returns:
-        ``(out, in / new_groups, *window)``.
-
-    Raises:
-        FuseError: ``new_groups`` does not divide ``groups``.
-    """
+    """Return a kernel of ``groups`` groups written with fewer groups, filled up with zeros."""
     if groups % new_groups:
         raise FuseError(
             f"regroup_kernel: got {new_groups} groups for a kernel of {groups}; expected a divisor"
@@ -277,13 +187,7 @@ def regroup_kernel(kernel: Tensor, groups: int, new_groups: int) -> Tensor:
 def add_branches(
     branches: Sequence[KernelBias], coefficients: Sequence[float | Tensor] | None = None
 ) -> KernelBias:
-    """Return the sum of ``coefficient * branch`` over branches of one shape.
-
-    Args:
-        branches: at least one.
-        coefficients: a number or one value per output channel for each branch; default one.
-            Zero is a legal coefficient.
-    """
+    """Return the sum of ``coefficient * branch`` over branches of one shape."""
     kernel = torch.zeros_like(branches[0].kernel)
     bias = torch.zeros_like(branches[0].bias)
     for branch, coefficient in zip(branches, coefficients or [1.0] * len(branches), strict=True):
@@ -300,13 +204,6 @@ def compose(
     """Return the one layer that computes ``second(first(x))``, where ``second`` has no padding.
 
     The kernels are convolved in full: the window is ``(k2 - 1) * stride + k1``.
-
-    Args:
-        first: kernel ``(mid, in / groups, *window)``.
-        second: kernel ``(out, mid / groups, *window)``; :func:`regroup_kernel` brings both to
-            common groups.
-        groups: the common number of groups.
-        stride: the stride of ``first``; the taps of ``second`` lie this far apart on the input.
     """
     dims = first.kernel.dim() - 2
     one, two = (k if dims else k[:, :, None] for k in (first.kernel, second.kernel))

@@ -1,26 +1,95 @@
-"""The families of blocks that fuse_ knows by name.
-
-Attribute names and deployed names are those of the original repositories.
-"""
+"""The families of blocks that fuse_ knows by name."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.fusion.blocks import BLOCKS, BlockRule, Merge, main_layer, remove
 from torchq.fusion.modules import is_layer
-from torchq.fusion.reparam.custom_rules import (
-    GhostV3Rule,
-    ImplicitHeadRule,
-    RepGhostRule,
-    VanillaActivationRule,
-    VanillaNetRule,
-)
-from torchq.fusion.reparam.rule import BLOCKS, BlockRule
 
-__all__ = ["FAMILIES"]
+
+class GhostV3Rule(BlockRule):
+    """Two linear parts, each with its own activation behind it, that become Sequentials."""
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Merge ``primary_rpr_*`` and ``cheap_rpr_*`` of ``block``, in place."""
+        for part, result in (("primary", "primary_conv"), ("cheap", "cheap_operation")):
+            names = [f"{part}_rpr_{kind}" for kind in ("conv", "scale", "skip")]
+            branches: list[nn.Module] = []
+            for name in names:
+                branch = getattr(block, name, None)
+                if isinstance(branch, nn.ModuleList):
+                    branches.extend(branch)
+                elif branch is not None:
+                    branches.append(branch)
+            layer = merge(
+                lambda x, branches=branches: sum(branch(x) for branch in branches),
+                main_layer(block, tuple(names)),
+            )
+            activation = getattr(block, f"{part}_activation", nn.Identity())
+            setattr(block, result, nn.Sequential(layer.make(), activation))
+            remove(block, names)
+        block.infer_mode = True
+        return None
+
+
+class VanillaActivationRule(BlockRule):
+    """A relu, a depthwise convolution by a parameter of the activation itself, a BatchNorm."""
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Merge ``bn`` into ``weight`` and ``bias`` of ``block``, in place."""
+        channels, pad = block.weight.shape[0], (block.weight.shape[-1] - 1) // 2
+
+        def linear(x: Tensor) -> Any:
+            return block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels))
+
+        layer = merge(linear, in_channels=channels).make()
+        remove(block, ["bn", "bias"])
+        block.weight, block.bias = layer.weight, layer.bias
+        block.deploy = True
+        return None
+
+
+class VanillaNetRule(BlockRule):
+    """A stem and a classifier of two convolutions each, which merge where the slope between is 1.
+
+    The blocks in the middle have a rule of their own.
+    """
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Merge ``stem1`` and ``stem2``, ``cls1`` and ``cls2`` of ``block``, in place."""
+        conv, norm, activation = block.stem2
+        pool, dropout, *classifier = block.cls1
+
+        def stem(x: Tensor) -> Any:
+            return norm(conv(F.leaky_relu(block.stem1(x), block.act_learn)))
+
+        def classify(x: Tensor) -> Any:
+            return block.cls2(F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn))
+
+        first, last = merge(stem, block.stem1[0]), merge(classify, classifier[0])
+        remove(block, ["stem1", "stem2", "cls1", "cls2"])
+        block.stem = nn.Sequential(first.make(), activation)
+        block.cls = nn.Sequential(pool, dropout, last.make())
+        block.deploy = True
+        return None
+
+
+class ImplicitHeadRule(BlockRule):
+    """YOLOv7 detection heads: ``im[i] * (m[i](x + ia[i]))`` with learned vectors."""
+
+    def convert(self, block: Any, merge: Merge) -> nn.Module | None:
+        """Merge ``ia`` and ``im`` into ``m``, in place."""
+        for index, layer in enumerate(block.m):
+            before, after = block.ia[index], block.im[index]
+            merged = merge(lambda x, b=before, a=after, m=layer: a(m(b(x))), layer)
+            merged.put_into(layer)
+            block.ia[index], block.im[index] = nn.Identity(), nn.Identity()
+        return None
 
 
 def _needs_more_than_one(block: Any) -> bool:
@@ -34,6 +103,16 @@ def _add_rbr(block: Any, x: Tensor) -> Any:
     """Return the sum of a RepVGG block's branches on ``x``."""
     total = block.rbr_dense(x) + block.rbr_1x1(x)
     return total if block.rbr_identity is None else total + block.rbr_identity(x)
+
+
+def _add_ghost(block: Any, x: Tensor) -> Any:
+    """Return the cheap operation of a RepGhost block on ``x``, with its extra branches."""
+    pairs = zip(block.fusion_conv, block.fusion_bn, strict=True)
+    return sum((norm(conv(x)) for conv, norm in pairs), start=block.cheap_operation(x))
+
+
+def _empty_ghost(block: Any) -> None:
+    block.fusion_conv, block.fusion_bn = nn.ModuleList(), nn.ModuleList()
 
 
 def _use_forward_fuse(block: Any) -> None:
@@ -219,12 +298,14 @@ FAMILIES: tuple[BlockRule, ...] = (
         when=lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
         linear=lambda b, x: sum((conv(x) for conv in b.dw_rpr_conv), start=b.dw_rpr_scale(x)),
     ),
-    RepGhostRule(
+    BlockRule(
         name="repghost",
         has=("fusion_conv", "fusion_bn", "cheap_operation"),
         branches=("fusion_conv", "fusion_bn"),
         writes="cheap_operation",
         when=lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
+        linear=_add_ghost,
+        finish=_empty_ghost,
     ),
     # YOLOv6 CSLA: factors instead of BatchNorms in the branches, and no deployed form
     BlockRule(

@@ -1,47 +1,32 @@
-"""One fold: new numbers for the layers, and an edit of the module tree."""
+"""Folding a BatchNorm into the layers beside it: new numbers, checked in float64."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from torchq.errors import FuseError
-from torchq.fusion import schema
-from torchq.fusion.batchnorm.check import error_of_fold_after, error_of_fold_before
-from torchq.fusion.batchnorm.pairs import Pair
-from torchq.fusion.linear_map.kernel_algebra import (
-    KernelBias,
-    fold_affine_after,
-    fold_affine_before,
-)
+from torchq.fusion.algebra import KernelBias, fold_affine_after, fold_affine_before
+from torchq.fusion.linear_map import relative_error
 from torchq.fusion.modules import (
+    CONVOLUTIONS,
     TRANSPOSED,
-    is_layer,
-    is_norm,
     norm_affine,
     norm_remainder,
-    output_channels,
+    torch_base,
 )
-from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput
+from torchq.fusion.pairs import Pair
+from torchq.fusion.quantized import QUANTIZED_FOLD_TOLERANCE, RescalesOutput, holds_quantizers
 from torchq.fusion.report import Fusion, Refusal
-from torchq.utils import set_submodule
-
-__all__ = [
-    "ConstantPad",
-    "FoldEdit",
-    "LayerNumbers",
-    "fold_from_record",
-    "plan_fold",
-    "replace_parameter",
-]
+from torchq.utils import copy_module, set_submodule
 
 TOLERANCE = 1e-10  # of one fold, float64, relative to the largest output
+_WIDE = 16  # a larger window is only shown as far as the padding leaves an output
 
 
 class ConstantPad(nn.Module):
@@ -164,59 +149,10 @@ class FoldEdit:
         }
 
 
-def fold_from_record(model: nn.Module, record: Mapping[str, Any]) -> FoldEdit:
-    """Return the fold that :meth:`FoldEdit.record` describes, with the layers' own numbers.
-
-    Args:
-        model: left unchanged.
-        record: an entry of :func:`torchq.fusion.fusion_record`.
-
-    Raises:
-        ConfigError: the entry is damaged.
-        FuseError: ``model`` has no such BatchNorm or layer.
-    """
-    schema.expect_keys(record, "kind", "norms", "layers", "constant_pad")
-    norms, layers = schema.texts(record, "norms"), schema.texts(record, "layers")
-    found = dict(model.named_modules(remove_duplicate=False))
-    for path in norms:
-        if not path or not is_norm(found.get(path)):
-            raise _misplaced(path, found, "a BatchNorm")
-    norm: Any = found[norms[0]]
-    numbers: dict[str, LayerNumbers] = {}
-    for path in layers:
-        layer: Any = found.get(path)
-        if not is_layer(layer):
-            raise _misplaced(path, found, "a layer")
-        weight = layer.weight.detach()
-        empty = weight.new_zeros(output_channels(layer))
-        numbers[path] = LayerNumbers(weight, empty if layer.bias is None else layer.bias.detach())
-    if not schema.flag(record, "constant_pad"):
-        return FoldEdit(numbers, norms, None)
-    if not isinstance(getattr(layer, "padding", None), tuple):
-        raise _misplaced(path, found, "a padded convolution")
-    pad = ConstantPad(torch.zeros_like(norm.running_mean), layer.padding)
-    return FoldEdit(numbers, norms, pad)
-
-
-def _misplaced(path: str, found: Mapping[str, nn.Module], expected: str) -> FuseError:
-    got = f"a {type(found[path]).__name__}" if path in found else "no such module"
-    return FuseError(
-        f"apply_fusion_record_: {path or '(root)'}: got {got}; expected {expected}."
-        " Build the model as it was before fuse_"
-    )
-
-
 def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refusal:
-    """Compute and check one fold.
+    """Return one fold, or why it would not be exact.
 
-    Args:
-        model: left unchanged.
-        pair: the BatchNorm and the layers that absorb it.
-        verify: compare with the unfused pair on random inputs. A layer or BatchNorm that is not
-            of torch.nn is always compared.
-
-    Returns:
-        The fold, or why it would not be exact.
+    Without ``verify``, only layers and BatchNorms that are not of torch.nn are compared.
     """
     norm = model.get_submodule(pair.norm)
     scale, shift = norm_affine(norm)
@@ -269,12 +205,98 @@ def _exact(layer: Any, before: bool, scale: Tensor, shift: Tensor) -> KernelBias
 def _error(
     pair: Pair,
     norm: nn.Module,
-    layer: nn.Module,
+    layer: Any,
     exact: KernelBias,
     numbers: LayerNumbers,
     pad: ConstantPad | None,
 ) -> float:
+    """Return the relative error of a fold; in a quantized layer that of its rounded numbers."""
+    x = _sample(layer, torch.Generator().manual_seed(0))
+    values = {"parts.0.weight": exact.kernel, "parts.0.bias": exact.bias}
     if pair.before:
-        return error_of_fold_before(norm, layer, exact, copy.deepcopy(pad))
-    put_into = numbers.put_into if isinstance(layer, RescalesOutput) else None
-    return error_of_fold_after(layer, norm, exact, put_into)
+        want = _run([norm, layer], x)
+        folded = _with_bias(layer)
+        if pad is not None:
+            folded.padding = (0,) * len(pad.padding)
+            x = copy.deepcopy(pad).double()(x)
+        return relative_error(_run([folded], x, values), want)
+    want = _run([layer, norm], x)
+    if isinstance(layer, RescalesOutput):
+        changed = copy_module(cast(nn.Module, layer))
+        numbers.put_into(changed)
+        return relative_error(_run([changed, norm_remainder(norm)], x), want)
+    folded = _with_bias(layer) if layer.bias is None else layer
+    return relative_error(_run([folded, norm_remainder(norm)], x, values), want)
+
+
+class _Chain(nn.Module):
+    """Forwards run one after the other, past hooks, on parameters that functional_call replaces."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            if x.dim() == 2 and isinstance(part, nn.BatchNorm2d):
+                x = x[:, :, None, None]  # tokens, with their features moved to axis 1
+            elif x.dim() == 2 and isinstance(part, nn.BatchNorm3d):
+                x = x[:, :, None, None, None]
+            if _calls_children(part):  # of such a layer only torch's own part is compared
+                x = torch_base(part).forward(part, x)
+            else:
+                x = part.forward(x)
+        return x
+
+
+def _calls_children(module: nn.Module) -> bool:
+    """Return True for a layer with modules inside, such as detectron2's Conv2d with its norm."""
+    return (
+        isinstance(module, (*CONVOLUTIONS, nn.Linear))
+        and next(module.children(), None) is not None
+        and not holds_quantizers(module)
+    )
+
+
+def _run(parts: list[nn.Module], x: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
+    """Return what ``parts`` compute in float64 on the CPU, with some of their tensors replaced."""
+    chain = _Chain(*parts)
+    state = {**dict(chain.named_parameters()), **dict(chain.named_buffers())}
+    double = {name: t.detach().cpu() for name, t in state.items()}
+    double = {name: t.double() if t.is_floating_point() else t for name, t in double.items()}
+    with torch.no_grad():
+        out = functional_call(chain, {**double, **(values or {})}, (x,))
+    assert isinstance(out, Tensor)
+    return out.flatten(1) if isinstance(parts[0], nn.Linear) else out
+
+
+def _smallest_input(window: int, padding: int, mode: str) -> int:
+    """Return an input size that the layer accepts and that shows its window.
+
+    A wide window (of an atrous layer) is shown only as far as the padding leaves an output.
+    """
+    if mode != "zeros":
+        return max(window, padding + 1)
+    return max(window - 2 * padding, min(window, _WIDE))
+
+
+def _sample(layer: Any, generator: torch.Generator) -> Tensor:
+    """Return a random float64 input for ``layer``."""
+    if isinstance(layer, nn.Linear):
+        return torch.randn(
+            4, layer.in_features, dtype=torch.float64, generator=generator, device="cpu"
+        )
+    pads = layer.padding if isinstance(layer.padding, tuple) else (0,) * len(layer.kernel_size)
+    spatial = []
+    for axis, (d, k, p) in enumerate(zip(layer.dilation, layer.kernel_size, pads, strict=True)):
+        size = _smallest_input(d * (k - 1) + 1, p, layer.padding_mode) + 1 + axis
+        spatial.append(3 if isinstance(layer, TRANSPOSED) else size)
+    shape = (2, layer.in_channels, *spatial)
+    return torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+
+
+def _with_bias(layer: Any) -> Any:
+    """Return a copy of ``layer`` that shares its weight and has a bias to replace."""
+    twin = copy_module(layer, sharing=[layer.weight])
+    twin.register_parameter("bias", nn.Parameter(torch.zeros(1, device="cpu")))
+    return twin

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from torchq.fusion.batchnorm.passthrough import (
-    border_obstacle,
-    does_nothing,
-    inferred_ndim,
-    moves_features,
-    paddable,
-)
 from torchq.fusion.modules import (
     TRANSPOSED,
+    is_fuse_leaf,
     is_layer,
     is_norm,
+    is_plain,
     layer_obstacle,
     norm_affine,
     norm_obstacle,
@@ -25,9 +22,158 @@ from torchq.fusion.modules import (
 )
 from torchq.fusion.quantized import RescalesOutput
 from torchq.fusion.report import Refusal
-from torchq.graph import Call, Flow, forward_hook_kind
+from torchq.graph import Call, Flow, flow_of_graph, forward_hook_kind, record, trace_modules
 
-__all__ = ["Pair", "find_pairs"]
+
+def find_flow(model: nn.Module, example: Any) -> tuple[Flow, tuple[str, ...]]:
+    """Return how data flows in ``model``, and remarks for the report.
+
+    Where torch.fx can trace the model, its trace is the flow, and the dimensions of results come
+    from the example. Else the flow is recorded on the example. Without an example it is that of
+    the parts which torch.fx can trace.
+    """
+    recorded = None if example is None else record(model, copy.deepcopy(example), is_fuse_leaf)
+    try:
+        flow = flow_of_graph(trace_modules(model, is_fuse_leaf), model)
+    except Exception as error:  # a model may fail to trace in any way it likes
+        first_line = str(error).partition("\n")[0]
+        failure = f"not traceable with torch.fx ({type(error).__name__}: {first_line})"
+        if recorded is not None:
+            return recorded, (f"{failure}; recorded one forward pass instead",)
+        note = f"{failure}; traced its parts. Give an example to see the whole"
+        return _flow_of_parts(model), (note,)
+    return (flow if recorded is None else _with_ndims(flow, recorded)), ()
+
+
+def _with_ndims(flow: Flow, recorded: Flow) -> Flow:
+    """Return ``flow`` with the dimensions of module results that the recorded run saw."""
+
+    def with_ndim(call: Call) -> Call:
+        seen = set()
+        if call.module is not None:
+            seen = {known.ndim for known in recorded.calls_of(call.module)}
+        return replace(call, ndim=seen.pop() if len(seen) == 1 else None)
+
+    return replace(flow, calls=tuple(map(with_ndim, flow.calls)))
+
+
+def _flow_of_parts(model: nn.Module) -> Flow:
+    """Return the flows of the parts that torch.fx can trace, one behind the other."""
+    calls: list[Call] = []
+    outputs: set[int] = set()
+    read: set[int] = set()
+    for prefix, flow in _traceable_parts(model, ""):
+        start = len(calls)
+        for call in flow.calls:
+            inputs = tuple(start + index for index in call.inputs)
+            index, name = start + call.index, prefix + call.name
+            calls.append(replace(call, index=index, name=name, inputs=inputs))
+        outputs.update(start + index for index in flow.outputs)
+        read |= flow.read
+    return Flow(tuple(calls), frozenset(outputs), "fx", frozenset(read))
+
+
+def _traceable_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Flow]]:
+    """Yield path prefix and flow of the outermost parts that torch.fx can trace."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}."
+        if is_fuse_leaf(child):
+            continue
+        try:
+            flow = flow_of_graph(trace_modules(child, is_fuse_leaf), child)
+        except Exception:  # look inside instead
+            yield from _traceable_parts(child, path)
+        else:
+            yield path, flow
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_KEEP_NDIM = (nn.Linear, nn.ReLU, nn.Hardswish, nn.GELU)
+
+
+def does_nothing(call: Call) -> bool:
+    """Return True if ``call`` returns its input: an Identity, or dropout in eval mode."""
+    module = call.module
+    if is_plain(module, nn.Identity):
+        return True
+    return module is not None and is_plain(module, *_DROPOUTS) and not module.training
+
+
+def moves_features(call: Call) -> tuple[int, ...]:
+    """Return the ndim of the tensor whose last axis ``call`` brings to axis 1.
+
+    The last axis holds the features of a linear layer. The result has one number, or none if
+    ``call`` does no such thing.
+    """
+    arguments = call.arguments
+    if call.name == "flatten":
+        axes = tuple(value for value in arguments if isinstance(value, int))
+        return (3,) if axes == (0, 1) else ()
+    if call.name != "permute":
+        return ()
+    if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
+        arguments = tuple(arguments[0])
+    moved = ((0, 2, 1), (0, 3, 1, 2), (0, 4, 1, 2, 3))
+    return (len(arguments),) if tuple(arguments) in moved else ()
+
+
+def inferred_ndim(flow: Flow, call: Call) -> int | None:
+    """Return 2 if the input of ``call`` was flattened from axis 1 on, else None for unknown.
+
+    Linear layers, BatchNorms and elementwise modules in between keep the number of dimensions.
+    """
+    while len(call.inputs) == 1:
+        call = flow.calls[call.inputs[0]]
+        if _flattens(call):
+            return 2
+        if not (_keeps_ndim(call.module) or does_nothing(call)):
+            return None
+    return None
+
+
+def _keeps_ndim(module: nn.Module | None) -> bool:
+    if isinstance(module, nn.Linear) and isinstance(module, RescalesOutput):
+        return True  # a quantized linear layer has a forward of its own
+    return is_plain(module, *_KEEP_NDIM) or is_norm(module)
+
+
+def _flattens(call: Call) -> bool:
+    """Return True if ``call`` flattens everything from axis 1 on."""
+    module: Any = call.module
+    if is_plain(module, nn.Flatten):
+        return (module.start_dim, module.end_dim) == (1, -1)
+    return module is None and call.name == "flatten" and call.arguments in ((1,), (1, -1))
+
+
+def border_obstacle(layer: Any) -> str | None:
+    """Return why a shift before ``layer`` does not pass through it at the border, or None."""
+    if isinstance(layer, nn.Linear):
+        return None
+    single_tap = set(layer.kernel_size) == {1}
+    if isinstance(layer, TRANSPOSED):
+        padded = any(layer.padding) or any(layer.output_padding)
+        if single_tap and set(layer.stride) == {1} and not padded:
+            return None
+        return (
+            "is transposed: how many taps overlap varies with the position, so a shift before it"
+            " does not fold"
+        )
+    if layer.padding_mode != "zeros" or layer.padding == "valid":
+        return None
+    if layer.padding == "same" and single_tap:
+        return None
+    if layer.padding != "same" and not any(layer.padding):
+        return None
+    return (
+        "pads with zeros, which a shift before it would change at the border;"
+        " constant_pad=True pads explicitly instead"
+    )
+
+
+def paddable(layer: Any, norm: Any) -> bool:
+    """Return True if every channel of ``norm`` has a value that it maps to zero, to pad with."""
+    return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())
+
 
 _READ_ELSEWHERE = "has parameters that are also read outside its own forward"
 
@@ -59,13 +205,7 @@ class _Refused(Exception):
 def find_pairs(
     model: nn.Module, flow: Flow, *, constant_pad: bool = False
 ) -> tuple[list[Pair], list[Refusal]]:
-    """Return every BatchNorm of ``model`` as a pair, or as a refusal with its reason.
-
-    Args:
-        model: left unchanged.
-        flow: how data flows in it.
-        constant_pad: allow pairs that have to be padded explicitly.
-    """
+    """Return every BatchNorm of ``model`` as a pair, or as a refusal with its reason."""
     finder = _Finder(model, flow, constant_pad)
     pairs, refusals = [], []
     for name, module in model.named_modules():

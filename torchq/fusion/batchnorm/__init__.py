@@ -1,1 +1,0 @@
-"""Folding a BatchNorm into the layer beside it."""

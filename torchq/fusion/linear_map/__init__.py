@@ -1,1 +1,0 @@
-"""Finding the one kernel of a callable that is one linear map."""

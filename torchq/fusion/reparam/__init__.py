@@ -1,1 +1,0 @@
-"""Merging the parallel branches of re-parameterisable blocks."""
