@@ -9,7 +9,7 @@ import pytest
 
 import torchq.compat
 from torchq.compat import pytorch_quantization as package
-from torchq.compat.pytorch_quantization.nn.modules._utils import QuantInputMixin, QuantMixin
+from torchq.compat.pytorch_quantization.mixins import QuantInputMixin, QuantMixin
 
 DEFAULTS = ("default_quant_desc_input", "default_quant_desc_weight")
 

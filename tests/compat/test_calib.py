@@ -11,7 +11,7 @@ import torch
 
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization import nn as quant_nn
-from torchq.compat.pytorch_quantization.calib.calibrator import _Calibrator
+from torchq.compat.pytorch_quantization.calibrators import _Calibrator
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -142,15 +142,15 @@ def test_half_precision_ranges_become_float32() -> None:
 @pytest.fixture
 def old_names(legacy: ModuleType) -> Iterator[None]:
     """Pickle our classes under the names that the original's had."""
-    classes = [
-        quant_nn.TensorQuantizer,
-        quant_nn.QuantConv2d,
-        calib.MaxCalibrator,
-        calib.HistogramCalibrator,
-    ]
-    own = {cls: cls.__module__ for cls in classes}
-    for cls, name in own.items():
-        cls.__module__ = name.removeprefix("torchq.compat.")
+    paths = {
+        quant_nn.TensorQuantizer: "nn.modules.tensor_quantizer",
+        quant_nn.QuantConv2d: "nn.modules.quant_conv",
+        calib.MaxCalibrator: "calib.max",
+        calib.HistogramCalibrator: "calib.histogram",
+    }
+    own = {cls: cls.__module__ for cls in paths}
+    for cls, path in paths.items():
+        cls.__module__ = f"pytorch_quantization.{path}"
     yield
     for cls, name in own.items():
         cls.__module__ = name

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.compat.pytorch_quantization import calib, tensor_quant
+from torchq.compat.pytorch_quantization import calibrators as histogram
 from torchq.compat.pytorch_quantization import nn as quant_nn
-from torchq.compat.pytorch_quantization.calib import histogram
 from torchq.compat.pytorch_quantization.nn.modules import (
     _utils,
     quant_conv,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from torchq.compat.pytorch_quantization.nn import QuantLSTM, QuantLSTMCell
-from torchq.compat.pytorch_quantization.nn._functions.quant_rnn import LSTMCell
 from torchq.compat.pytorch_quantization.nn.modules import quant_rnn
+from torchq.compat.pytorch_quantization.recurrent_step import LSTMCell
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor, fake_tensor_quant
 
 # The loop and torch's kernel add the same products in another order.

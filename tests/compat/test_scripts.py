@@ -142,7 +142,7 @@ def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     (tmp_path / "spawning.py").write_text(WORKER, encoding="utf-8")
     found = python("-m", "torchq.compat", str(tmp_path / "spawning.py"), "--flag")
     assert found.stdout.split(maxsplit=1) == [
-        "torchq.compat.pytorch_quantization.nn.modules.quant_linear",
+        "torchq.compat.pytorch_quantization.layers",
         "['--flag']\n",
     ], found.stderr
 

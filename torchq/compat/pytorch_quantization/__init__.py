@@ -1,12 +1,22 @@
 """The modules and names of pytorch-quantization 2.2.1; see :func:`torchq.compat.install`."""
 
+import sys
+from types import ModuleType
+
 from torchq.compat.pytorch_quantization import (
     calib,
+    calibrators,
+    clip,
     cuda_ext,
+    layers,
+    mixins,
     nn,
     optim,
     quant_modules,
+    recurrent,
+    recurrent_step,
     tensor_quant,
+    tensor_quantizer,
     utils,
 )
 from torchq.compat.pytorch_quantization.quant_modules import (
@@ -14,7 +24,8 @@ from torchq.compat.pytorch_quantization.quant_modules import (
     enable_onnx_export,
     initialize,
 )
-from torchq.compat.pytorch_quantization.version import __version__
+
+__version__ = "2.2.1"
 
 __all__ = [
     "__version__",
@@ -29,3 +40,37 @@ __all__ = [
     "tensor_quant",
     "utils",
 ]
+
+#: Path of a module of the original -> the module here that has its names; None has modules alone.
+_PATHS = {
+    "calib.calibrator": calibrators,
+    "calib.histogram": calibrators,
+    "calib.max": calibrators,
+    "nn.functional": clip,
+    "nn.modules": None,
+    "nn.modules._utils": mixins,
+    "nn.modules.clip": clip,
+    "nn.modules.quant_conv": layers,
+    "nn.modules.quant_instancenorm": layers,
+    "nn.modules.quant_linear": layers,
+    "nn.modules.quant_pooling": layers,
+    "nn.modules.quant_rnn": recurrent,
+    "nn.modules.tensor_quantizer": tensor_quantizer,
+    "nn._functions": None,
+    "nn._functions.quant_rnn": recurrent_step,
+    "optim.helper": optim,
+    "utils.reduce_amax": utils,
+}
+
+
+def _register_paths() -> None:
+    """Let ``import`` find each module under its path in the original, which pickles name too."""
+    for path, module in _PATHS.items():
+        parent, _, leaf = f"{__name__}.{path}".rpartition(".")
+        found = module or ModuleType(f"{parent}.{leaf}", "Modules of pytorch-quantization.")
+        sys.modules[f"{parent}.{leaf}"] = found
+        if not hasattr(sys.modules[parent], leaf):  # utils.reduce_amax is the function
+            setattr(sys.modules[parent], leaf, found)
+
+
+_register_paths()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchq import nn as core
 from torchq.calib import Calibrator
 from torchq.compat.pytorch_quantization import calib
-from torchq.compat.pytorch_quantization.nn.modules.clip import Clip
+from torchq.compat.pytorch_quantization.clip import Clip
 from torchq.compat.pytorch_quantization.tensor_quant import (
     NumBits,
     QuantDescriptor,

@@ -1,4 +1,4 @@
-"""Quantized convolutions."""
+"""Quantized layers: torch's own, with quantizers of the original."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from torchq import nn as core
+from torchq.compat.pytorch_quantization import mixins as _utils
 from torchq.compat.pytorch_quantization import tensor_quant
-from torchq.compat.pytorch_quantization.nn.modules import _utils
-from torchq.compat.pytorch_quantization.nn.modules._utils import LegacyLayer
+from torchq.compat.pytorch_quantization.mixins import LegacyLayer
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
@@ -48,8 +49,16 @@ class _QuantConvTransposeNd(_ConstructorOfConvNd, _ConvTransposeNd):
     """Base that scripts derive their own transposed convolutions from."""
 
 
+class QuantLinear(_utils.QuantMixin, LegacyLayer, core.QuantLinear):
+    """Quantized :class:`torch.nn.Linear`."""
+
+    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+
+
 def _layer(name: str) -> type[LegacyLayer]:
-    """Return the quantized twin of a convolution, whose weight has a range for each channel."""
+    """Return the quantized twin of a class of torch.nn; convolutions have a range per channel."""
+    if "Conv" not in name:
+        return _utils.make_layer(name, __name__, _utils.QuantInputMixin)
     descriptor = getattr(tensor_quant, f"QUANT_DESC_8BIT_{name.upper()}_WEIGHT_PER_CHANNEL")
     return _utils.make_layer(
         name,
@@ -60,8 +69,11 @@ def _layer(name: str) -> type[LegacyLayer]:
     )
 
 
+_SPATIAL = ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
 #: Class by name: ``Conv1d`` and ``QuantConv1d``, and so on.
-LAYERS = _utils.both_names(
-    {f"{kind}{d}d": _layer(f"{kind}{d}d") for kind in ("Conv", "ConvTranspose") for d in (1, 2, 3)}
-)
+LAYERS: dict[str, type[LegacyLayer]] = {
+    name: _layer(name) for name in (f"{kind}{d}d" for kind in _SPATIAL for d in (1, 2, 3))
+}
+LAYERS["Linear"] = QuantLinear
+LAYERS |= {f"Quant{name}": layer for name, layer in LAYERS.items()}
 globals().update(LAYERS)

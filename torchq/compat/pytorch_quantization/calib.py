@@ -1,9 +1,9 @@
 """Calibrators of pytorch-quantization."""
 
-from torchq.compat.pytorch_quantization.calib.histogram import (
+from torchq.compat.pytorch_quantization.calibrators import (
     HistogramCalibrator,
+    MaxCalibrator,
     calibrate_weights,
 )
-from torchq.compat.pytorch_quantization.calib.max import MaxCalibrator
 
 __all__ = ["HistogramCalibrator", "MaxCalibrator", "calibrate_weights"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from torchq import nn as core
 from torchq.compat.errors import LegacyTypeError
-from torchq.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 from torchq.compat.pytorch_quantization.tensor_quant import (
     QUANT_DESC_8BIT_PER_TENSOR,
     QuantDescriptor,
 )
+from torchq.compat.pytorch_quantization.tensor_quantizer import TensorQuantizer
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule
 
@@ -203,8 +203,3 @@ def make_layer(name: str, module: str, mixin: type, **attributes: Any) -> type[L
     """Return the quantized twin of ``torch.nn``'s class ``name``, as a class of ``module``."""
     attributes |= {"__module__": module, "__doc__": f"Quantized :class:`torch.nn.{name}`."}
     return type(f"Quant{name}", (mixin, LegacyLayer, getattr(core, f"Quant{name}")), attributes)
-
-
-def both_names(layers: dict[str, type[LegacyLayer]]) -> dict[str, type[LegacyLayer]]:
-    """Return the classes under the names that the original gives them, with and without Quant."""
-    return layers | {f"Quant{name}": layer for name, layer in layers.items()}

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq.compat.pytorch_quantization import tensor_quant
-from torchq.compat.pytorch_quantization.nn._functions.quant_rnn import LSTMCell as lstm_cell
-from torchq.compat.pytorch_quantization.nn._functions.quant_rnn import direction
-from torchq.compat.pytorch_quantization.nn.modules._utils import (
+from torchq.compat.pytorch_quantization.mixins import (
     QuantMixin,
     pop_quant_desc_in_kwargs,
 )
+from torchq.compat.pytorch_quantization.recurrent_step import LSTMCell as lstm_cell
+from torchq.compat.pytorch_quantization.recurrent_step import direction
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from torchq.errors import ConfigError
 
@@ -34,7 +34,7 @@ class QuantLSTM(QuantMixin, nn.LSTM):
 
     ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and
     direction, in torch's order.
-    :func:`~torchq.compat.pytorch_quantization.nn._functions.quant_rnn.LSTMCell` says which
+    :func:`~torchq.compat.pytorch_quantization.recurrent_step.LSTMCell` says which
     tensors they quantize.
     """
 
