@@ -13,47 +13,92 @@ _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
+def pad_amounts(pads: Sequence[int]) -> list[int]:
+    """Return pads (all before, then all behind) in the order of ``F.pad``."""
+    half = len(pads) // 2
+    return [side for axis in reversed(range(half)) for side in (pads[axis], pads[half + axis])]
+
+
+def same_pads(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
+) -> list[int]:
+    """Return the pads of a window that gives ``ceil(size / stride)`` results.
+
+    ``upper`` puts the odd element behind.
+    """
+    before, behind = [], []
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        size = x.shape[axis]
+        missing = max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size)
+        before.append(missing // 2 if upper else missing - missing // 2)
+        behind.append(missing - before[-1])
+    return before + behind
+
+
 def pool(
     x: Tensor,
     kind: str,
     kernel: Sequence[int],
     stride: Sequence[int],
-    pad: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int] | str,
     convention: str,
     include_pad: bool,
 ) -> Tensor:
     """Return the maxima, means or sums of windows of ``x`` (N, C, ...).
 
-    The convention ``"valid"`` rounds the number of windows down, ``"full"`` up, also where the last
-    one begins behind the padding. Means with ``include_pad`` count the padding, but not what lies
+    Pads are numbers (all before, then all behind), or SAME_UPPER or SAME_LOWER. The convention
+    ``"valid"`` rounds the number of windows down, ``"ceil"`` up but for a window that begins behind
+    the input, ``"full"`` always up. Means with ``include_pad`` count the padding, but not what lies
     behind it.
+
+    It is no module and no function of torch, so that no quantizer is placed on its input.
     """
-    padded: list[int] = []
-    for axis, (k, s, side) in enumerate(zip(kernel, stride, pad, strict=True), start=2):
-        size = x.shape[axis] + 2 * side
-        room = size - k
-        count = -(-room // s) if convention == "full" else room // s
-        padded = [side, count * s + k - size + side, *padded]
+    if isinstance(pads, str):
+        pads = same_pads(x, kernel, stride, dilation, pads == "SAME_UPPER")
+    window = list(stride), 0, list(dilation)
+    reached: list[int] = []
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        before, size = pads[axis], x.shape[2 + axis]
+        room = size + before + pads[len(kernel) + axis] - d * (k - 1) - 1
+        last = room // s if convention == "valid" else -(-room // s)
+        if convention == "ceil" and last * s >= size + before:
+            last -= 1
+        reached = [before, last * s + d * (k - 1) + 1 - before - size, *reached]
     if kind == "max":
-        wide = F.pad(x, padded, value=torch.finfo(x.dtype).min)
-        return _MAX[len(kernel)](wide, list(kernel), list(stride))
-    sums = _sums(F.pad(x, padded), kernel, stride)
+        lowest = torch.finfo(x.dtype).min if convention == "full" else -torch.inf
+        return _MAX[len(kernel)](F.pad(x, reached, value=lowest), list(kernel), *window)
+    sums = _sums(F.pad(x, reached), kernel, window)
     if kind == "sum":
         return sums
     inside = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if include_pad:
-        own = [side for amount in reversed(pad) for side in (amount, amount)]
+        own = pad_amounts(pads)
         inside = F.pad(inside, own, value=1.0)
-        padded = [extra - side for extra, side in zip(padded, own, strict=True)]
-    return sums / _sums(F.pad(inside, padded), kernel, stride)
+        reached = [extra - side for extra, side in zip(reached, own, strict=True)]
+    return sums / _sums(F.pad(inside, reached), kernel, window)
 
 
-def _sums(x: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
+def _sums(x: Tensor, kernel: Sequence[int], window: tuple[Any, ...]) -> Tensor:
     """Return the sums of windows, a convolution of each channel with ones."""
     ones = torch.ones((1, 1, *kernel), dtype=x.dtype, device=x.device)
     planes = x.reshape(-1, 1, *x.shape[2:])
-    sums = _CONV[len(kernel)](planes, ones, None, list(stride))
+    sums = _CONV[len(kernel)](planes, ones, None, *window)
     return sums.reshape(*x.shape[:2], *sums.shape[2:])
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return a convolution with a weight that the network computes."""
+    window = list(stride), list(padding), list(dilation)
+    return _CONV[weight.dim() - 2](x, weight, bias, *window, groups)
 
 
 def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:

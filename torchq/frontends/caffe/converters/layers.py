@@ -153,7 +153,8 @@ def _pooling(layer: CaffeLayer) -> Value:
         if up and any(pad):
             layer.refuse(f"a pad of {pad} with a kernel of {kernel} is not supported")
         convention = "full" if up else "valid"
-        return layer.call(pool, layer.inputs[0], name, kernel, stride, pad, convention, True)
+        window = kernel, stride, [1, 1], pad + pad
+        return layer.call(pool, layer.inputs[0], name, *window, convention, True)
     return layer.module(POOLS[name][2](kernel, stride, pad, ceil_mode=up), layer.inputs[0])
 
 

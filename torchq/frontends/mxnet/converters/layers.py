@@ -115,7 +115,8 @@ def _pooling(node: SymbolContext) -> Value:
     if not 1 <= spatial <= 3 or {len(stride), len(pad)} != {spatial}:
         node.refuse(f"got the kernel {kernel}, stride {stride}, pad {pad}; expected 1 to 3 sizes")
     if kind not in POOLS or not _as_torch(kernel, stride, pad, convention):
-        return node.call(pool, node.inputs[0], kind, kernel, stride, pad, convention, include)
+        window = kernel, stride, [1] * spatial, pad + pad
+        return node.call(pool, node.inputs[0], kind, *window, convention, include)
     ceil_mode = convention == "full"
     counted = {} if kind == "max" else {"count_include_pad": include}
     module = POOLS[kind][spatial](kernel, stride, pad, ceil_mode=ceil_mode, **counted)

@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Ints, Value
-from torchq.frontends.onnx.context import NodeContext, converter, identity
+from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, identity
 from torchq.frontends.onnx.reader import dtype_of
 
-_UNARY: dict[str, Callable[..., Any]] = {
+#: Operators without attributes that one torch function of all inputs computes.
+_SAME: dict[str, Callable[..., Any]] = {
     "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
+    "And": torch.logical_and,
     "Atan": torch.atan,
-    "Atanh": torch.atanh,
     "Ceil": torch.ceil,
     "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Det": torch.linalg.det,
     "Erf": torch.erf,
     "Exp": torch.exp,
     "Floor": torch.floor,
     "IsNaN": torch.isnan,
     "Log": torch.log,
     "Neg": torch.neg,
+    "Or": torch.logical_or,
     "Reciprocal": torch.reciprocal,
     "Round": torch.round,
     "Sign": torch.sign,
     "Sin": torch.sin,
-    "Sinh": torch.sinh,
     "Sqrt": torch.sqrt,
     "Tan": torch.tan,
-    "BitwiseNot": torch.bitwise_not,
-}
-_BINARY: dict[str, Callable[..., Any]] = {
-    "And": torch.logical_and,
-    "Or": torch.logical_or,
     "Xor": torch.logical_xor,
-    "BitwiseAnd": torch.bitwise_and,
-    "BitwiseOr": torch.bitwise_or,
-    "BitwiseXor": torch.bitwise_xor,
 }
 #: From an operator to the functions for tensors and for numbers.
 _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -61,13 +49,8 @@ _NUMERIC: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "LessOrEqual": (torch.le, operator.le),
 }
 
-for _name, _function in _UNARY.items():
+for _name, _function in _SAME.items():
     identity(_name, _function)
-
-
-@converter(*_BINARY)
-def _binary(node: NodeContext) -> Value:
-    return node.call(_BINARY[node.op_type], *node.inputs)
 
 
 def scalar_or_value(node: NodeContext, index: int) -> Any:
@@ -156,27 +139,27 @@ def _pow(node: NodeContext) -> Value:
     return node.call(power, *node.inputs)
 
 
-@converter("Max", "Min", "Sum", "Mean")
+_VARIADIC: dict[str, Callable[..., Any]] = {
+    "Max": torch.maximum,
+    "Min": torch.minimum,
+    "Sum": torch.add,
+    "Mean": torch.add,
+}
+
+
+@converter(*_VARIADIC)
 def _variadic(node: NodeContext) -> Value:
-    if len(node.inputs) == 1:
-        return node.inputs[0]
-    if node.op_type == "Sum" and len(node.inputs) == 2:
-        return node.call(torch.add, *node.inputs)
-    functions = {"Max": maximum, "Min": minimum, "Sum": total, "Mean": mean_of}
-    return node.call(functions[node.op_type], list(node.inputs))
+    first, *rest = node.inputs
+    total = reduce(lambda a, b: node.call(_VARIADIC[node.op_type], a, b), rest, first)
+    is_mean = node.op_type == "Mean" and rest
+    return node.call(torch.div, total, len(node.inputs)) if is_mean else total
 
 
 @converter("IsInf")
 def _is_inf(node: NodeContext) -> Value:
-    positive, negative = (
-        bool(node.attr("detect_positive", 1)),
-        bool(node.attr("detect_negative", 1)),
-    )
-    if positive and negative:
-        return node.call(torch.isinf, node.inputs[0])
-    if not positive and not negative:
-        return node.call(torch.zeros_like, node.inputs[0], dtype=torch.bool)
-    return node.call(torch.isposinf if positive else torch.isneginf, node.inputs[0])
+    if not node.attr("detect_positive", 1) or not node.attr("detect_negative", 1):
+        node.refuse("it looks for one sign alone; expected both")
+    return node.call(torch.isinf, node.inputs[0])
 
 
 @converter("Not")
@@ -204,43 +187,25 @@ def _where(node: NodeContext) -> Value:
     return node.call(torch.where, *node.inputs)
 
 
-@converter("Cast", dtypes=None)
-def _cast(node: NodeContext) -> Value:
-    dtype = dtype_of(node.required("to"))
-    source = node.dtype(0)
-    if dtype is None or (
-        source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
-    ):
-        node.refuse("torch has no type for its elements")
-    return _convert_type(node, dtype)
-
-
-@converter("CastLike", dtypes=None)
-def _cast_like(node: NodeContext) -> Value:
-    dtype = node.dtype(1)
-    if dtype is None or (node.dtype(0) is None and node.input_names[0] in node.builder.dtypes):
-        node.refuse("torch has no type for its elements, or the type is not known")
-    return _convert_type(node, dtype)
-
-
 #: The element types in which sizes are whole numbers; float64 holds all of them, float32 those of
 #: dimensions.
 _OF_SIZES = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 
-def _convert_type(node: NodeContext, dtype: torch.dtype) -> Value:
-    value = node.inputs[0]
+@converter("Cast", "CastLike", dtypes=None)
+def _cast(node: NodeContext) -> Value:
+    value, source = node.inputs[0], node.dtype(0)
+    dtype = dtype_of(node.required("to")) if node.op_type == "Cast" else node.dtype(1)
+    unknown = source is None and node.builder.dtypes.get(node.input_names[0], 0) is None
+    if dtype not in NUMBERS or unknown:
+        node.refuse("torch computes nothing with its elements")
     if isinstance(value, Ints) and value.dtype is not torch.bool:
         if dtype in _OF_SIZES:
             return node.sizes(value.items, value.scalar, dtype)
         if dtype is torch.bool:
             flags = [node.arithmetic(operator.ne, item, 0) for item in value.items]
             return node.sizes(flags, value.scalar, dtype)
-    if dtype.itemsize == 1 and dtype.is_floating_point:
-        return node.call(cast_float8, node.inputs[0], dtype, bool(node.attr("saturate", 1)))
-    if node.dtype(0) is dtype:
-        return node.inputs[0]
-    return node.call(torch.Tensor.to, node.inputs[0], dtype)
+    return value if source is dtype else node.call(torch.Tensor.to, value, dtype)
 
 
 @converter("Identity", dtypes=None)
@@ -250,30 +215,26 @@ def _identity(node: NodeContext) -> Value:
     return node.inputs[0]
 
 
-_PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "Relu": nn.ReLU,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "Softplus": nn.Softplus,
-    "Softsign": nn.Softsign,
-    "HardSwish": nn.Hardswish,
-    "Mish": nn.Mish,
+#: Modules, and the attributes that they take with the defaults of the format.
+_MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
+    "Elu": (nn.ELU, {"alpha": 1.0}),
+    "Gelu": (nn.GELU, {"approximate": "none"}),
+    "HardSwish": (nn.Hardswish, {}),
+    "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
+    "Mish": (nn.Mish, {}),
+    "Relu": (nn.ReLU, {}),
+    "Sigmoid": (nn.Sigmoid, {}),
+    "Softplus": (nn.Softplus, {}),
+    "Softsign": (nn.Softsign, {}),
+    "Tanh": (nn.Tanh, {}),
 }
 
 
-@converter(*_PLAIN)
-def _plain(node: NodeContext) -> Value:
-    return node.module(_PLAIN[node.op_type](), node.inputs[0])
-
-
-@converter("LeakyRelu")
-def _leaky_relu(node: NodeContext) -> Value:
-    return node.module(nn.LeakyReLU(node.attr("alpha", 0.01)), node.inputs[0])
-
-
-@converter("Elu")
-def _elu(node: NodeContext) -> Value:
-    return node.module(nn.ELU(node.attr("alpha", 1.0)), node.inputs[0])
+@converter(*_MODULES)
+def _module(node: NodeContext) -> Value:
+    make, attributes = _MODULES[node.op_type]
+    module = make(*(node.attr(name, default) for name, default in attributes.items()))
+    return node.module(module, node.inputs[0])
 
 
 @converter("Selu")
@@ -282,11 +243,6 @@ def _selu(node: NodeContext) -> Value:
         if abs(node.attr(name, number) - number) > 1e-6:
             node.refuse(f"its {name} is {node.attr(name)}; expected {number}")
     return node.module(nn.SELU(), node.inputs[0])
-
-
-@converter("Gelu")
-def _gelu(node: NodeContext) -> Value:
-    return node.module(nn.GELU(node.attr("approximate", "none")), node.inputs[0])
 
 
 @converter("Swish")
@@ -387,26 +343,6 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     return torch.pow(a, b).to(a.dtype)
 
 
-def maximum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise maximum of tensors that broadcast."""
-    return reduce(torch.maximum, tensors)
-
-
-def minimum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise minimum of tensors that broadcast."""
-    return reduce(torch.minimum, tensors)
-
-
-def total(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise sum of tensors that broadcast."""
-    return reduce(torch.add, tensors)
-
-
-def mean_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise mean of tensors that broadcast."""
-    return total(tensors) / len(tensors)
-
-
 def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
     """Return ``min(max(x, low), high)``; the upper bound wins where the bounds cross."""
     if low is not None:
@@ -425,28 +361,3 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     The slope broadcasts from the right.
     """
     return torch.where(x < 0, slope * x, x)
-
-
-def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return ``clamp(alpha * x + beta, 0, 1)``."""
-    return (x * alpha + beta).clamp(0, 1)
-
-
-def cast_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-    """Return ``x`` as FP8 numbers, rounded to nearest even.
-
-    Values that round beyond the largest number become that number where ``saturate`` is set. Else
-    they become infinity in E5M2, and NaN in the formats without infinity (ONNX operator Cast, table
-    of FP8 conversions).
-    """
-    x = x.to(torch.float32)
-    largest = torch.finfo(dtype).max
-    fits = torch.where(x.isnan(), x, x.clamp(-largest, largest))
-    if saturate:
-        return fits.to(dtype)
-    # Half a step beyond the largest number, the tie included where its last bit is odd.
-    code = torch.tensor(largest).to(dtype).view(torch.uint8)
-    limit = largest + float(largest - (code - 1).view(dtype).float()) / 2
-    beyond = (x.abs() >= limit) if bool(code & 1) else (x.abs() > limit)
-    replaced = x.sign() * torch.inf if dtype is torch.float8_e5m2 else torch.full_like(x, torch.nan)
-    return torch.where(beyond, replaced, fits).to(dtype)

@@ -150,7 +150,9 @@ def _dequantize(node: NodeContext) -> Value:
     if isinstance(value, fx.Node) and found is not None and value in node.builder.codes:
         source, given = node.builder.codes[value]
         if given.equals(found) and node.dtype(1) in (torch.float32, None):
-            return _fake_quantized(node, source, found, value)
+            quantized = _fake_quantized(node, source, found, value)
+            if quantized is not None:
+                return quantized
     result = node.call(dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size)
     if isinstance(result, Constant) and found is not None and isinstance(value, Constant):
         origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
@@ -161,21 +163,17 @@ def _dequantize(node: NodeContext) -> Value:
 
 
 def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes: fx.Node) -> Value:
-    """Return the call of one quantizer for all readers of a tensor of codes."""
+    """Return the call of one quantizer for all readers of codes, None where no format has them."""
     known = node.builder.dequantized.get(codes)
     if known is not None:
         return known
     shape = node.shape(0)
     quantizer = quantizer_of(found, None if shape is None else len(shape))
-    if quantizer is not None:
-        result = node.module(quantizer, source, name=_quantizer_name(node))
-        if isinstance(result, fx.Node):
-            node.builder.quantizers[result] = (source, quantizer)
-    else:
-        scale, zero_point = Constant(found.scale), Constant(found.zero_point)
-        result = node.call(
-            fake_quantize_linear, source, scale, zero_point, found.axis, found.zero_point.dtype
-        )
+    if quantizer is None:
+        return None
+    result = node.module(quantizer, source, name=_quantizer_name(node))
+    if isinstance(result, fx.Node):
+        node.builder.quantizers[result] = (source, quantizer)
     node.builder.dequantized[codes] = result
     return result
 
@@ -236,35 +234,3 @@ def dequantize_linear(
         exact = torch.float32 if zero_point.dtype.is_floating_point else torch.int64
         values = values - zero_point.to(exact)
     return values.to(scale.dtype) * scale
-
-
-class _FakeQuantizeLinear(torch.autograd.Function):
-    """QuantizeLinear and DequantizeLinear with a straight-through gradient.
-
-    1 inside the range, 0 outside.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
-    ) -> Tensor:
-        zero_point, scale = (aligned(part, x, axis).float() for part in (zero_point, scale))
-        bounds = torch.iinfo(dtype)
-        codes = torch.round(x.float() / scale) + zero_point
-        ctx.save_for_backward((codes >= bounds.min) & (codes <= bounds.max))
-        return ((codes.clamp(bounds.min, bounds.max) - zero_point) * scale).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.saved_tensors[0], None, None, None, None
-
-
-def fake_quantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, dtype: torch.dtype
-) -> Tensor:
-    """Return ``x`` quantized and dequantized.
-
-    Trainable, with a straight-through gradient to ``x``.
-    """
-    result: Tensor = _FakeQuantizeLinear.apply(x, scale, zero_point, axis, dtype)
-    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -10,93 +11,20 @@ from torch import Tensor
 from torchq.frontends.building.graph import Ints, Value
 from torchq.frontends.onnx.context import NodeContext, converter
 
-
-def reduce_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return sums in the element type of ``x``."""
-    return torch.sum(x, axes, keep, dtype=x.dtype)
-
-
-def reduce_mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return means; those of integers are rounded toward zero."""
-    if x.is_floating_point():
-        return torch.mean(x, axes, keep)
-    return torch.mean(x.double(), axes, keep).to(x.dtype)
-
-
-def reduce_prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return products in the element type of ``x``."""
-    for axis in sorted((axis % x.dim() for axis in axes), reverse=True):
-        x = torch.prod(x, axis, keep, dtype=x.dtype)
-    return x
-
-
-def reduce_max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return maxima; of nothing the lowest number of the element type."""
-    if not torch.jit.is_tracing() and 0 in [x.shape[axis] for axis in axes]:
-        return _of_nothing(x, axes, keep, lowest=True)
-    return torch.amax(x, axes, keep)
-
-
-def reduce_min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return minima; of nothing the highest number of the element type."""
-    if not torch.jit.is_tracing() and 0 in [x.shape[axis] for axis in axes]:
-        return _of_nothing(x, axes, keep, lowest=False)
-    return torch.amin(x, axes, keep)
-
-
-def _of_nothing(x: Tensor, axes: list[int], keep: bool, lowest: bool) -> Tensor:
-    shape = torch.sum(x.float(), axes, keep).shape
-    if x.is_floating_point():
-        value: float = -torch.inf if lowest else torch.inf
-    elif x.dtype is torch.bool:
-        value = not lowest
-    else:
-        value = torch.iinfo(x.dtype).min if lowest else torch.iinfo(x.dtype).max
-    return torch.full(shape, value, dtype=x.dtype, device=x.device)
-
-
-def reduce_l1(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return sums of magnitudes."""
-    return reduce_sum(x.abs(), axes, keep)
-
-
-def reduce_l2(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return roots of sums of squares."""
-    return torch.sqrt(
-        reduce_sum(x * x, axes, keep).to(x.dtype if x.is_floating_point() else torch.float64)
-    ).to(x.dtype)
-
-
-def reduce_log_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return logarithms of sums."""
-    return torch.log(reduce_sum(x, axes, keep))
-
-
-def reduce_log_sum_exp(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return logarithms of sums of exponentials."""
-    return torch.logsumexp(x, axes, keep)
-
-
-def reduce_sum_square(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    """Return sums of squares."""
-    return reduce_sum(x * x, axes, keep)
-
-
-_FUNCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
-    "ReduceL1": reduce_l1,
-    "ReduceL2": reduce_l2,
-    "ReduceLogSum": reduce_log_sum,
-    "ReduceLogSumExp": reduce_log_sum_exp,
-    "ReduceMax": reduce_max,
-    "ReduceMean": reduce_mean,
-    "ReduceMin": reduce_min,
-    "ReduceProd": reduce_prod,
-    "ReduceSum": reduce_sum,
-    "ReduceSumSquare": reduce_sum_square,
+#: What reductions do to single elements, and then to all.
+_PARTS: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
+    "ReduceL1": (torch.abs, "sum"),
+    "ReduceL2": (torch.square, "root"),
+    "ReduceLogSum": (None, "log"),
+    "ReduceLogSumExp": (None, "logsumexp"),
+    "ReduceMax": (None, "amax"),
+    "ReduceMean": (None, "mean"),
+    "ReduceMin": (None, "amin"),
+    "ReduceProd": (None, "prod"),
+    "ReduceSum": (None, "sum"),
+    "ReduceSumSquare": (torch.square, "sum"),
 }
-
-
-#: What reductions do to single elements.
+#: What remains of reductions over nothing.
 _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "ReduceL1": torch.abs,
     "ReduceL2": torch.abs,
@@ -105,34 +33,69 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@converter(*_FUNCTIONS)
+def reduce(x: Tensor, op_type: str, axes: Sequence[int], keep: bool) -> Tensor:
+    """Return a reduction in the element type of ``x``; means of integers round toward zero."""
+    before, kind = _PARTS[op_type]
+    y = x if before is None else before(x)
+    axes = list(axes)
+    if kind in ("amax", "amin"):
+        return _extreme(y, axes, keep, lowest=kind == "amax")
+    if kind == "logsumexp":
+        return torch.logsumexp(y, axes, keep)
+    if kind == "mean":
+        wide = y if y.is_floating_point() else y.double()
+        return torch.mean(wide, axes, keep).to(y.dtype)
+    if kind == "prod":
+        for axis in sorted((axis % y.dim() for axis in axes), reverse=True):
+            y = torch.prod(y, axis, keep, dtype=y.dtype)
+        return y
+    total = torch.sum(y, axes, keep, dtype=y.dtype)
+    if kind == "root":
+        return torch.sqrt(total if x.is_floating_point() else total.double()).to(x.dtype)
+    return torch.log(total) if kind == "log" else total
+
+
+def _extreme(x: Tensor, axes: list[int], keep: bool, lowest: bool) -> Tensor:
+    """Return maxima or minima; of nothing the lowest or highest number of the element type."""
+    if torch.jit.is_tracing() or 0 not in [x.shape[axis] for axis in axes]:
+        return (torch.amax if lowest else torch.amin)(x, axes, keep)
+    if x.is_floating_point():
+        value: float = -torch.inf if lowest else torch.inf
+    elif x.dtype is torch.bool:
+        value = not lowest
+    else:
+        value = torch.iinfo(x.dtype).min if lowest else torch.iinfo(x.dtype).max
+    shape = torch.sum(x.float(), axes, keep).shape
+    return torch.full(shape, value, dtype=x.dtype, device=x.device)
+
+
+@converter(*_PARTS)
 def _reduce(node: NodeContext) -> Value:
-    keep = bool(node.attr("keepdims", 1))
-    if node.input(1) is not None and node.constant(1) is None:
-        empty = bool(node.attr("noop_with_empty_axes", 0))
-        return node.call(reduce_along, node.op_type, *node.inputs, keep, empty)
-    axes = node.axes()
-    if not axes and node.attr("noop_with_empty_axes", 0):
-        axes = []
-    elif not axes:
-        if node.shape(0) is None:
-            return node.call(reduce_along, node.op_type, node.inputs[0], [], keep, False)
-        axes = list(range(node.ndim(0)))
-    value = node.inputs[0]
+    keep, empty = bool(node.attr("keepdims", 1)), bool(node.attr("noop_with_empty_axes", 0))
+    value, is_known = node.inputs[0], node.input(1) is None or node.constant(1) is not None
+    axes = node.axes() if is_known else None
+    if not axes and is_known and empty:
+        function = _ELEMENTWISE.get(node.op_type)
+        return value if function is None else node.call(function, value)
+    if not is_known or (not axes and node.shape(0) is None):
+        places: Value | list[int] = [] if is_known else node.inputs[1]
+        return node.call(reduce_along, value, node.op_type, places, keep, empty)
+    axes = axes or list(range(node.ndim(0)))
     if node.op_type == "ReduceProd" and isinstance(value, Ints) and not value.scalar:
-        product: object = 1
-        for item in value.items:
-            product = node.arithmetic(_times, product, item)  # type: ignore[arg-type]
-        return node.sizes([product], scalar=not keep)  # type: ignore[list-item]
-    if not axes:
-        return _without_axes(node)
+        product = value.items[0] if value.items else 1
+        for item in value.items[1:]:
+            product = node.arithmetic(mul, product, item)
+        return node.sizes([product], scalar=not keep)
+    if not axes:  # of a number
+        function = _ELEMENTWISE.get(node.op_type)
+        return value if function is None else node.call(function, value)
     if node.op_type == "ReduceMean" and node.floating(0):
         return node.call(torch.mean, value, axes, keep)
-    return node.call(_FUNCTIONS[node.op_type], value, axes, keep)
+    return node.call(reduce, value, node.op_type, axes, keep)
 
 
 def reduce_along(
-    kind: str, x: Tensor, axes: Tensor | Sequence[int], keep: bool, empty: bool
+    x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, empty: bool
 ) -> Tensor:
     """Return a reduction of a tensor of any number of dimensions, or along computed axes.
 
@@ -140,43 +103,25 @@ def reduce_along(
     """
     places = axes.tolist() if isinstance(axes, Tensor) else list(axes)
     if not places and empty:
-        return _ELEMENTWISE.get(kind, _same)(x)
-    return _FUNCTIONS[kind](x, places or list(range(x.dim())), keep)
+        function = _ELEMENTWISE.get(op_type)
+        return x if function is None else function(x)
+    return reduce(x, op_type, places or list(range(x.dim())), keep)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _times(a: int, b: int) -> int:
-    return a * b
-
-
-def _without_axes(node: NodeContext) -> Value:
-    """Convert a reduction over nothing: only what is done to single elements remains."""
-    function = _ELEMENTWISE.get(node.op_type)
-    return node.inputs[0] if function is None else node.call(function, node.inputs[0])
-
-
-@converter("CumSum", "CumProd")
+@converter("CumSum")
 def _cumulative(node: NodeContext) -> Value:
     known = node.constant(1)
     axis = node.input(1) if known is None else int(known)
     flags = bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0))
-    return node.call(cumulative, node.inputs[0], axis, *flags, node.op_type == "CumProd")
+    return node.call(cumulative, node.inputs[0], axis, *flags)
 
 
-def cumulative(
-    x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool, product: bool
-) -> Tensor:
-    """Return running sums or products along ``axis``.
-
-    ``exclusive`` ones leave out the element itself.
-    """
+def cumulative(x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool) -> Tensor:
+    """Return running sums along ``axis``; ``exclusive`` ones leave out the element itself."""
     axis = int(axis)
     x = x.flip(axis) if reverse else x
-    y = torch.cumprod(x, axis, dtype=x.dtype) if product else torch.cumsum(x, axis, dtype=x.dtype)
+    y = torch.cumsum(x, axis, dtype=x.dtype)
     if exclusive:
-        first = torch.full_like(y.narrow(axis, 0, 1), 1 if product else 0)
+        first = torch.zeros_like(y.narrow(axis, 0, 1))
         y = torch.cat([first, y.narrow(axis, 0, y.shape[axis] - 1)], axis)
     return y.flip(axis) if reverse else y
