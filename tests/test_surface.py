@@ -38,7 +38,7 @@ PROMISED: dict[str, str] = {
         by_name integer power_of_two_below round_number
     """,
     "torchq.functional": """
-        AffineFakeQuantizeFunction FakeQuantizeFunction LearnedFakeQuantizeFunction
+        AffineFakeQuantizeFunction FakeQuantizeFunction
         amax_from_scale compute_dtype dequantize fake_quantize fake_quantize_affine
         learned_fake_quantize quantize range_from_qparams reduce_amax reduce_range
         scale_and_zero_point scale_from_amax

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 
-__all__ = ["GRANULARITIES", "LAYOUTS", "groups_of", "in_order"]
-
 GRANULARITIES: list[Granularity] = [
     PerTensor(),
     *(PerAxis(axes) for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -12,28 +11,9 @@ from torchq.formats import CATALOG
 from torchq.functional import compute_dtype
 from torchq.functional.kernels import kernels
 
-__all__ = ["CASES", "FORMATS", "SPECIAL", "Case", "assert_equals_definition", "bits", "make"]
-
 FORMATS = ("int8", "int8_narrow", "uint8", "int4", "int16", "e4m3", "e5m2", "e2m1", "e3m2")
-SPECIAL = [
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-    1e-45,
-    -1e-40,
-    3.0e38,
-    -3.0e38,
-    0.5,
-    -0.5,
-    1.5,
-    2.5,
-    127.5,
-    -128.5,
-    448.0,
-    464.0,
-]
+_NUMBERS = "0 -0 inf -inf nan 1e-45 -1e-40 3e38 -3e38 0.5 -0.5 1.5 2.5 127.5 -128.5 448 464"
+SPECIAL = [float(number) for number in _NUMBERS.split()]
 
 
 @dataclass(frozen=True)

@@ -50,19 +50,6 @@ def test_straight_through_mask(
     assert grad_x.dtype is dtype and grad_amax is None
 
 
-def test_backward_keeps_one_byte_per_element() -> None:
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    x = torch.randn(10, 10, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        fake_quantize(x, 1.0)
-    assert sizes == [100]
-
-
 def lsq_by_hand(
     x: Tensor, amax: Tensor, format: Format, granularity: Granularity, weights: Tensor
 ) -> tuple[Tensor, Tensor]:

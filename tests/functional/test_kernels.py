@@ -18,9 +18,7 @@ from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
 from torchq.functional.kernels import (
-    BACKENDS,
     backend_for,
-    kernels,
     mask_gradient,
     reference,
     tiled,
@@ -48,18 +46,6 @@ def test_tiles_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
 def test_tiles_with_rounded_scales(format_name: str, scales: str) -> None:
     x, amax = make(Case("blocks", (6, 3, 32), (6, 3, 1)), torch.float32)
     assert_equals_definition("tiled", x, amax.clamp(max=5.0), format_name, scales)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_tiles_cover_each_element_once(case: Case) -> None:
-    x, amax = make(case, torch.float32)
-    for limit in (1, 2, 5, 16, 10**6):
-        seen = torch.zeros(x.shape, dtype=torch.int64)
-        shared = torch.arange(amax.numel()).view(amax.shape)
-        for piece, part in tiled._tiles([seen, shared], limit):
-            assert piece.numel() <= limit
-            piece += 1 + part * 1000
-        assert torch.equal(seen, (1 + shared * 1000).expand(x.shape))
 
 
 def test_a_range_that_the_low_dtype_cannot_hold(low_dtype: torch.dtype) -> None:
@@ -148,9 +134,8 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[
-            int, torch.UntypedStorage
-        ] = {}  # kept alive, so that an address means one storage
+        # Kept alive, so that an address means one storage.
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -177,18 +162,13 @@ def test_no_temporary_as_large_as_the_input(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch.export of torch 2.9
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.9
 def test_choice() -> None:
     x = torch.ones(3)
     assert backend_for(x) == backend_for(x.requires_grad_()) == "tiled"
     assert backend_for(torch.ones(3, device="meta")) == "reference"
-    assert torch.vmap(lambda v: torch.tensor(BACKENDS.index(backend_for(v))))(
-        torch.ones(2, 3)
-    ).tolist() == [0, 0]
-    assert [BACKENDS.index(n) for n in ("reference", "tiled", "triton")] == [0, 1, 2]
     seen = []
+    torch.vmap(lambda v: (seen.append(backend_for(v)), v)[1])(torch.ones(2, 3))
 
     def run(v: Tensor) -> Tensor:
         seen.append(backend_for(v))
@@ -227,33 +207,19 @@ def test_forcing_nests_and_ends_after_an_error() -> None:
 
 
 def test_wrong_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(
-            ConfigError, match="use_backend: got 'cuda'; expected one of reference, tiled, triton"
-        ),
-        use_backend("cuda"),
-    ):
+    expected = "use_backend: got 'cuda'; expected one of reference, tiled, triton"
+    with pytest.raises(ConfigError, match=expected), use_backend("cuda"):
         pass
     monkeypatch.setattr(choice, "has_triton", lambda: False)
-    with (
-        pytest.raises(
-            ConfigError,
-            match=r"'triton', which is not installed; expected .* Run pip install triton",
-        ),
-        use_backend("triton"),
-    ):
+    expected = r"'triton', which is not installed; expected .* Run pip install triton"
+    with pytest.raises(ConfigError, match=expected), use_backend("triton"):
         pass
 
 
 def test_forced_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "supports", lambda x, amax, format, affine: False)
-    with (
-        use_backend("tiled"),
-        pytest.raises(
-            ConfigError,
-            match=r"backend 'tiled' cannot do int8 for torch.float32 on cpu .*; expected",
-        ),
-    ):
+    expected = r"backend 'tiled' cannot do int8 for torch.float32 on cpu .*; expected"
+    with use_backend("tiled"), pytest.raises(ConfigError, match=expected):
         fake_quantize(torch.ones(3), 1.0)
     assert backend_for(torch.ones(3)) == "reference"
 
@@ -265,10 +231,8 @@ def test_one_result_whatever_the_backend() -> None:
     for function in (fake_quantize, learned_fake_quantize):
         results = []
         for backend in ("reference", "tiled"):
-            a, b = (
-                x.clone().requires_grad_(),
-                amax.clone().requires_grad_(function is learned_fake_quantize),
-            )
+            a, b = x.clone().requires_grad_(), amax.clone()
+            b.requires_grad_(function is learned_fake_quantize)
             with use_backend(backend):
                 y = function(a, b, CATALOG["e4m3"], PerAxis((1,)))
                 y.square().sum().backward()
@@ -294,9 +258,3 @@ def test_importing_torchq_imports_no_triton() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True
     )
     assert done.stdout.strip() == "False"
-
-
-def test_the_definition_is_the_default_of_quantize() -> None:
-    x, amax = torch.randn(5), torch.tensor(1.0)
-    y, mask = kernels("reference").fake_quantize(x, amax, INT8, None, False)
-    assert mask is None and torch.equal(y, fake_quantize(x, amax))

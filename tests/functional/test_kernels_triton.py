@@ -20,17 +20,8 @@ def run(interpret: str) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     # NumPy, which the interpreter computes with, warns of the overflows and NaN that the cases
     # contain on purpose.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::RuntimeWarning",
-        "triton_kernels.py",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore::RuntimeWarning", "triton_kernels.py"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout

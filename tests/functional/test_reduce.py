@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.functional.group_cases import GRANULARITIES, LAYOUTS, groups_of, in_order
 from torchq.formats import Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import compute_dtype, reduce_amax
-from torchq.functional.kernels import group_view, pieces, tiled, use_backend
+from torchq.functional.kernels import group_view, tiled, use_backend
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
@@ -84,19 +84,3 @@ def test_groups_come_in_the_order_of_the_amax(x: Tensor, granularity: Granularit
 )
 def test_one_axis_is_never_copied(x: Tensor, granularity: Granularity) -> None:
     assert group_view(x, granularity).data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("size", [1, 7, 20, 1000])
-@pytest.mark.parametrize("groups", [1, 4, 100])
-def test_pieces_cover_everything_once(size: int, groups: int) -> None:
-    x = torch.arange(5 * 9 * 13).view(5, 9, 13)
-    seen = torch.zeros(9, 5 * 9 * 13, dtype=torch.int64)
-    for part, where in pieces(x, size=size, groups=groups):
-        assert part.numel() <= max(size, 1)
-        assert part.shape[1] == where.stop - where.start <= groups
-        for row, values in zip(range(where.start, where.stop), part.unbind(1), strict=True):
-            seen[row] += torch.bincount(values.flatten(), minlength=seen.shape[1])
-    expected = torch.zeros_like(seen)
-    for row in range(9):
-        expected[row, x[:, row].flatten()] = 1
-    assert torch.equal(seen, expected)

@@ -78,10 +78,8 @@ def test_compiled_whole_and_equal(
     x = torch.randn(4, 10, dtype=torch.float64)
     results = []
     for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        a, b = (
-            x.clone().requires_grad_(),
-            (reduce_amax(x, granularity) * 1.5).requires_grad_(learned),
-        )
+        a = x.clone().requires_grad_()
+        b = (reduce_amax(x, granularity) * 1.5).requires_grad_(learned)
         y = call(a, b)
         y.square().sum().backward()
         results.append((y.detach(), a.grad, b.grad))
@@ -153,13 +151,8 @@ def test_gradient_of_a_learned_range_by_torch_func() -> None:
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
 def test_meta_and_fake_tensors(name: str, granularity: Granularity, scales: str | None) -> None:
     x = torch.empty(3, 10, device="meta", dtype=torch.bfloat16)
-    y = fake_quantize(
-        x,
-        reduce_amax(x, granularity),
-        CATALOG[name],
-        granularity,
-        None if scales is None else CATALOG[scales],
-    )
+    scale_format = None if scales is None else CATALOG[scales]
+    y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, scale_format)
     assert y.is_meta and y.shape == x.shape and y.dtype is x.dtype
 
 
@@ -170,10 +163,7 @@ def test_on_the_device(device: torch.device, generator: torch.Generator) -> None
         scale_format = None if scales is None else CATALOG[scales]
         amax = reduce_amax(x, granularity) * 0.9
         expected = fake_quantize(x, amax, CATALOG[name], granularity, scale_format)
-        assert same(
-            fake_quantize(
-                x.to(device), amax.to(device), CATALOG[name], granularity, scale_format
-            ).cpu(),
-            expected,
-        )
+        moved = x.to(device), amax.to(device)
+        y = fake_quantize(*moved, CATALOG[name], granularity, scale_format)
+        assert same(y.cpu(), expected)
     assert fake_quantize(x.to(device), 1.0, formats.UINT8).device.type == device.type

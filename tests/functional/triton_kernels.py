@@ -17,9 +17,8 @@ from torchq.functional.kernels import triton as kernel
 
 DEVICE = "cpu" if kernel.INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TWO_DIVISIONS = (
-    "axes02"  # kept, shared, kept, shared: more than one division finds the range of an element
-)
+# Kept, shared, kept, shared: more than one division finds the range of an element.
+TWO_DIVISIONS = "axes02"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,11 +38,8 @@ def test_rounded_scales(format_name: str, scales: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1025,), (3, 2050), (2050, 3), (5, 17, 33)], ids=str)
 def test_more_than_one_program(shape: tuple[int, ...]) -> None:
-    for amax_shape in (
-        (),
-        (shape[0],) + (1,) * (len(shape) - 1),
-        (1,) * (len(shape) - 1) + (shape[-1],),
-    ):
+    ones = (1,) * (len(shape) - 1)
+    for amax_shape in ((), (shape[0], *ones), (*ones, shape[-1])):
         x, amax = make(Case("large", shape, amax_shape), torch.float32, DEVICE)
         assert_equals_definition("triton", x, amax, "int8")
         assert_equals_definition("triton", x, amax, "e4m3")
@@ -73,30 +69,20 @@ def test_what_the_kernels_leave_to_the_definition() -> None:
         (x, amax[:1, :, :1], CATALOG["e8m0"]),
     ):
         assert not kernels("triton").supports(tensor, range_, format)
-    with (
-        use_backend("triton"),
-        pytest.raises(
-            ConfigError,
-            match=r"backend 'triton' cannot do int8 for torch.float32 .*use 'reference'",
-        ),
-    ):
+    expected = r"backend 'triton' cannot do int8 for torch.float32 .*use 'reference'"
+    with use_backend("triton"), pytest.raises(ConfigError, match=expected):
         backend_for(x, amax)
 
 
 def test_chosen_on_a_gpu() -> None:
-    assert backend_for(torch.ones(3, device=DEVICE)) == (
-        "tiled" if DEVICE == "cpu" else "reference"
-    )
+    default = "tiled" if DEVICE == "cpu" else "reference"
+    assert backend_for(torch.ones(3, device=DEVICE)) == default
 
 
-@pytest.mark.skipif(
-    DEVICE == "cpu", reason="needs a GPU: a capture fails where the host would wait for it"
-)
+@pytest.mark.skipif(DEVICE == "cpu", reason="a capture fails where the host waits for a GPU")
 def test_captured_in_a_cuda_graph() -> None:
-    x, amax = (
-        torch.randn(64, 33, device="cuda", requires_grad=True),
-        torch.tensor(1.5, device="cuda"),
-    )
+    x = torch.randn(64, 33, device="cuda", requires_grad=True)
+    amax = torch.tensor(1.5, device="cuda")
     fake_quantize(x, amax).sum().backward()  # compiles the kernels, outside the capture
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=side):

@@ -1,7 +1,7 @@
 """Number formats and granularities as data.
 
 :func:`torchq.functional.fake_quantize` asks a :class:`Format` alone for bounds and grid. A new one
-is a line in ``catalog.py``.
+is a line in ``format.py``.
 """
 
 from torchq.formats.format import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -48,15 +48,16 @@ class Format:
     Attributes:
         name: the catalogue name, ``"int8"``.
         signed: whether negative values exist.
+        rounding: the policy for values between two grid values, one of
+            :data:`torchq.formats.ROUNDINGS`.
     """
 
     name: str
     signed: bool
+    rounding: str = field(default="half_even", kw_only=True)
 
-    @property
-    def rounding(self) -> str:
-        """The policy for values between two grid values, one of ``ROUNDINGS``."""
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        check_rounding(self.rounding)
 
     @property
     def bits(self) -> int:
@@ -81,7 +82,7 @@ class Format:
     @property
     def is_integer(self) -> bool:
         """True if the grid is evenly spaced integers."""
-        return False
+        return isinstance(self, IntFormat)
 
     def snap_(self, x: Tensor) -> Tensor:
         """Round to the nearest grid value in place, ties as the rounding says, and saturate.
@@ -114,7 +115,6 @@ class IntFormat(Format):
         width: the number of bits.
         narrow: the code ``-2**(width - 1)`` is left out, so that the grid is symmetric; it means
             nothing for unsigned formats.
-        rounding: one of :data:`torchq.formats.ROUNDINGS`.
 
     Raises:
         ConfigError: width outside 2..16 (1..16 unsigned), or an unknown rounding.
@@ -122,10 +122,9 @@ class IntFormat(Format):
 
     width: int
     narrow: bool = False
-    rounding: str = "half_even"
 
     def __post_init__(self) -> None:
-        check_rounding(self.rounding)
+        super().__post_init__()
         low = 2 if self.signed else 1
         if not low <= self.width <= 16:
             kind = "signed" if self.signed else "unsigned"
@@ -151,11 +150,6 @@ class IntFormat(Format):
             return 0.0
         return -self.qmax if self.narrow else -self.qmax - 1.0
 
-    @property
-    def is_integer(self) -> bool:
-        """True."""
-        return True
-
     def snap_(self, x: Tensor) -> Tensor:
         """Round to the grid in place; see :meth:`Format.snap_`."""
         return hardtanh_(round_(x, self.rounding), self.quant_min, self.quant_max)
@@ -168,7 +162,7 @@ class IntFormat(Format):
 
 @dataclass(frozen=True)
 class FloatFormat(Format):
-    """A small binary floating-point format with subnormals.
+    """A small binary floating-point format with subnormals; a tie goes to an even mantissa.
 
     Attributes:
         exponent_bits: the width of the exponent.
@@ -177,7 +171,6 @@ class FloatFormat(Format):
         reserved: the number of codes at the top of each sign that are no finite numbers: 1 in
             E4M3FN (NaN), 4 in E5M2 (infinity and NaNs), 0 in FP4 and FP6.
         has_zero: False for pure exponent formats (E8M0), where code 0 is ``2**-bias``.
-        rounding: one of :data:`torchq.formats.ROUNDINGS`; a tie to even is one to an even mantissa.
 
     References: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats 1.0,
     tables 1, 2 and 7.
@@ -188,10 +181,6 @@ class FloatFormat(Format):
     bias: int
     reserved: int = 0
     has_zero: bool = True
-    rounding: str = "half_even"
-
-    def __post_init__(self) -> None:
-        check_rounding(self.rounding)
 
     @property
     def bits(self) -> int:
@@ -267,7 +256,7 @@ class PowersOfTwo(Format):
 
     name: str = "power_of_two"
     signed: bool = False
-    rounding: str = "up"
+    rounding: str = field(default="up", kw_only=True)
 
     def snap_(self, x: Tensor) -> Tensor:
         """Round up to powers of two in place.
@@ -324,7 +313,7 @@ def integer(
     """
     narrow = narrow and not unsigned
     name = f"{'u' if unsigned else ''}int{bits}{'_narrow' if narrow else ''}"
-    return IntFormat(name, not unsigned, bits, narrow, rounding)
+    return IntFormat(name, not unsigned, bits, narrow, rounding=rounding)
 
 
 for _bits in range(2, 17):

@@ -6,7 +6,6 @@ Nothing here holds state or waits for the device.
 from torchq.functional.fake_quant import (
     AffineFakeQuantizeFunction,
     FakeQuantizeFunction,
-    LearnedFakeQuantizeFunction,
     dequantize,
     fake_quantize,
     fake_quantize_affine,
@@ -14,8 +13,6 @@ from torchq.functional.fake_quant import (
     quantize,
 )
 from torchq.functional.gradient import (
-    ScaleGradientFunction,
-    StraightThroughFunction,
     range_gradient_scale,
     scale_gradient,
     straight_through,
@@ -41,9 +38,6 @@ from torchq.functional.scale import (
 __all__ = [
     "AffineFakeQuantizeFunction",
     "FakeQuantizeFunction",
-    "LearnedFakeQuantizeFunction",
-    "ScaleGradientFunction",
-    "StraightThroughFunction",
     "amax_from_scale",
     "compute_dtype",
     "dequantize",

@@ -40,7 +40,6 @@ from torchq.utils import constant_while_tracing
 
 _PER_TENSOR = PerTensor()
 
-
 #: The ends that a learned range has at least: no numbers that matter, but no dead range either, and
 #: no end at exactly 0, where clamping passes no gradient.
 _LEAST_LOW, _LEAST_HIGH = -1e-30, 1e-12
@@ -135,13 +134,12 @@ def fake_quantize_affine(
         >>> fake_quantize_affine(torch.tensor([-9.0, -0.6, 0.0, 0.26, 99.0]), 0.5, 2.0)
         tensor([-1.0000, -0.5000,  0.0000,  0.5000, 99.0000])
     """
-    _check(x, format)
-    own = _aligned(x, scale, granularity)
-    own, given = torch.broadcast_tensors(own, _aligned(x, zero_point, granularity))
+    own, given = (_aligned("fake_quantize", x, t, granularity) for t in (scale, zero_point))
+    own, given = torch.broadcast_tensors(own, given)
     whole = given.detach().round().clamp(format.quant_min, format.quant_max)
     point = straight_through(given, whole)
     low, high = affine_bounds(point, format)
-    return _fake_quantize(x, (own, point, low, high), format, granularity)
+    return _fake_quantize_affine(x, (own, point, low, high), format, granularity)
 
 
 def fake_quantize_range(
@@ -158,11 +156,10 @@ def fake_quantize_range(
     scale and zero point, which :func:`scale_and_zero_point` gives. A dead range gives exact
     zeros; one that learns counts as a very small range, so that it gets a gradient and recovers.
     """
-    _check(x, format)
-    ends = living_ends(_aligned(x, amin, granularity), _aligned(x, amax, granularity))
+    ends = living_ends(*(_aligned("fake_quantize", x, e, granularity) for e in (amin, amax)))
     scale, point = scale_and_zero_point(*ends, format, scale_format)
     low, high = affine_bounds(point, format, is_dead_range(*ends, format))
-    return _fake_quantize(x, (scale, point, low, high), format, granularity)
+    return _fake_quantize_affine(x, (scale, point, low, high), format, granularity)
 
 
 def living_ends(amin: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,25 +184,16 @@ def affine_bounds(
     return torch.where(dead, 0.0, low), torch.where(dead, 0.0, high)
 
 
-def _check_floating(name: str, x: Tensor) -> None:
+def _aligned(name: str, x: Tensor, value: Tensor | float, granularity: Granularity) -> Tensor:
+    """Return ``value`` in the compute dtype, so that it broadcasts against the split tensor.
+
+    ``name`` is that of the function that was called with ``x``, which must be floating point.
+    """
     if not x.is_floating_point():
         raise TypeError(
             f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "
             "Convert it with x.float()"
         )
-
-
-def _check(x: Tensor, format: Format) -> None:
-    _check_floating("fake_quantize", x)
-    if not format.is_integer:
-        raise ConfigError(
-            f"fake_quantize: got a zero point for {format}; expected an integer format. "
-            "Codes of a float format have none"
-        )
-
-
-def _aligned(x: Tensor, value: Tensor | float, granularity: Granularity) -> Tensor:
-    """Return ``value`` in the compute dtype, so that it broadcasts against the split tensor."""
     dtype = compute_dtype(x.dtype)
     if not isinstance(value, Tensor):
         # The device fills it: there is no copy from the host.
@@ -214,13 +202,18 @@ def _aligned(x: Tensor, value: Tensor | float, granularity: Granularity) -> Tens
         return granularity.align(value.to(dtype), x.shape)
 
 
-def _fake_quantize(
+def _fake_quantize_affine(
     x: Tensor,
     grid: tuple[Tensor, Tensor, Tensor, Tensor],
     format: Format,
     granularity: Granularity,
 ) -> Tensor:
     """Quantize and dequantize ``x``; ``grid`` is scale, zero point and the bounds of codes."""
+    if not format.is_integer:
+        raise ConfigError(
+            f"fake_quantize: got a zero point for {format}; expected an integer format. "
+            "Codes of a float format have none"
+        )
     scale, zero_point, low, high = grid
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize_affine(x, scale, zero_point, format, granularity)
@@ -246,6 +239,15 @@ class FakeQuantizeFunction(torch.autograd.Function):
     The backward keeps one byte per element, no copy of the input. ``backend`` is a name that
     :func:`torchq.functional.kernels.backend_for` returned. With ``with_mask`` its kernel computes
     that byte in the same pass, as a second result.
+
+    If the range is ``learned``, the input is kept and amax has a gradient: with ``v = x / scale``
+    and ``q = snap(v)``, ``d y / d scale`` is ``q - v`` inside the grid and ``q`` (a bound) outside,
+    and ``d scale / d amax`` is ``1 / qmax``. The gradient to x is 1 where ``quant_min <= v <=
+    quant_max``, and 0 elsewhere.
+
+    Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), equations 3 and 5, written
+    for amax and without the gradient scale of section 2.2 (see :func:`torchq.qat.param_groups` for
+    learning rates).
     """
 
     generate_vmap_rule = True
@@ -257,6 +259,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
         format: Format,
         scale_format: Format | None,
         backend: str,
+        learned: bool,
         with_mask: bool,
     ) -> Any:
         """Return the quantized tensor, with its mask if wanted."""
@@ -265,9 +268,11 @@ class FakeQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the mask of the gradient."""
-        x, amax, _, _, ctx.backend, with_mask = inputs
-        if with_mask:
+        """Keep the mask of the gradient, or what all gradients are computed from."""
+        x, amax, ctx.format, ctx.scale_format, ctx.backend, ctx.learned, with_mask = inputs
+        if ctx.learned:
+            ctx.save_for_backward(x, amax)
+        elif with_mask:
             ctx.mark_non_differentiable(output[1])
             ctx.set_materialize_grads(False)  # Otherwise the mask would get a gradient of zeros.
             ctx.save_for_backward(output[1])
@@ -276,71 +281,16 @@ class FakeQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient where the mask is 1, else 0."""
-        if not ctx.needs_input_grad[0] or grads[0] is None:
-            return None, None, None, None, None, None
-        (mask,) = ctx.saved_tensors
-        return mask_gradient(ctx.backend, grads[0], mask), None, None, None, None, None
-
-
-class LearnedFakeQuantizeFunction(torch.autograd.Function):
-    """:class:`FakeQuantizeFunction` with a gradient to amax.
-
-    With ``v = x / scale`` and ``q = snap(v)``, ``d y / d scale`` is ``q - v`` inside the grid and
-    ``q`` (a bound) outside, and ``d scale / d amax`` is ``1 / qmax``. The gradient to x is 1 where
-    ``quant_min <= v <= quant_max``, and 0 elsewhere.
-
-    Reference: Esser et al., Learned Step Size Quantization (ICLR 2020), equations 3 and 5, written
-    for amax and without the gradient scale of section 2.2 (see :func:`torchq.qat.param_groups` for
-    learning rates).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, backend: str
-    ) -> Tensor:
-        """Return the quantized tensor."""
-        return kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask=False)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the input and its range."""
-        x, amax, ctx.format, ctx.scale_format, ctx.backend = inputs
-        ctx.save_for_backward(x, amax)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients to the input and its range."""
+        """Return the gradients to the input and, if it learns, to its range."""
+        grad, (needs_x, needs_amax, *_), nothing = grads[0], ctx.needs_input_grad, (None,) * 5
+        if grad is None or not (needs_x or ctx.learned):
+            return None, None, *nothing
+        if not ctx.learned:
+            (mask,) = ctx.saved_tensors
+            return mask_gradient(ctx.backend, grad, mask), None, *nothing
         x, amax = ctx.saved_tensors
-        grad_x, grad_amax = learned_gradients(
-            ctx.backend, grads[0], x, amax, ctx.format, ctx.scale_format
-        )
-        return (
-            grad_x if ctx.needs_input_grad[0] else None,
-            grad_amax if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
-        )
-
-
-def _prepare(name: str, x: Tensor, amax: Tensor | float, granularity: Granularity) -> Tensor:
-    """Check the arguments of a public function; return amax as :func:`_aligned` does."""
-    _check_floating(name, x)
-    return _aligned(x, amax, granularity)
-
-
-def _traced(
-    x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None
-) -> Tensor:
-    """Compute the definition without an autograd.Function, which torch.jit cannot store."""
-    with constant_while_tracing():
-        parts, _ = kernels("reference").fake_quantize(
-            granularity.split(x), amax, format, scale_format, False
-        )
-        return granularity.join(parts, x.shape)
+        found = learned_gradients(ctx.backend, grad, x, amax, ctx.format, ctx.scale_format)
+        return found[0] if needs_x else None, found[1] if needs_amax else None, *nothing
 
 
 def fake_quantize(
@@ -384,17 +334,36 @@ def fake_quantize(
     if amin is not None:
         low, high = (end.detach() if isinstance(end, Tensor) else end for end in (amin, amax))
         return fake_quantize_range(x, low, high, format, granularity, scale_format)
-    amax = _prepare("fake_quantize", x, amax, granularity)
+    return _fake_quantize("fake_quantize", x, amax, format, granularity, scale_format)
+
+
+def _fake_quantize(
+    name: str,
+    x: Tensor,
+    amax: Tensor | float,
+    format: Format,
+    granularity: Granularity,
+    scale_format: Format | None,
+) -> Tensor:
+    """Quantize and dequantize ``x`` symmetrically; ``name`` decides if the range learns."""
+    amax = _aligned(name, x, amax, granularity)
     if torch.onnx.is_in_onnx_export():
         return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
-    if torch.jit.is_tracing():
-        return _traced(x, amax, format, granularity, scale_format)
+    if torch.jit.is_tracing():  # torch.jit cannot store an autograd.Function.
+        with constant_while_tracing():
+            parts = granularity.split(x)
+            y, _ = kernels("reference").fake_quantize(parts, amax, format, scale_format, False)
+            return granularity.join(y, x.shape)
     if scale_format is POWER_OF_TWO:
         amax, scale_format = widened_to_power_of_two(amax, format), None
     parts = granularity.split(x)
     backend = backend_for(parts, amax, format)
+    learned = name == "learned_fake_quantize"
     with_mask = backend != "reference" and torch.is_grad_enabled() and parts.requires_grad
-    result = FakeQuantizeFunction.apply(parts, amax, format, scale_format, backend, with_mask)
+    with_mask = with_mask and not learned
+    result = FakeQuantizeFunction.apply(
+        parts, amax, format, scale_format, backend, learned, with_mask
+    )
     return granularity.join(result[0] if with_mask else result, x.shape)
 
 
@@ -409,23 +378,12 @@ def learned_fake_quantize(
     """Round ``x`` onto the grid of ``format`` and back, with a gradient to the range too.
 
     The arguments are those of :func:`fake_quantize`, except that ``amax`` is a tensor.
-    :class:`LearnedFakeQuantizeFunction` has the formula, and for asymmetric ranges
+    :class:`FakeQuantizeFunction` has the formula, and for asymmetric ranges
     :class:`torchq.functional.AffineFakeQuantizeFunction`.
     """
     if amin is not None:
         return fake_quantize_range(x, amin, amax, format, granularity, scale_format)
-    amax = _prepare("learned_fake_quantize", x, amax, granularity)
-    if torch.onnx.is_in_onnx_export():
-        return onnx_ops.quantize_dequantize(x, amax, format, granularity, scale_format)
-    if torch.jit.is_tracing():
-        return _traced(x, amax, format, granularity, scale_format)
-    if scale_format is POWER_OF_TWO:
-        amax, scale_format = widened_to_power_of_two(amax, format), None
-    parts = granularity.split(x)
-    result = LearnedFakeQuantizeFunction.apply(
-        parts, amax, format, scale_format, backend_for(parts, amax, format)
-    )
-    return granularity.join(result, x.shape)
+    return _fake_quantize("learned_fake_quantize", x, amax, format, granularity, scale_format)
 
 
 def quantize(
@@ -446,12 +404,12 @@ def quantize(
         >>> quantize(torch.tensor([0.5, 1.5, 2.5, -1.5, 200.0]), 127.0)
         tensor([  0.,   2.,   2.,  -2., 127.])
     """
-    amax = _prepare("quantize", x, amax, granularity)
+    amax = _aligned("quantize", x, amax, granularity)
     parts = granularity.split(x.detach())
     if amin is None:
         codes = snap(parts, amax, scale_from_amax(amax, format, scale_format), format)
         return granularity.join(codes, x.shape)
-    amin = _prepare("quantize", x, amin, granularity)
+    amin = _aligned("quantize", x, amin, granularity)
     scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
     bounds = affine_bounds(zero_point, format, is_dead_range(amin, amax, format))
     codes = clamped_codes(parts, scale, *bounds, format).add_(zero_point)
@@ -467,10 +425,10 @@ def dequantize(
     amin: Tensor | float | None = None,
 ) -> Tensor:
     """Return ``(codes - zero_point) * scale``; the arguments are those of :func:`quantize`."""
-    amax = _prepare("dequantize", codes, amax, granularity)
+    amax = _aligned("dequantize", codes, amax, granularity)
     if amin is None:
         values = granularity.split(codes) * scale_from_amax(amax, format, scale_format)
         return granularity.join(values, codes.shape)
-    amin = _prepare("dequantize", codes, amin, granularity)
+    amin = _aligned("dequantize", codes, amin, granularity)
     scale, zero_point = scale_and_zero_point(amin, amax, format, scale_format)
     return granularity.join((granularity.split(codes) - zero_point) * scale, codes.shape)

@@ -11,7 +11,6 @@ backend        where                                             how
 
 from torchq.functional.kernels.dispatch import (
     BACKENDS,
-    Kernels,
     backend_for,
     is_plain,
     kernels,
@@ -30,7 +29,6 @@ from torchq.functional.kernels.views import group_view, pieces
 
 __all__ = [
     "BACKENDS",
-    "Kernels",
     "affine_gradients",
     "backend_for",
     "clamped_codes",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +21,6 @@ from torchq.functional.kernels import reference, tiled
 BACKENDS = ("reference", "tiled", "triton")
 
 _forced: ContextVar[str | None] = ContextVar("torchq_forced_backend", default=None)
-
-
-class Kernels(Protocol):
-    """The functions of a backend; :mod:`torchq.functional.kernels.reference` defines them."""
-
-    def supports(self, x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
-        """Return True if the backend can do this case, with a zero point if ``affine``."""
-        ...
-
-    def fake_quantize(
-        self, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the quantized tensor, and its gradient mask if wanted."""
-        ...
-
-    def fake_quantize_between(
-        self, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format, with_mask: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the same with bounds that are tensors; only where ``affine`` is supported."""
-        ...
-
-    def mask_gradient(self, grad: Tensor, mask: Tensor) -> Tensor:
-        """Return the gradient where the mask is 1, else 0."""
-        ...
 
 
 @contextmanager
@@ -85,13 +61,9 @@ def backend_for(
         return "reference"
     amax = x.new_ones(()) if amax is None else amax
     forced = _forced.get()
-    if forced is None:
-        candidates = ("tiled",)
-    else:
-        candidates = (forced,)
-    for name in candidates:
-        if kernels(name).supports(x, amax, format, affine=affine):
-            return name
+    name = forced or "tiled"
+    if kernels(name).supports(x, amax, format, affine=affine):
+        return name
     if forced is not None:
         raise ConfigError(
             f"fake_quantize: backend {forced!r} cannot do {format}"
@@ -133,16 +105,10 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@cache
-def _triton() -> Kernels:
-    # Importing torchq does not import Triton.
-    return importlib.import_module(f"{__package__}.triton")
-
-
-def kernels(name: str) -> Kernels:
-    """Return the functions of a backend that :func:`backend_for` named."""
-    if name == "triton":
-        return _triton()
+def kernels(name: str) -> Any:
+    """Return the module of a backend; :mod:`torchq.functional.kernels.reference` defines them."""
+    if name == "triton":  # Importing torchq does not import Triton.
+        return importlib.import_module(f"{__package__}.triton")
     return tiled if name == "tiled" else reference
 
 

@@ -13,11 +13,6 @@ from torchq.formats import Format, round_
 from torchq.functional.scale import divisor, scale_from_amax, slope_divisor
 
 
-def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
-    """Return True: the definition can do every case."""
-    return True
-
-
 def snap(x: Tensor, amax: Tensor, scale: Tensor, format: Format) -> Tensor:
     """Return the grid values of ``x`` as a new tensor in the compute dtype.
 
@@ -31,13 +26,8 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``snap(x / scale) * scale`` in the dtype of ``x``, with its mask if wanted.
 
-    Args:
-        x: floating point, any shape and strides.
-        amax: in the compute dtype; no dimension, or as many as ``x`` with sizes of 1 where it is
-            shared.
-        format: the number format.
-        scale_format: see :func:`torchq.functional.scale_from_amax`.
-        with_mask: return the mask too, not None.
+    ``amax`` is in the compute dtype; it has no dimension, or as many as ``x`` with sizes of 1 where
+    it is shared.
     """
     scale = scale_from_amax(amax, format, scale_format)
     y = snap(x, amax, scale, format).mul_(scale).to(x.dtype)
@@ -68,7 +58,7 @@ def learned_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients to x and amax; differentiable.
 
-    :class:`torchq.functional.LearnedFakeQuantizeFunction` has the formula.
+    :class:`torchq.functional.FakeQuantizeFunction` has the formula.
     """
     scale = scale_from_amax(amax, format, scale_format)
     v = torch.div(x.to(scale.dtype), slope_divisor(amax, scale))
