@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.figures import ROOT, accuracies, latency, memories, read_results
-from torchq.cli.demo.data import DemoNet, load_digits, train
+from torchq.cli.demo import DemoNet, load_digits, train
 from torchq.functional import fake_quantize
 
 matplotlib.use("svg")

@@ -12,7 +12,6 @@ import torchq
 from torchq.analysis import check_path
 from torchq.analysis.costs import check_budget
 from torchq.analysis.formats import check_formats
-from torchq.cli.options import add_comparison, add_data, add_json, add_method, add_source
 from torchq.cli.prepare import (
     named_config,
     prepare,
@@ -25,48 +24,6 @@ from torchq.cli.prepare import (
 )
 from torchq.errors import ConfigError
 from torchq.utils import replacing
-
-#: Command -> help and an example.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": (
-        "look for mistakes in a quantized model",
-        "torchq doctor --model mypackage.models:build --data photos/",
-    ),
-    "report": (
-        "write everything about a quantized model on one page",
-        "torchq report --model torchvision:resnet18 --data photos/ --labels --out report.html",
-    ),
-    "inspect": (
-        "say what is quantized in an ONNX file or a model",
-        "torchq inspect model.onnx",
-    ),
-    "plan": (
-        "say what would be quantized, or choose formats by budget",
-        "torchq plan --model mypackage.models:build --data photos/ --budget mean_bits=5 "
-        "--formats 4 6 8 --out config.json",
-    ),
-}
-
-
-def add_analysis(parsers: dict[str, Any]) -> None:
-    """Add the arguments of each command."""
-    for parser in parsers.values():
-        add_source(parser.add_argument_group("what to quantize"))
-        add_data(parser.add_argument_group("data"))
-        method = parser.add_argument_group("how")
-        add_method(method)
-        method.add_argument("--load", metavar="FILE.pt", help="ranges that torchq.save wrote")
-        add_json(parser)
-    add_comparison(parsers["report"].add_argument_group("comparison"))
-    parsers["report"].add_argument(
-        "--out", metavar="FILE", help=".html, .json or .txt (default: print the text)"
-    )
-    plan = parsers["plan"]
-    plan.add_argument(
-        "--budget", action="append", default=[], metavar="KIND=NUMBER", help="such as mean_bits=5"
-    )
-    plan.add_argument("--formats", nargs="+", default=["w8a8", "w4a8", "w4a4"], metavar="FORMAT")
-    plan.add_argument("--out", metavar="FILE.json", help="write the config, for --recipe")
 
 
 def run_analysis(args: argparse.Namespace) -> int:

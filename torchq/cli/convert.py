@@ -16,25 +16,6 @@ from torchq.errors import ConfigError, ExportError
 from torchq.utils import replacing
 
 
-def add_convert(commands: Any) -> None:
-    """Add the command and its arguments to a parser."""
-    parser = commands.add_parser(
-        "convert", help="turn ONNX, MXNet or Caffe files into torch.export's"
-    )
-    parser.add_argument("file", metavar="MODEL", help="NAME.onnx, NAME-symbol.json, NAME.prototxt")
-    parser.add_argument(
-        "--weights", metavar="FILE", help="weights that lie elsewhere or are called otherwise"
-    )
-    parser.add_argument("--to", required=True, metavar="FILE.pt2", help="the file to write")
-    parser.add_argument(
-        "--shape",
-        action="append",
-        default=[],
-        metavar="1,3,224,224",
-        help="of an input whose sizes the file leaves open; once for each input",
-    )
-
-
 def run_convert(options: argparse.Namespace) -> None:
     """Read the file, export the model, and write it."""
     if not is_network_file(options.file):

@@ -100,7 +100,7 @@ def reader_text(name: str, weights: str | None = None) -> str:
     if name.endswith(".onnx"):
         return f"torchq.from_onnx({name!r})"
     function = "from_mxnet" if name.endswith("-symbol.json") else "from_caffe"
-    return f"torchq.frontends.{function}({name!r}, {weights or _weights_beside(name)!r})"
+    return f"torchq.{function}({name!r}, {weights or _weights_beside(name)!r})"
 
 
 def _weights_beside(name: str) -> str:

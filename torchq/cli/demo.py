@@ -4,37 +4,142 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.cli.demo.data import (
-    NETWORKS,
-    Network,
-    Split,
-    accuracy,
-    load_digits,
-    predictions,
-    train,
-)
 from torchq.errors import ExportError, MissingExtraError
-from torchq.utils import markdown_table
+from torchq.utils import markdown_table, progress_bar
 
 _CALIBRATION_BATCHES = 5
-#: Known architectures are timed on one image of this size, as they are used.
-_TIMED_SIZE, _ROUNDS = 224, 7
+#: Of training in FP32, and again under quantizers.
+_EPOCHS = 12
 
 #: What the demo says at its end.
 _NEXT = """
 open {report} to see which layers cost accuracy; then, for your own model:
   torchq quantize --model package.module:factory --data photos/ --export model.onnx
   torchq quantize --help"""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, 1, 8, 8) float32 in 0..1, and labels (N,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        """Return batches in order; the last one may be smaller."""
+        return list(zip(self.images.split(size), self.labels.split(size), strict=True))
+
+
+def load_digits(seed: int = 0) -> tuple[Split, Split]:
+    """Return 1797 scanned digits of 8x8 pixels, shuffled: 1200 to train and 597 to test.
+
+    Source: UCI ML repository, Alpaydin and Kaynak (1998).
+    """
+    try:
+        from sklearn.datasets import load_digits as read  # noqa: PLC0415
+    except ImportError:
+        raise MissingExtraError(
+            "torchq demo needs scikit-learn, which is not installed. Run pip install 'torchq[demo]'"
+        ) from None
+    digits = read()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    first, rest = order[:1200], order[1200:]
+    return Split(images[first], labels[first]), Split(images[rest], labels[rest])
+
+
+class ConvBN(nn.Sequential):
+    """A convolution and its BatchNorm."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+
+class RepVGGBlock(nn.Module):
+    """Three parallel branches in training, one 3x3 convolution after :func:`torchq.fuse_`.
+
+    Reference: Ding et al., RepVGG: Making VGG-style ConvNets Great Again (CVPR 2021), figure 4.
+    """
+
+    rbr_reparam: nn.Module
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.rbr_dense = ConvBN(inputs, outputs, 3, stride)
+        self.rbr_1x1 = ConvBN(inputs, outputs, 1, stride)
+        self.rbr_identity = nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        self.nonlinearity = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the branches that are there, after ReLU."""
+        if hasattr(self, "rbr_reparam"):
+            return self.nonlinearity(self.rbr_reparam(x))
+        identity = 0 if self.rbr_identity is None else self.rbr_identity(x)
+        return self.nonlinearity(self.rbr_dense(x) + self.rbr_1x1(x) + identity)
+
+
+class DemoNet(nn.Sequential):
+    """Nine RepVGG blocks in three stages, global average pooling and a linear layer.
+
+    Shape: (N, 1, 8, 8) -> (N, 10) logits.
+    """
+
+    def __init__(self, width: int = 16) -> None:
+        blocks, inputs = [], 1
+        for stage in range(3):
+            outputs = width * 2**stage
+            for block in range(3):
+                blocks.append(RepVGGBlock(inputs, outputs, stride=2 if stage and not block else 1))
+                inputs = outputs
+        super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+def train(
+    model: nn.Module,
+    data: Split,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    seed: int = 0,
+    size: int = 64,
+) -> None:
+    """Train with cross entropy and a cosine schedule behind a bar; leave it in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = epochs * -(-len(data.labels) // size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model.train()
+    for _ in progress_bar(range(epochs), description="train", unit="epoch"):
+        for index in torch.randperm(len(data.labels), generator=generator).split(size):
+            loss = F.cross_entropy(model(data.images[index]), data.labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, data: Split) -> Tensor:
+    """Return the class of each image, (N,)."""
+    return torch.cat([model(images).argmax(1) for images, _ in data.batches(200)])
+
+
+def accuracy(predicted: Tensor, data: Split) -> float:
+    """Return the fraction of right predictions."""
+    return (predicted == data.labels).float().mean().item()
 
 
 @dataclass(frozen=True)
@@ -49,7 +154,6 @@ class Row:
         onnx_agreement: fraction of test images with the same class in PyTorch and in the ONNX graph
             as it is written, or None.
         runtime_agreement: the same with onnxruntime's optimisations, which round biases as well.
-        milliseconds: for one image of 224 x 224 in PyTorch with one thread, or None.
     """
 
     model: str
@@ -58,25 +162,20 @@ class Row:
     onnx_bytes: int | None = None
     onnx_agreement: float | None = None
     runtime_agreement: float | None = None
-    milliseconds: float | None = None
 
 
-def run_demo(
-    out: Path, *, seed: int = 0, epochs: int | None = None, model: str = "repvgg"
-) -> list[Row]:
+def run_demo(out: Path, *, seed: int = 0, epochs: int = _EPOCHS) -> list[Row]:
     """Train, fuse, quantize, fine-tune, export and verify a network, and print each step."""
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    network = NETWORKS[model]
-    network = network if epochs is None else replace(network, epochs=epochs)
-    data, test = (network.prepared(split) for split in load_digits(seed))
+    data, test = load_digits(seed)
     sizes = f"{len(data.labels)} digits to train, {len(test.labels)} to test"
     print(f"torchq {torchq.__version__}, torch {torch.__version__}: {sizes}")
-    net, rows = _fp32(network, data, test, out, seed)
+    net, rows = _fp32(data, test, out, seed, epochs)
     fp32 = predictions(net, test)
-    rows += _int8(net, data, test, fp32, out, timed=network.size is not None)
-    rows += _w4a4(network, net, data, test, fp32, out, seed)
+    rows += _int8(net, data, test, fp32, out)
+    rows += _w4a4(net, data, test, fp32, out, seed, epochs)
     _report(net, data, test, out)
     text = table(rows)
     (out / "table.md").write_text(text + "\n")
@@ -89,26 +188,22 @@ def run_demo(
 
 
 def _fp32(
-    network: Network, data: Split, test: Split, out: Path, seed: int
+    data: Split, test: Split, out: Path, seed: int, epochs: int
 ) -> tuple[nn.Module, list[Row]]:
-    model = network.build()
-    print(f"train {network.title} in FP32 for {network.epochs} epochs")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=network.lr, weight_decay=1e-3)
-    train(model, data, optimizer, epochs=network.epochs, seed=seed)
+    model = DemoNet()
+    print(f"train a small RepVGG in FP32 for {epochs} epochs")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+    train(model, data, optimizer, epochs=epochs, seed=seed)
     before = predictions(model, test)
     report = torchq.fuse_(model, data.images[:8])
     count = len(report.fused)
     print(f"fuse BatchNorms and branches into plain layers: {count} merges, every one verified")
     fp32 = predictions(model, test)
     fused = _exported("FP32, fused", model, fp32, test, fp32, out / "fp32.onnx")
-    if network.size is not None:
-        fused = replace(fused, milliseconds=_milliseconds(model))
     return model, [Row("FP32, as trained", accuracy(before, test), _same(before, fp32)), fused]
 
 
-def _int8(
-    model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path, *, timed: bool
-) -> list[Row]:
+def _int8(model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path) -> list[Row]:
     print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
     int8 = _quantized(model, torchq.recipes.int8(), data)
     torchq.save(int8, out / "int8.pt")
@@ -116,49 +211,18 @@ def _int8(
     engine = torchq.engines.TorchEngine(measured=False)
     deployed = torchq.deploy(int8, data.images[:8], engine=engine)
     integers = _row("INT8 in PyTorch", predictions(deployed, test), test, fp32)
-    if timed:
-        integers = replace(integers, milliseconds=_milliseconds(deployed))
     exported = _exported("INT8 PTQ", int8, predictions(int8, test), test, fp32, out / "int8.onnx")
     return [exported, integers]
 
 
-@torch.no_grad()
-def _milliseconds(model: nn.Module) -> float | None:
-    """Return the median time for one image of the usual size; None where it takes no such one."""
-    image = torch.randn(1, 3, _TIMED_SIZE, _TIMED_SIZE, generator=torch.Generator().manual_seed(0))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        samples = []
-        for _ in range(_ROUNDS + 1):
-            started = time.perf_counter()
-            model(image)
-            samples.append(1000 * (time.perf_counter() - started))
-    except (AssertionError, RuntimeError):  # a transformer has positions for one size
-        return None
-    finally:
-        torch.set_num_threads(threads)
-    return statistics.median(samples[1:])
-
-
 def _w4a4(
-    network: Network,
-    model: nn.Module,
-    data: Split,
-    test: Split,
-    fp32: Tensor,
-    out: Path,
-    seed: int,
+    model: nn.Module, data: Split, test: Split, fp32: Tensor, out: Path, seed: int, epochs: int
 ) -> list[Row]:
-    print("quantize to W4A4", end="")
+    print("quantize to W4A4, then train it (QAT) to get back what that costs")
     w4a4 = _quantized(model, torchq.recipes.w4a4(), data)
     rows = [_row("W4A4 PTQ", predictions(w4a4, test), test, fp32)]
-    if not network.fine_tuned:
-        print(": torchq demo without --model also trains it (QAT)")
-        return rows
-    print(", then train it (QAT) to get back what that costs")
     optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
-    train(w4a4, data, optimizer, epochs=network.epochs, seed=seed)
+    train(w4a4, data, optimizer, epochs=epochs, seed=seed)
     rows.append(_exported("W4A4 QAT", w4a4, predictions(w4a4, test), test, fp32, out / "w4a4.onnx"))
     torchq.save(w4a4, out / "w4a4.pt")
     return rows
@@ -217,12 +281,7 @@ def _exported(
 def table(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch", "optimised"]
-    body = [_cells(row) for row in rows]
-    if any(row.milliseconds is not None for row in rows):
-        head.append(f"{_TIMED_SIZE} x {_TIMED_SIZE}, 1 thread")
-        for row, cells in zip(rows, body, strict=True):
-            cells.append("" if row.milliseconds is None else f"{row.milliseconds:.1f} ms")
-    return markdown_table([head, *body])
+    return markdown_table([head, *map(_cells, rows)])
 
 
 def _cells(row: Row) -> list[str]:
