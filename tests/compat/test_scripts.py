@@ -27,6 +27,8 @@ def run(
 
     def call(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        monkeypatch.delitem(sys.modules, "common", raising=False)
         runpy.run_path(str(SCRIPTS / name), run_name="__main__")
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 

@@ -3,16 +3,21 @@
 Its own classes derive from the mixins. It prints one JSON line.
 """
 
-import argparse
 import json
 
 import torch
 import torch.nn.functional as F
 from absl import logging as quant_logging
-from pytorch_quantization import calib, enable_onnx_export, quant_modules, tensor_quant
+from common import (
+    arguments,
+    collect_stats,
+    compute_amax,
+    quantizers,
+    replace_to_quantization_module,
+)
+from pytorch_quantization import enable_onnx_export, quant_modules, tensor_quant
 from pytorch_quantization import nn as quant_nn
 from pytorch_quantization.nn.modules import _utils as quant_nn_utils
-from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
 from pytorch_quantization.tensor_quant import QuantDescriptor
 from torch import nn
 
@@ -108,48 +113,6 @@ def initialize() -> None:
     quant_logging.set_verbosity(quant_logging.ERROR)
 
 
-def transfer(instance: nn.Module, quant_class):
-    quant_instance = quant_class.__new__(quant_class)
-    for k, val in vars(instance).items():
-        setattr(quant_instance, k, val)
-
-    def __init__(self) -> None:
-        quant_desc_input, quant_desc_weight = quant_nn_utils.pop_quant_desc_in_kwargs(
-            self.__class__
-        )
-        if isinstance(self, quant_nn_utils.QuantInputMixin):
-            self.init_quantizer(quant_desc_input)
-        else:
-            self.init_quantizer(quant_desc_input, quant_desc_weight)
-
-    __init__(quant_instance)
-    return quant_instance
-
-
-def quantize(model: nn.Module) -> None:
-    module_dict = {
-        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP
-    }
-    module_dict[id(SparseConvolution)] = SparseConvolutionQuant
-
-    def recurse(module) -> None:
-        for name in list(module._modules):
-            child = module._modules[name]
-            recurse(child)
-            if id(type(child)) in module_dict:
-                module._modules[name] = transfer(child, module_dict[id(type(child))])
-
-    recurse(model)
-
-
-def set_quantizer_fast(module) -> None:
-    for _, m in module.named_modules():
-        if isinstance(m, quant_nn.TensorQuantizer) and isinstance(
-            m._calibrator, calib.HistogramCalibrator
-        ):
-            m._calibrator._torch_hist = True
-
-
 def batches(n: int):
     generator = torch.Generator().manual_seed(5)
     for _ in range(n):
@@ -159,33 +122,15 @@ def batches(n: int):
         )
 
 
-def calibrate(model) -> None:
-    for _, module in model.named_modules():
-        if isinstance(module, TensorQuantizer):
-            module.disable_quant()
-            module.enable_calib()
-    with torch.no_grad():
-        for batch in batches(3):
-            model(*batch)
-    for _, module in model.named_modules():
-        if isinstance(module, TensorQuantizer):
-            module.enable_quant()
-            module.disable_calib()
-            if isinstance(module._calibrator, calib.MaxCalibrator):
-                module.load_calib_amax()
-            else:
-                module.load_calib_amax(method="entropy")
-
-
 def quantization_error(model) -> float:
     """Of the whole model against itself with every quantizer off."""
-    quantizers = [m for _, m in model.named_modules() if isinstance(m, TensorQuantizer)]
+    found = quantizers(model)
     with torch.no_grad():
         quantized = [model(*batch) for batch in batches(2)]
-        for quantizer in quantizers:
+        for quantizer in found:
             quantizer.disable()
         exact = [model(*batch) for batch in batches(2)]
-        for quantizer in quantizers:
+        for quantizer in found:
             quantizer.enable()
     return (
         sum(F.mse_loss(q, e).item() / e.var().item() for q, e in zip(quantized, exact, strict=True))
@@ -194,17 +139,13 @@ def quantization_error(model) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--onnx", action="store_true")
-    args = parser.parse_args()
+    args = arguments()
     torch.manual_seed(7)
-    torch.set_num_threads(1)
     initialize()
     model = Net().eval()
-    quantize(model)
-    set_quantizer_fast(model)
-    calibrate(model)
+    replace_to_quantization_module(model, {SparseConvolution: SparseConvolutionQuant})
+    collect_stats(model, batches(3))
+    compute_amax(model, method="entropy")
     model.fuser._input_quantizer.disable()
     shape = list(model.lidar._weight_quantizer.amax.shape)
     report = {

@@ -5,15 +5,15 @@ The order of calls is that of the original's classification example.
 Knows nothing of torchq. Prints one JSON line.
 """
 
-import argparse
 import json
 import sys
 
 import torch
 import torch.nn.functional as F
 from absl import logging
-from pytorch_quantization import calib, quant_modules
+from common import arguments, collect_stats, compute_amax, quantizers
 from pytorch_quantization import nn as quant_nn
+from pytorch_quantization import quant_modules
 from pytorch_quantization.tensor_quant import QuantDescriptor
 from torch import nn
 
@@ -82,23 +82,7 @@ def train(model, steps: int, lr: float) -> None:
 
 
 def calibrate_model(model, calibrator: str, percentiles) -> dict:
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            if module._calibrator is not None:
-                module.disable_quant()
-                module.enable_calib()
-            else:
-                module.disable()
-    with torch.no_grad():
-        for image, _ in data(2):
-            model(image)
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            if module._calibrator is not None:
-                module.enable_quant()
-                module.disable_calib()
-            else:
-                module.enable()
+    collect_stats(model, [(image,) for image, _ in data(2)])
     found = {}
     methods = [("max", {})] if calibrator == "max" else [(m, {}) for m in ("mse", "entropy")]
     methods += [("percentile", {"percentile": p}) for p in percentiles if calibrator == "histogram"]
@@ -106,16 +90,6 @@ def calibrate_model(model, calibrator: str, percentiles) -> dict:
         compute_amax(model, method=method, **options)
         found[f"{method}{options.get('percentile', '')}"] = evaluate(model)
     return found
-
-
-def compute_amax(model, **kwargs) -> None:
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer) and module._calibrator is not None:
-            if isinstance(module._calibrator, calib.MaxCalibrator):
-                module.load_calib_amax()
-            else:
-                module.load_calib_amax(**kwargs)
-    model.to("cpu")
 
 
 def sensitivity(model) -> dict:
@@ -153,27 +127,21 @@ def export(model, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--calibrator", choices=["max", "histogram"], default="max")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--onnx", action="store_true")
-    args = parser.parse_args()
+    choices = {"choices": ["max", "histogram"], "default": "max"}
+    args = arguments(("--calibrator", choices))
     torch.manual_seed(12345)
-    torch.set_num_threads(1)
     desc = QuantDescriptor(calib_method=args.calibrator)
     quant_nn.QuantConv2d.set_default_quant_desc_input(desc)
     quant_nn.QuantLinear.set_default_quant_desc_input(desc)
     quant_modules.initialize()
     model = Net()
     quant_modules.deactivate()
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.disable()
+    for quantizer in quantizers(model):
+        quantizer.disable()
     train(model, 20, 0.05)
     report = {"argv": sys.argv[1:2], "float": evaluate(model)}
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.enable()
+    for quantizer in quantizers(model):
+        quantizer.enable()
     report["calibrated"] = calibrate_model(model, args.calibrator, [99.9, 99.99])
     report["sensitivity"] = sensitivity(model)
     train(model, 5, 0.001)

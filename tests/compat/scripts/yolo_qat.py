@@ -5,7 +5,6 @@ forwards with a shared quantizer, per-layer sensitivity, feature distillation an
 prints one JSON line.
 """
 
-import argparse
 import json
 import re
 from copy import deepcopy
@@ -13,9 +12,14 @@ from copy import deepcopy
 import torch
 import torch.nn.functional as F
 from absl import logging as quant_logging
-from pytorch_quantization import calib, quant_modules
+from common import (
+    arguments,
+    collect_stats,
+    compute_amax,
+    quantizers,
+    replace_to_quantization_module,
+)
 from pytorch_quantization import nn as quant_nn
-from pytorch_quantization.nn.modules import _utils as quant_nn_utils
 from pytorch_quantization.tensor_quant import QuantDescriptor
 from torch import nn
 
@@ -99,9 +103,8 @@ class disable_quantization:
         self.model = model
 
     def apply(self, disabled: bool = True) -> None:
-        for _, module in self.model.named_modules():
-            if isinstance(module, quant_nn.TensorQuantizer):
-                module._disabled = disabled
+        for module in quantizers(self.model):
+            module._disabled = disabled
 
     def __enter__(self) -> None:
         self.apply(True)
@@ -115,51 +118,6 @@ def initialize() -> None:
     for cls in (quant_nn.QuantConv2d, quant_nn.QuantMaxPool2d, quant_nn.QuantLinear):
         cls.set_default_quant_desc_input(desc)
     quant_logging.set_verbosity(quant_logging.ERROR)
-
-
-def transfer_torch_to_quantization(instance: nn.Module, quant_class):
-    quant_instance = quant_class.__new__(quant_class)
-    for k, val in vars(instance).items():
-        setattr(quant_instance, k, val)
-
-    def __init__(self) -> None:
-        if isinstance(self, quant_nn_utils.QuantInputMixin):
-            self.init_quantizer(
-                quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, input_only=True)
-            )
-        else:
-            self.init_quantizer(*quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__))
-            if isinstance(self._weight_quantizer._calibrator, calib.HistogramCalibrator):
-                self._weight_quantizer._calibrator._torch_hist = True
-        if isinstance(self._input_quantizer._calibrator, calib.HistogramCalibrator):
-            self._input_quantizer._calibrator._torch_hist = True
-
-    __init__(quant_instance)
-    return quant_instance
-
-
-def replace_to_quantization_module(model: nn.Module, ignore) -> list:
-    module_dict = {
-        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP
-    }
-    module_dict[id(nn.MaxPool2d)] = quant_nn.QuantMaxPool2d
-    ignored = []
-
-    def recurse(module, prefix: str = "") -> None:
-        for name in list(module._modules):
-            child = module._modules[name]
-            path = name if prefix == "" else prefix + "." + name
-            recurse(child, path)
-            if id(type(child)) in module_dict:
-                if any(re.match(pattern, path) for pattern in ignore):
-                    ignored.append(path)
-                    continue
-                module._modules[name] = transfer_torch_to_quantization(
-                    child, module_dict[id(type(child))]
-                )
-
-    recurse(model)
-    return ignored
 
 
 def bottleneck_quant_forward(self, x):
@@ -184,41 +142,6 @@ def batches(n: int):
     generator = torch.Generator().manual_seed(2)
     for _ in range(n):
         yield torch.rand(4, 3, 16, 16, generator=generator)
-
-
-def collect_stats(model) -> None:
-    model.eval()
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            if module._calibrator is not None:
-                module.disable_quant()
-                module.enable_calib()
-            else:
-                module.disable()
-    with torch.no_grad():
-        for image in batches(3):
-            model(image)
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            if module._calibrator is not None:
-                module.enable_quant()
-                module.disable_calib()
-            else:
-                module.enable()
-
-
-def compute_amax(model, device: str = "cpu", **kwargs) -> None:
-    for _, module in model.named_modules():
-        if isinstance(module, quant_nn.TensorQuantizer) and module._calibrator is not None:
-            if isinstance(module._calibrator, calib.MaxCalibrator):
-                module.load_calib_amax(strict=False)
-            else:
-                module.load_calib_amax(strict=False, **kwargs)
-            module._amax = module._amax.to(device)
-
-
-def have_quantizer(module) -> bool:
-    return any(isinstance(child, quant_nn.TensorQuantizer) for _, child in module.named_modules())
 
 
 def distance(model, origin) -> float:
@@ -260,7 +183,7 @@ def sensitivity_analysis(model, origin) -> dict:
     found = {}
     disable_quantization(model).apply(True)
     for i in range(len(model.model)):
-        if have_quantizer(model.model[i]):
+        if quantizers(model.model[i]):
             disable_quantization(model.model[i]).apply(False)
             found[str(i)] = distance(model, origin)
             disable_quantization(model.model[i]).apply(True)
@@ -283,22 +206,22 @@ def export(model, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--onnx", action="store_true")
-    args = parser.parse_args()
+    args = arguments()
     torch.manual_seed(3)
-    torch.set_num_threads(1)
     initialize()
     model = Model()
     for image in batches(30):  # stands for the pretrained weights: gives BatchNorm its statistics
         model(image)
     model.eval()
     origin = deepcopy(model)
-    ignored = replace_to_quantization_module(model, [r"head", r"model\.0\..*"])
+    ignored = replace_to_quantization_module(
+        model,
+        {nn.MaxPool2d: quant_nn.QuantMaxPool2d},
+        lambda path: any(re.match(pattern, path) for pattern in (r"head", r"model\.0\..*")),
+    )
     replace_custom_module_forward(model)
-    collect_stats(model)
-    compute_amax(model, method="mse")
+    collect_stats(model, [(image,) for image in batches(3)])
+    compute_amax(model, strict=False, method="mse")
     report = {"ignored": ignored, "distance": distance(model, origin)}
     with disable_quantization(model):
         report["off"] = distance(model, origin)

@@ -60,6 +60,7 @@ _PATHS = {
     "nn._functions.quant_rnn": recurrent_step,
     "optim.helper": optim,
     "utils.reduce_amax": utils,
+    "version": sys.modules[__name__],
 }
 
 
