@@ -74,14 +74,6 @@ def test_old_keys_load_strictly_in_both(
     assert list(state) == list(old_state(input_amax, weight_amax))
 
 
-def test_ranges_load_over_known_ones_of_another_shape() -> None:
-    model = legacy_model()
-    for module in (model[0], model[3]):
-        module.input_quantizer.amax = [7.0, 7.0]
-    model.load_state_dict(old_state(AMAX[0], PER_CHANNEL[1]))
-    assert model[0].input_quantizer.amax == 2.5
-
-
 def test_core_checkpoints_load_in_legacy_modules() -> None:
     core = core_model()
     uncalibrated = copy.deepcopy(core.state_dict())

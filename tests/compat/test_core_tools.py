@@ -42,14 +42,6 @@ def test_calibrate() -> None:
         torchq.calibrate(model, [batch()], progress=False)
 
 
-def test_calibrate_by_another_method() -> None:
-    model = legacy_model()
-    torchq.calibrate(model, [batch()], method="percentile", percentile=90.0, progress=False)
-    ordered = batch().abs().flatten().sort().values
-    index = int(0.9 * ordered.numel())
-    assert ordered[index - 3] <= model[0].input_quantizer.amax <= ordered[index + 3]
-
-
 @pytest.mark.parametrize(
     ("disabled", "quant", "calib"), [(d, q, c) for d in (0, 1) for q in (0, 1) for c in (0, 1)]
 )

@@ -118,6 +118,8 @@ def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
     found = tensor_quant.fake_tensor_quant(x, amax)
     assert found[:, 0].eq(1).all() and found[:, 1:].eq(0).all()
     assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(found)
+    changed = x.clone()
+    assert cuda_ext.fake_tensor_quant_(changed, amax) is changed and changed.equal(found)
     codes, scale = tensor_quant.tensor_quant(x.float(), amax)
     assert codes[0, :, 0].tolist() == [127, 0, 0] and scale.flatten().tolist() == [127, 1, 1]
 
@@ -189,14 +191,6 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
         )
 
 
-def test_e4m3_drops_values_that_fp16_does_not_have() -> None:
-    """Also where a small range would scale them up to something."""
-    found = tensor_quant.scaled_e4m3(
-        torch.tensor([5.9e-8, -5.9e-8, 6.0e-8, 1e-6]), torch.tensor(1e-6)
-    )
-    assert found[:2].eq(0).all() and found[2:].gt(0).all()
-
-
 def test_published_e4m3_values() -> None:
     """Of the FP8 values that the original documents."""
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
@@ -233,13 +227,6 @@ def test_fake_affine() -> None:
         .isfinite()
         .all()
     )
-
-
-def test_compiled_extension_in_place(dtype: torch.dtype) -> None:
-    x = torch.linspace(-1, 1, 11).to(dtype)
-    wanted = tensor_quant.fake_tensor_quant(x, torch.tensor(0.9))
-    found = cuda_ext.fake_tensor_quant_(x, torch.tensor(0.9))
-    assert found is x and x.equal(wanted)
 
 
 VECTORS = [

@@ -44,13 +44,6 @@ def test_match_parameters(patterns: list[str], names: list[str]) -> None:
     assert [known[id(p)] for p in helper.match_parameters(model, patterns)] == names
 
 
-def test_matching_is_lazy() -> None:
-    model = net()
-    found = helper.match_parameters(model, ["late"])
-    model["late"] = nn.Linear(1, 1)
-    assert len(list(found)) == 2
-
-
 def test_group_parameters_feed_an_optimizer() -> None:
     groups = helper.group_parameters(
         net(),

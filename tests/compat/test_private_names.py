@@ -16,9 +16,6 @@ from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.nn.modules import (
     _utils,
     quant_conv,
-    quant_instancenorm,
-    quant_linear,
-    quant_pooling,
 )
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
@@ -91,11 +88,6 @@ def test_convolution_bases_can_be_derived_from(own: Any, builtin: Any, base: typ
     assert not (isinstance(theirs, quant_conv._QuantConvNd) and theirs.transposed)
 
 
-def test_private_modules_are_reachable_where_they_were() -> None:
-    for module in (quant_conv, quant_linear, quant_pooling, quant_instancenorm):
-        assert module._utils is _utils
-
-
 def test_the_range_of_a_max_calibrator_is_assignable() -> None:
     calibrator = calib.MaxCalibrator(8, None, False)
     calibrator.collect(torch.tensor([5.0]))
@@ -135,15 +127,6 @@ def test_codes_and_scale_without_rounding_the_scale() -> None:
     assert scale.dtype is torch.float32 and scale.item() == 127.0
     assert tensor_quant._tensor_quant(x, torch.tensor(1e-6))[1].item() > 65504.0
     assert callable(tensor_quant._onnx_int8_helper)
-
-
-def test_the_short_text_of_a_range() -> None:
-    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(axis=0))
-    assert quantizer._short_amax() == "dynamic"
-    quantizer.amax = torch.tensor([[1.0], [2.5]])
-    assert quantizer._short_amax() == "[1.0000, 2.5000](2)"
-    scalar = quant_nn.TensorQuantizer(QuantDescriptor(amax=0.125))
-    assert scalar._short_amax(".2f") == "0.12" and "amax=0.1250" in repr(scalar)
 
 
 def test_readiness_for_export() -> None:

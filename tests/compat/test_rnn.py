@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from torchq.compat.pytorch_quantization.nn import QuantLSTM, QuantLSTMCell
 from torchq.compat.pytorch_quantization.nn.modules import quant_rnn
-from torchq.compat.pytorch_quantization.recurrent_step import LSTMCell
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor, fake_tensor_quant
 
 # The loop and torch's kernel add the same products in another order.
@@ -163,12 +162,3 @@ def test_errors() -> None:
         QuantLSTM(4, 5)(torch.randn(3, 2, 6))
     with pytest.raises(ValueError, match="expected"):
         QuantLSTM(4, 5)(torch.randn(3, 2, 4), (torch.zeros(1, 9, 5), torch.zeros(1, 9, 5)))
-
-
-def test_cell_function_without_quantizers() -> None:
-    plain = nn.LSTMCell(3, 2)
-    x, h, c = torch.randn(4, 3), torch.randn(4, 2), torch.randn(4, 2)
-    close(
-        LSTMCell(x, (h, c), plain.weight_ih, plain.weight_hh, plain.bias_ih, plain.bias_hh),
-        plain(x, (h, c)),
-    )
