@@ -172,28 +172,6 @@ def test_layers_that_are_left_alone_are_named() -> None:
     }
 
 
-def test_projections_of_one_input_are_treated_together() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.out(torch.tanh(self.q(x)) * self.k(x))
-
-    data, runs = [torch.rand(64, 4)], []
-    model = nn.Sequential(Attention()).eval()
-    torchq.quantize_(model, torchq.recipes.integer(3, 8))
-    torchq.calibrate(model, data, progress=False)
-    report = gptq_(
-        model, data, forward=lambda m, batch: (runs.append(1), m(batch))[1], progress=False
-    )
-    assert list(report.layers) == ["0.q", "0.k", "0.out"]
-    assert report.layers["0.out"].repairs_shortcut
-    # Counting calls, the float pass, one for q and k, one for out, and the outputs of the block.
-    assert len(runs) == 5
-
-
 @pytest.mark.parametrize("bits", [(8, 8), (4, 8), (4, 4)], ids=str)
 def test_a_layer_with_few_samples_is_no_worse_on_others(bits: tuple[int, int]) -> None:
     """What cancels errors on fewer samples than inputs by chance must not be learned."""

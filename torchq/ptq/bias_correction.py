@@ -9,10 +9,10 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from torchq.nn import QuantModule
 from torchq.ptq.channels import LAYERS, TRANSPOSED, restored_on_error
 from torchq.ptq.layers import check_calibrated, quantizers_off
 from torchq.ptq.reports import report_text
-from torchq.utils import check_batches, device_of, evaluating, progress_bar
+from torchq.utils import device_of, evaluating, kept_batches, progress_bar
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def correct_bias_(
     Args:
         model: a calibrated model whose BatchNorms are fused (:func:`torchq.fuse_`).
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
-            They are read several times, so an iterator is kept in memory as a list.
+            All are kept in memory.
         method: ``"empirical"`` compares the mean outputs of the float and of the quantized model,
             one layer after the other, so that each layer also takes back what the layers before
-            it add. It reads the batches once for each layer. ``"analytic"`` computes the shift
+            it add. It runs the batches once for each layer. ``"analytic"`` computes the shift
             ``(quantized weight - weight) * mean input``, which rounding the weights alone makes;
-            it reads the batches once, and leaves ConvTranspose layers alone.
+            it runs the batches once, and leaves ConvTranspose layers alone.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
         progress: show a progress bar.
@@ -98,29 +98,29 @@ def correct_bias_(
         )
     layers, skipped = _find_layers(model, method)
     check_calibrated("correct_bias_", model)
-    stream = _Stream(model, batches, num_batches, forward, progress)
+    kept = kept_batches("correct_bias_", batches, num_batches)
+    of_inputs, run = method == "analytic", partial(_means, model, kept, forward)
     with (
         torch.no_grad(),
         evaluating(model),
         restored_on_error(layer.bias for layer in layers.values()),
     ):
         with quantizers_off(model):
-            float_means = stream.means(layers, of_inputs=method == "analytic")
-        reached = {name: layers[name] for name in float_means}
-        skipped |= dict.fromkeys(layers.keys() - reached.keys(), "no batch reached it")
-        corrections, once = {}, stream.calls_once
-        for name, layer in reached.items():
-            if method == "empirical":
-                found = stream.means({name: layer}, of_inputs=False, stop=name in once)[name]
-                change = float_means[name] - found
-                size = float_means[name]
+            float_means = run(layers, of_inputs)
+        skipped |= dict.fromkeys(layers.keys() - float_means.keys(), "no batch reached it")
+        corrections = {}
+        for name, mean in progress_bar(
+            list(float_means.items()), description="correct_bias_", enabled=progress, unit="layer"
+        ):
+            layer = layers[name]
+            if of_inputs:
+                change, size = -_weight_error(layer, mean), _mean_output(layer, mean)
             else:
-                change = -_weight_error(layer, float_means[name])
-                size = _mean_output(layer, float_means[name])
+                change, size = mean - run({name: layer}, of_inputs)[name], mean
             layer.bias += change.to(layer.bias)
             corrections[name] = _root_mean_square(change) / max(_root_mean_square(size), 1e-30)
     ordered = {name: skipped[name] for name in dict(model.named_modules()) if name in skipped}
-    return BiasReport(corrections, ordered, stream.count)
+    return BiasReport(corrections, ordered, len(kept))
 
 
 def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -147,107 +147,48 @@ def _find_layers(model: nn.Module, method: str) -> tuple[dict[str, Any], dict[st
     return layers, skipped
 
 
-class _Reached(Exception):
-    """Ends a forward pass once the layer of interest has run for the only time."""
+def _means(
+    model: nn.Module,
+    batches: list[Any],
+    forward: Forward | None,
+    layers: Mapping[str, nn.Module],
+    of_inputs: bool,
+) -> dict[str, Tensor]:
+    """Return the float64 mean of each channel of the layers that run, in running order.
 
-
-@dataclass
-class _Stream:
-    """The batches and how they are run."""
-
-    model: nn.Module
-    batches: Iterable[Any]
-    num_batches: int | None
-    forward: Forward | None
-    progress: bool
-    count: int = field(default=0, init=False)
-    calls_once: frozenset[str] = field(default=frozenset(), init=False)
-
-    def __post_init__(self) -> None:
-        check_batches("correct_bias_", self.batches, self.num_batches)
-        if isinstance(self.batches, Iterator):
-            self.batches = list(islice(self.batches, self.num_batches))
-
-    def means(
-        self, layers: Mapping[str, nn.Module], *, of_inputs: bool, stop: bool = False
-    ) -> dict[str, Tensor]:
-        """Return the float64 mean of each channel of the layers that run, in running order.
-
-        :attr:`calls_once` then names those that ran no more than once in any batch. The means are
-        of inputs or outputs; with ``stop`` a pass ends after the first call of any of the layers.
-        """
-        sums: dict[str, _Mean] = {}
-        device, self.count = device_of(self.model), 0
-        with ExitStack() as stack:
-            for name, layer in layers.items():
-                hook = _mean_hook(sums, name, of_inputs, stop)
-                stack.callback(layer.register_forward_hook(hook).remove)
-            what = next(iter(layers)) if len(layers) == 1 else "float model"
-            for batch in progress_bar(
-                self.batches,
-                description=f"correct_bias_: {what}",
-                most=self.num_batches,
-                enabled=self.progress,
-            ):
-                with suppress(_Reached):
-                    call_model(self.model, batch, forward=self.forward, device=device)
-                self.count += 1
-                for mean in sums.values():
-                    mean.end_batch()
-        if not self.count:
-            raise CalibrationError("correct_bias_: got no batch; expected at least one")
-        self.calls_once = frozenset(name for name, mean in sums.items() if mean.most_calls <= 1)
-        return {name: mean.value(name) for name, mean in sums.items()}
-
-
-class _Mean:
-    """The running mean of each channel.
-
-    Attributes:
-        most_calls: the largest number of tensors that were added for one batch.
+    The means are of inputs or outputs, over all calls of a layer.
     """
+    totals: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-        self.number = 0
-        self.most_calls = self._calls = 0
+    def hook_for(name: str) -> Any:
+        def hook(layer: Any, args: tuple[Any, ...], out: Tensor) -> None:
+            x = args[0] if of_inputs else out
+            axis = -1 if isinstance(layer, nn.Linear) else x.dim() - 1 - layer.weight.dim() + 2
+            rows = x.detach().movedim(axis, 0).flatten(1).double()
+            totals[name] = totals[name] + rows.sum(1) if name in totals else rows.sum(1)
+            numbers[name] = numbers.get(name, 0) + rows.shape[1]
 
-    def end_batch(self) -> None:
-        """Count from 0 again."""
-        self.most_calls, self._calls = max(self.most_calls, self._calls), 0
+        return hook
 
-    def add(self, x: Tensor, channel_axis: int) -> None:
-        """Add all positions of ``x``."""
-        self._calls += 1
-        rows = x.detach().movedim(channel_axis, 0).flatten(1).double()
-        total = rows.sum(1)
-        self.total = total if self.total is None else self.total + total
-        self.number += rows.shape[1]
-
-    def value(self, name: str) -> Tensor:
-        """Return the mean; NaN or infinity is an error."""
-        assert self.total is not None
-        mean = self.total / self.number
-        if not bool(mean.isfinite().all()):
-            what = "NaN or infinite values" if self.number else "batches without rows"
-            raise CalibrationError(
-                f"correct_bias_: {name}: got {what}; expected finite ones. Check the input and the "
-                "layers before"
-            )
-        return mean
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_hook(hook_for(name)).remove)
+        for batch in batches:
+            call_model(model, batch, forward=forward, device=device_of(model))
+    return {name: _mean(name, total, numbers[name]) for name, total in totals.items()}
 
 
-def _mean_hook(sums: dict[str, _Mean], name: str, of_inputs: bool, stop: bool) -> Any:
-    """Return a forward hook that adds the input or output of a layer to its mean."""
-
-    def hook(layer: Any, args: tuple[Any, ...], out: Tensor) -> None:
-        x = args[0] if of_inputs else out
-        axis = -1 if isinstance(layer, nn.Linear) else x.dim() - 1 - layer.weight.dim() + 2
-        sums.setdefault(name, _Mean()).add(x, axis)
-        if stop:
-            raise _Reached
-
-    return hook
+def _mean(name: str, total: Tensor, number: int) -> Tensor:
+    """Return the mean of the layer ``name``; NaN or infinity is an error."""
+    mean = total / number
+    if not bool(mean.isfinite().all()):
+        what = "NaN or infinite values" if number else "batches without rows"
+        raise CalibrationError(
+            f"correct_bias_: {name}: got {what}; expected finite ones. Check the input and the "
+            "layers before"
+        )
+    return mean
 
 
 def _weight_error(layer: Any, mean_input: Tensor) -> Tensor:

@@ -36,12 +36,10 @@ class CallCount:
     Attributes:
         counts: id of a module -> the number of its calls.
         order: id of a module -> the position of its first call.
-        inputs: id of a module -> a number of its first argument; equal tensors have equal numbers.
     """
 
     counts: dict[int, int]
     order: dict[int, int]
-    inputs: dict[int, int]
 
 
 def find_blocks(

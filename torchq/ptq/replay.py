@@ -184,42 +184,21 @@ class Replay:
 
     def count_calls(self) -> CallCount:
         """Run the float model on the first batch and count the calls of each module."""
-        calls = self._calls = CallCount({}, {}, {})
-        tensors = _Numbers()
+        calls = CallCount({}, {})
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Any) -> None:
             calls.counts[id(module)] = calls.counts.get(id(module), 0) + 1
             calls.order.setdefault(id(module), len(calls.order))
-            calls.inputs.setdefault(
-                id(module), tensors.of(args[0] if args else kwargs.get("input"))
-            )
 
         with ExitStack() as stack, quantizers_off(self.model):
             for module in self.model.modules():
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
             self._call(0)
         return calls
 
     def use_blocks(self, blocks: Sequence[Block]) -> None:
         """Make ``blocks`` the blocks of the model, in running order; none is finished."""
         self._blocks = blocks
-
-    def layers_by_input(self, number: int) -> list[list[str]]:
-        """Return the layers of a block in running order, successive ones of one input together.
-
-        Layers that read the same tensor, such as the projections to query, key and value, do not
-        depend on each other.
-        """
-        found: list[list[str]] = []
-        last = None
-        for name, layer in self._blocks[number].layers.items():
-            source = self._calls.inputs[id(layer)]
-            if source == last:
-                found[-1].append(name)
-            else:
-                found.append([name])
-            last = source
-        return found
 
     def finish(self, number: int, kind: Kind) -> None:
         """Keep the outputs of block ``number`` for the blocks after it.
@@ -352,23 +331,6 @@ def _hook(
 
     stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
     stack.callback(layer.register_forward_hook(after).remove)
-
-
-class _Numbers:
-    """A number for each tensor, also after it is gone and another one has its id."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._alive: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def of(self, value: Any) -> int:
-        """Return the number of a tensor; anything else gets a new one each time."""
-        number = self._alive.get(value) if isinstance(value, Tensor) else None
-        if number is None:
-            number = self._count = self._count + 1
-            if isinstance(value, Tensor):
-                self._alive[value] = number
-        return number
 
 
 def treat_blocks(

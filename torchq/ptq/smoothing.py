@@ -33,7 +33,7 @@ from torchq.ptq.reports import report_text
 from torchq.utils import device_of, evaluating, kept_batches, progress_bar
 
 _ALPHAS = tuple(i / 10 for i in range(10))
-# The change of a float32 output that is accepted without being asked for.
+# The relative change of a float32 output that is accepted.
 _TOLERANCE = 1e-4
 # Rows of the input of a layer that are kept in all.
 _ROWS = 1024
@@ -90,7 +90,6 @@ def smooth_(
     batches: Iterable[Any],
     *,
     alpha: float | Literal["auto"] = "auto",
-    tolerance: float | None = None,
     num_batches: int | None = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -110,8 +109,6 @@ def smooth_(
         alpha: 0 leaves all difficulty in the activations, 1 moves all of it to the weights.
             ``"auto"`` searches 0.0, 0.1, ... 0.9 for each input, for the least error of the layers'
             outputs, and leaves an input as it is if all of these make the error larger.
-        tolerance: the largest relative change of the float output that is accepted; None means
-            1e-4 for float32, and 8 units in the last place for dtypes of 16 bits.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
         progress: show a progress bar.
@@ -123,7 +120,8 @@ def smooth_(
         ConfigError: the model is calibrated already, has no layer to treat, or alpha is out of
             range.
         CalibrationError: there is no batch, or an input is NaN or infinite.
-        QuantizationError: the float output changed by more than ``tolerance``.
+        QuantizationError: the float output changed by more than rounding explains: 1e-4, or 8 units
+            in the last place of dtypes of 16 bits.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
@@ -146,9 +144,7 @@ def smooth_(
             )
         seen = _observe_inputs(model, groups, kept, forward, progress)
         expected = float_outputs(model, kept[0], forward)
-        most = tolerance
-        if most is None:
-            most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
+        most = largest_change(_TOLERANCE, groups[0].layers[0][1].weight.dtype)
         with _restored_on_error(groups):
             smoothed = [_smooth(group, seen[group.names[0]], alpha) for group in groups]
             error = relative_change(float_outputs(model, kept[0], forward), expected)

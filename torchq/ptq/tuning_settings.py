@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torchq.analysis import mixed_precision
+from torchq.analysis.mixed_precision import mixed_precision
 from torchq.calib import methods
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor

@@ -157,8 +157,11 @@ class BlockRounding:
             shortcuts: set[str] = set()
         else:
             shortcuts = self._keep_targets(number, block)
-        for names in self.replay.layers_by_input(number):
-            self._treat_layers(number, block, names, shortcuts)
+        for name, layer in block.layers.items():
+            sums = self._sums(number, name, layer, name in shortcuts)
+            self.done[name], self.wanted[name] = round_layer_(
+                name, layer, sums, self.options, name in shortcuts
+            )
 
     def _keep_targets(self, number: int, block: Block) -> set[str]:
         """Keep the float outputs of the layers; return those that are added to a shortcut."""
@@ -175,30 +178,18 @@ class BlockRounding:
             repairing |= got.shortcuts.keys()
         return repairing
 
-    def _treat_layers(
-        self, number: int, block: Block, names: Sequence[str], repairing: set[str]
-    ) -> None:
-        """Treat layers that read the same input."""
-        replay = self.replay
-        sums = {name: MomentSums() for name in names}
-        wanted = [name for name in names if name in repairing]
-        for index in range(len(replay.batches)):
-            got = replay.run(number, index, "quantized", want_inputs=names, want_shortcuts=wanted)
-            for name in names:
-                layer = block.layers[name]
-                x = input_matrix(layer, layer.input_quantizer(got.inputs.pop(name)))
-                target = self._target(name, layer, index, got.shortcuts.get(name))
-                sums[name].add(x, target)
-        for name in names:
-            self.done[name], self.wanted[name] = round_layer_(
-                name, block.layers[name], sums.pop(name), self.options, name in repairing
+    def _sums(self, number: int, name: str, layer: Any, repairs: bool) -> MomentSums:
+        """Return the statistics of the quantized inputs of a layer, and of its targets if any."""
+        store, sums, names = self.replay.store, MomentSums(), [name]
+        for index in range(len(self.replay.batches)):
+            got = self.replay.run(
+                number, index, "quantized", want_inputs=names, want_shortcuts=names * repairs
             )
-
-    def _target(self, name: str, layer: Any, index: int, shortcut: Tensor | None) -> Tensor | None:
-        """Return the target of a layer for one batch, None where it is that of its weight."""
-        key = ("target", name, index)
-        if key not in self.replay.store:
-            return None
-        out = self.replay.store.get(key)
-        self.replay.store.drop(key)
-        return output_matrix(layer, out if shortcut is None else out - shortcut)
+            x = input_matrix(layer, layer.input_quantizer(got.inputs.pop(name)))
+            key, target = ("target", name, index), None
+            if key in store:
+                out, shortcut = store.get(key), got.shortcuts.get(name)
+                store.drop(key)
+                target = output_matrix(layer, out if shortcut is None else out - shortcut)
+            sums.add(x, target)
+        return sums
