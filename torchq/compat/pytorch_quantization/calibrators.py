@@ -36,13 +36,7 @@ _ELEMENTS = 1 << 22
 
 
 class _Calibrator:
-    """Base that scripts derive their own calibrators from.
-
-    Args:
-        num_bits: integer width, or (4, 3).
-        axis: the axes that keep their own range.
-        unsigned: whether codes start at 0.
-    """
+    """Base that scripts derive their own calibrators from."""
 
     def __init__(
         self, num_bits: int | tuple[int, int], axis: int | tuple[int, ...] | None, unsigned: bool
@@ -69,13 +63,9 @@ class _Calibrator:
 
 
 class MaxCalibrator(_Calibrator):
-    """The largest magnitude of each group; integers are collected too.
+    """The largest magnitude of each group, whatever the format; integers are collected too.
 
-    Args:
-        num_bits: has no effect, as in the original.
-        axis: the axes that keep their own range.
-        unsigned: has no effect: magnitudes are collected for unsigned formats too.
-        track_amax: keep the range of every batch in :attr:`amaxs`.
+    With ``track_amax`` the range of every batch is kept in :attr:`amaxs`.
     """
 
     def __init__(
@@ -97,11 +87,7 @@ class MaxCalibrator(_Calibrator):
         return self._amaxs
 
     def collect(self, x: Tensor) -> None:
-        """Add one tensor to the statistics; waits for the device only with ``track_amax``.
-
-        Raises:
-            CalibrationError: the shape of the range is not that of the tensors before.
-        """
+        """Add one tensor to the statistics; waits for the device only with ``track_amax``."""
         if not x.numel():
             return
         axis = (self._axis,) if isinstance(self._axis, int) else self._axis
@@ -123,11 +109,7 @@ class MaxCalibrator(_Calibrator):
         self._calib_amax = None
 
     def compute_amax(self) -> Tensor | None:
-        """Return the largest magnitude of each group, or None if nothing was collected.
-
-        Raises:
-            CalibrationError: NaN or infinite values were collected.
-        """
+        """Return the largest magnitude of each group, or None if nothing was collected."""
         if self._calib_amax is None:
             return None
         if not self._calib_amax.isfinite().all():
@@ -195,11 +177,7 @@ class HistogramCalibrator(_Calibrator):
         self._zeros = 0
 
     def collect(self, x: Tensor) -> None:
-        """Count one tensor of any dtype by magnitude; waits for the device.
-
-        Raises:
-            CalibrationError: NaN or infinite values.
-        """
+        """Count one tensor of any dtype by magnitude; waits for the device."""
         x = x.detach().abs().float().reshape(-1)
         if self._skip_zeros:
             x = x[x != 0]

@@ -58,9 +58,6 @@ def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tenso
     """Return ``input`` between two bounds that broadcast.
 
     The gradients are those of :class:`ClipFunction`.
-
-    Raises:
-        ConfigError: in backward, bounds of more than one element.
     """
     return ClipFunction.apply(input, clip_value_min, clip_value_max)
 

@@ -31,12 +31,7 @@ _DEFAULTS: builtins.dict[str, Any] = {
 
 
 def check_num_bits(num_bits: Any) -> NumBits:
-    """Return ``num_bits`` as an integer >= 0 or ``(4, 3)``.
-
-    Raises:
-        LegacyTypeError: neither an integer nor (4, 3).
-        ConfigError: negative.
-    """
+    """Return ``num_bits`` as an integer >= 0 or ``(4, 3)``."""
     if isinstance(num_bits, (tuple, list)) and tuple(num_bits) == (4, 3):
         return (4, 3)
     try:
@@ -61,6 +56,15 @@ def _as_array(amax: Any) -> Any:
     raise LegacyTypeError(
         f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__})"
     )
+
+
+def field(name: str, doc: str, assignable: bool = False) -> Any:
+    """Return a property for a private attribute."""
+
+    def assign(self: Any, value: Any) -> None:
+        setattr(self, name, value)
+
+    return property(lambda self: getattr(self, name), assign if assignable else None, doc=doc)
 
 
 class ScaledQuantDescriptor:
@@ -100,38 +104,29 @@ class ScaledQuantDescriptor:
             raise LegacyTypeError(
                 f"axis is ignored and must be None when learn_amax is true: got {values['axis']!r}"
             )
-        self._num_bits = check_num_bits(num_bits)
-        self._name = name
-        self._fake_quant = values["fake_quant"]
-        self._axis = values["axis"]
-        self._amax = None if values["amax"] is None else _as_array(values["amax"])
-        self._learn_amax = values["learn_amax"]
-        self._scale_amax = values["scale_amax"]
-        self._calib_method = values["calib_method"]
-        self._unsigned = values["unsigned"]
-        self._narrow_range = values["narrow_range"]
+        if values["amax"] is not None:
+            values["amax"] = _as_array(values["amax"])
+        values |= {"num_bits": check_num_bits(num_bits), "name": name}
+        for key, value in values.items():
+            setattr(self, f"_{key}", value)
 
-    num_bits = property(lambda self: self._num_bits, doc="Integer width, or (4, 3).")
-    name = property(lambda self: self._name, doc="The label.")
-    fake_quant = property(lambda self: self._fake_quant, doc="Whether dequantized values come out.")
-    axis = property(lambda self: self._axis, doc="The axes that keep their own range, as given.")
-    amax = property(lambda self: self._amax, doc="The fixed range, a float32 ndarray, or None.")
-    learn_amax = property(lambda self: self._learn_amax, doc="Whether the range is learned.")
-    scale_amax = property(
-        lambda self: self._scale_amax, doc="The multiplier of the range, or None."
-    )
-    calib_method = property(lambda self: self._calib_method, doc='"max" or "histogram".')
-    unsigned = property(lambda self: self._unsigned, doc="Whether codes start at 0.")
-    narrow_range = property(
-        lambda self: self._narrow_range, doc="Whether the lowest signed code is left out."
-    )
+    num_bits = field("_num_bits", "Integer width, or (4, 3).")
+    name = field("_name", "The label.")
+    fake_quant = field("_fake_quant", "Whether dequantized values come out.")
+    axis = field("_axis", "The axes that keep their own range, as given.")
+    amax = field("_amax", "The fixed range, a float32 ndarray, or None.")
+    learn_amax = field("_learn_amax", "Whether the range is learned.")
+    scale_amax = field("_scale_amax", "The multiplier of the range, or None.")
+    calib_method = field("_calib_method", '"max" or "histogram".')
+    unsigned = field("_unsigned", "Whether codes start at 0.")
+    narrow_range = field("_narrow_range", "Whether the lowest signed code is left out.")
 
     def dict(self) -> builtins.dict[str, Any]:
         """Return ``num_bits``, ``name`` and all fields that differ from their defaults.
 
         They are the keywords of an equal descriptor.
         """
-        out: builtins.dict[str, Any] = {"num_bits": self._num_bits, "name": self._name}
+        out: builtins.dict[str, Any] = {"num_bits": self.num_bits, "name": self.name}
         for key, default in _DEFAULTS.items():
             value = getattr(self, key)
             if key == "amax" and value is not None:
@@ -141,11 +136,7 @@ class ScaledQuantDescriptor:
         return out
 
     def to_yaml(self) -> str:
-        """Return :meth:`dict` as YAML, with lists in place of tuples.
-
-        Raises:
-            MissingExtraError: PyYAML is not installed.
-        """
+        """Return :meth:`dict` as YAML, with lists in place of tuples."""
         data = {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in self.dict().items()
@@ -169,20 +160,16 @@ class ScaledQuantDescriptor:
 
     def __str__(self) -> str:
         parts = [
-            f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit",
-            "fake" if self._fake_quant else "real",
+            f"{'unsigned ' if self.unsigned else ''}{self.num_bits}bit",
+            "fake" if self.fake_quant else "real",
+            "per-tensor" if self.axis is None else f"axis={self.axis}",
         ]
-        parts.append("per-tensor" if self._axis is None else f"axis={self._axis}")
-        if self._amax is not None:
-            parts.append(f"amax={self._amax.tolist()}")
-        parts += [
-            flag
-            for flag, on in (("narrow", self._narrow_range), ("learn_amax", self._learn_amax))
-            if on
-        ]
-        if self._scale_amax is not None:
-            parts.append(f"scale_amax={self._scale_amax}")
-        label = "QuantDescriptor" if self._name is None else f"{self._name}: "
+        if self.amax is not None:
+            parts.append(f"amax={self.amax.tolist()}")
+        parts += ["narrow"] * self.narrow_range + ["learn_amax"] * self.learn_amax
+        if self.scale_amax is not None:
+            parts.append(f"scale_amax={self.scale_amax}")
+        label = "QuantDescriptor" if self.name is None else f"{self.name}: "
         return f"{label}({' '.join(parts)})"
 
     __repr__ = __str__

@@ -14,15 +14,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 
 class _ConstructorOfConvNd(_utils.QuantMixin):
-    """The constructor of the original's base classes, and :meth:`_quant`.
-
-    Args:
-        *args: the eleven arguments of torch's ``_ConvNd``, from ``in_channels`` to
-            ``padding_mode``, then ``quant_desc_input`` and ``quant_desc_weight``.
-        quant_desc_input: the descriptor of the input; default: that of the class.
-        quant_desc_weight: the descriptor of the weight; default: that of the class.
-        **kwargs: arguments of ``_ConvNd`` by name.
-    """
+    """The constructor of the original's base classes, and :meth:`_quant`."""
 
     def __init__(
         self,

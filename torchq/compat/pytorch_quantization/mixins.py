@@ -63,9 +63,6 @@ class _InputMixin:
         """Set the default descriptor of later instances to a copy of ``value``.
 
         Instances of subclasses without an own default use it too.
-
-        Raises:
-            ConfigError: not a descriptor.
         """
         cls.default_quant_desc_input = _checked(value)
 
@@ -79,11 +76,7 @@ class QuantInputMixin(_InputMixin):
     """Mixin for modules whose input is quantized, by ``_input_quantizer``."""
 
     def init_quantizer(self, quant_desc_input: QuantDescriptor) -> None:
-        """Create the quantizer.
-
-        Raises:
-            ConfigError: a descriptor without ``fake_quant``.
-        """
+        """Create the quantizer."""
         _check_fake(quant_desc_input)
         self._fake_quant = True
         self._input_quantizer = TensorQuantizer(quant_desc_input)
@@ -110,9 +103,6 @@ class QuantMixin(_InputMixin):
 
         With ``num_layers`` these are the lists ``_input_quantizers`` and ``_weight_quantizers``
         of that length.
-
-        Raises:
-            ConfigError: a descriptor without ``fake_quant``.
         """
         _check_fake(quant_desc_input, quant_desc_weight)
         self._fake_quant = True
@@ -133,16 +123,7 @@ class QuantMixin(_InputMixin):
 
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """Return the descriptors in ``kwargs``, by default those of ``quant_cls``.
-
-    Args:
-        quant_cls: the class whose defaults are used.
-        input_only: True returns the descriptor of the input alone, False ``(input, weight)``.
-        **kwargs: ``quant_desc_input`` and ``quant_desc_weight``.
-
-    Raises:
-        LegacyTypeError: other keywords.
-    """
+    """Return the descriptors in ``kwargs``, by default those of ``quant_cls``."""
     known = ["quant_desc_input"] + ["quant_desc_weight"] * (not input_only)
     if unused := sorted(set(kwargs) - set(known)):
         raise LegacyTypeError(f"Unused keys: got {unused}; expected {' or '.join(known)}")
@@ -159,14 +140,6 @@ class LegacyLayer(QuantModule):
     """Base of the legacy layers, whose quantizers have names with a leading underscore.
 
     It stands between a mixin of ``_utils`` and a class of :mod:`torchq.nn` in the list of bases.
-
-    Args:
-        *args: positional arguments of the float class.
-        **kwargs: keyword arguments of the float class, ``quant_desc_input``, and for layers with
-            a weight ``quant_desc_weight``.
-
-    Raises:
-        LegacyTypeError: an unknown keyword.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,21 +26,9 @@ def group_parameters(
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return optimizer groups, one for each list of patterns.
+    """Return optimizer groups, one for each list of patterns, with a value of each option given.
 
-    Args:
-        model: the model whose parameters are grouped.
-        patterns_list: lists of regular expressions on parameter names.
-        lrs: a learning rate for each group.
-        momentums: a momentum for each group.
-        weight_decays: a weight decay for each group.
-
-    Returns:
-        ``[{"params": iterator, "lr": ..}, ..]``. Each iterator can be read once, which an
-        optimizer does.
-
-    Raises:
-        LegacyTypeError: an element of ``patterns_list`` is not a list, or lengths differ.
+    Their ``params`` are iterators that can be read once, which an optimizer does.
     """
     for patterns in patterns_list:
         if not isinstance(patterns, list):

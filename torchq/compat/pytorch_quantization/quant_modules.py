@@ -52,12 +52,7 @@ class QuantModuleReplacementHelper:
         float_module_list: Sequence[str] | None = None,
         custom_map: Iterable[tuple[Any, str, type]] | None = None,
     ) -> None:
-        """Add the entries to replace.
-
-        Args:
-            float_module_list: names of default entries to leave out.
-            custom_map: further ``(module, name, class)``, which take precedence.
-        """
+        """Add the default entries but some names, and further ones, which take precedence."""
         entries = [
             entry
             for entry in self.default_quant_map
@@ -115,9 +110,7 @@ def initialize(
 ) -> None:
     """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes in the whole process.
 
-    Args:
-        float_module_list: names that stay, such as ``["Linear"]``.
-        custom_quant_modules: further ``(module, name, class)``, which may name those too.
+    Names such as ``["Linear"]`` stay, unless ``(module, name, class)`` of the second list has them.
     """
     _quant_module_helper_object.prepare_state(float_module_list, custom_quant_modules)
     _quant_module_helper_object.apply_quant_modules()

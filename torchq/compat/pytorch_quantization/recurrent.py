@@ -23,13 +23,24 @@ _OWN = {"input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropo
 _OWN |= {"bidirectional", "proj_size", "device", "dtype"}
 
 
-def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return torch's keyword arguments and the other ones."""
-    own = {key: kwargs[key] for key in kwargs if key in _OWN}
-    return own, {key: kwargs[key] for key in kwargs if key not in _OWN}
+class _Recurrent(QuantMixin):
+    """The constructor of both: torch's arguments, and the descriptors of input and weight."""
+
+    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        others = {key: kwargs.pop(key) for key in set(kwargs) - _OWN}
+        descriptors = pop_quant_desc_in_kwargs(type(self), **others)
+        if kwargs.get("proj_size"):
+            raise ConfigError(
+                f"QuantLSTM: got proj_size={kwargs['proj_size']}; "
+                "expected 0, projections are not supported"
+            )
+        super().__init__(*args, **kwargs)
+        self.init_quantizer(*descriptors)
 
 
-class QuantLSTM(QuantMixin, nn.LSTM):
+class QuantLSTM(_Recurrent, nn.LSTM):
     """Quantized :class:`torch.nn.LSTM`, without ``proj_size``.
 
     ``_input_quantizers`` and ``_weight_quantizers`` hold one quantizer for each layer and
@@ -37,19 +48,6 @@ class QuantLSTM(QuantMixin, nn.LSTM):
     :func:`~torchq.compat.pytorch_quantization.recurrent_step.LSTMCell` says which
     tensors they quantize.
     """
-
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own, others = _split(kwargs)
-        descriptors = pop_quant_desc_in_kwargs(type(self), **others)
-        if own.get("proj_size"):
-            raise ConfigError(
-                f"QuantLSTM: got proj_size={own['proj_size']}; "
-                "expected 0, projections are not supported"
-            )
-        super().__init__(*args, **own)
-        self.init_quantizer(*descriptors)
 
     def init_quantizer(
         self,
@@ -120,16 +118,8 @@ class QuantLSTM(QuantMixin, nn.LSTM):
         return steps, (torch.stack([h for h, _ in states]), torch.stack([c for _, c in states]))
 
 
-class QuantLSTMCell(QuantMixin, nn.LSTMCell):
+class QuantLSTMCell(_Recurrent, nn.LSTMCell):
     """Quantized :class:`torch.nn.LSTMCell`."""
-
-    default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own, others = _split(kwargs)
-        descriptors = pop_quant_desc_in_kwargs(type(self), **others)
-        super().__init__(*args, **own)
-        self.init_quantizer(*descriptors)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None

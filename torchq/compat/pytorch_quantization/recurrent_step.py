@@ -62,19 +62,10 @@ def direction(
     weight_quantizer: Quantizer,
     reverse: bool = False,
 ) -> tuple[list[Tensor], State]:
-    """Run one layer in one direction over a sequence whose batch may shrink.
+    """Run one layer in one direction over a sequence whose batch may shrink, but never grows.
 
-    Args:
-        steps: for each time, the inputs of the sequences that have not ended, (batch at that
-            time, size); batch sizes never grow.
-        hidden: (batch, hidden size) each, of the longest batch.
-        weights: w_ih, w_hh and, with bias, b_ih, b_hh.
-        input_quantizer: see :func:`LSTMCell`.
-        weight_quantizer: see :func:`LSTMCell`; the weights are quantized once.
-        reverse: True runs from the last time to the first.
-
-    Returns:
-        the outputs of each time, in the order of ``steps``, and the last state of every sequence.
+    ``steps`` and the outputs are (batch at that time, size) for each time; ``hidden`` and the last
+    state are those of the longest batch.
     """
     w_ih, w_hh = _quantize_together(weight_quantizer, weights[0], weights[1])
     b_ih, b_hh = weights[2:] if len(weights) > 2 else (None, None)

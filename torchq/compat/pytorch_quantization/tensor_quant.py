@@ -400,9 +400,6 @@ def _onnx_int8_helper(
     """Write QuantizeLinear and DequantizeLinear of 8 bits into a TorchScript graph.
 
     The ``symbolic`` methods of scripts call this function of the original by its private name.
-
-    Raises:
-        ExportError: another width, a narrow range, or a range with several axes.
     """
     axes = [d for d, size in enumerate(amax.shape) if size != 1]
     if num_bits != 8 or (narrow_range and not unsigned) or len(axes) > 1:

@@ -14,6 +14,7 @@ from torchq import nn as core
 from torchq.calib import Calibrator
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization.clip import Clip
+from torchq.compat.pytorch_quantization.descriptor import field
 from torchq.compat.pytorch_quantization.tensor_quant import (
     NumBits,
     QuantDescriptor,
@@ -55,15 +56,6 @@ def quantize_dequantize(
     if isinstance(num_bits, tuple):
         return scaled_e4m3(inputs, amax, *num_bits)
     return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
-
-
-def _field(name: str, doc: str, assignable: bool = False) -> Any:
-    """Return a property for a private attribute."""
-
-    def assign(self: Any, value: Any) -> None:
-        setattr(self, name, value)
-
-    return property(lambda self: getattr(self, name), assign if assignable else None, doc=doc)
 
 
 class TensorQuantizer(core.TensorQuantizer):
@@ -156,11 +148,7 @@ class TensorQuantizer(core.TensorQuantizer):
         self._if_calib = False
 
     def enable_calib(self) -> None:
-        """Feed the calibrator.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Feed the calibrator."""
         if self._calibrator is None:
             raise ConfigError(
                 "enable_calib: Calibrator was not created; expected one. "
@@ -173,11 +161,7 @@ class TensorQuantizer(core.TensorQuantizer):
         self._switch_clip(False)
 
     def enable_clip(self) -> None:
-        """Clip to the learned range, and learn it.
-
-        Raises:
-            ConfigError: the descriptor has no ``learn_amax``.
-        """
+        """Clip to the learned range, and learn it."""
         self._switch_clip(True)
 
     def _switch_clip(self, on: bool) -> None:
@@ -190,15 +174,15 @@ class TensorQuantizer(core.TensorQuantizer):
         self.clip.clip_value_min.requires_grad = on
         self.clip.clip_value_max.requires_grad = on
 
-    num_bits = _field("_num_bits", "Integer width, or (4, 3); assignable.", assignable=True)
-    unsigned = _field("_unsigned", "True if codes start at 0; assignable.", assignable=True)
-    narrow_range = _field(
+    num_bits = field("_num_bits", "Integer width, or (4, 3); assignable.", assignable=True)
+    unsigned = field("_unsigned", "True if codes start at 0; assignable.", assignable=True)
+    narrow_range = field(
         "_narrow_range", "True if the lowest signed code is left out; assignable.", assignable=True
     )
-    axis = _field("_axis", "The axes that keep their own range, as given.")
-    fake_quant = _field("_fake_quant", "Whether dequantized values come out.")
-    learn_amax = _field("_learn_amax", "Whether the range is learned.")
-    scale = _field(
+    axis = field("_axis", "The axes that keep their own range, as given.")
+    fake_quant = field("_fake_quant", "Whether dequantized values come out.")
+    learn_amax = field("_learn_amax", "Whether the range is learned.")
+    scale = field(
         "_scale", "qmax / amax of the last call without fake_quant, None before it; 1 with."
     )
 
@@ -268,13 +252,7 @@ class TensorQuantizer(core.TensorQuantizer):
     def load_calib_amax(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
         """Set the range to ``_calibrator.compute_amax(*args, **kwargs)``, of any shape.
 
-        Args:
-            *args: positional arguments of ``compute_amax``.
-            strict: False warns and sets NaN if nothing was collected.
-            **kwargs: keyword arguments of ``compute_amax``.
-
-        Raises:
-            CalibrationError: nothing was collected, or there is no calibrator.
+        Where nothing was collected that is an error, or with ``strict=False`` a warning and NaN.
         """
         if self._calibrator is None:
             raise CalibrationError(
@@ -306,11 +284,7 @@ class TensorQuantizer(core.TensorQuantizer):
         self._buffers.pop("_amax", None)
 
     def init_learn_amax(self) -> None:
-        """Start the learned range at the known one (its largest element).
-
-        Raises:
-            CalibrationError: without ``learn_amax``, or without a known range.
-        """
+        """Start the learned range at the known one (its largest element)."""
         if not self._learn_amax or self.amax is None:
             lacks = "learn_amax=True" if not self._learn_amax else "a range"
             raise CalibrationError(
@@ -337,9 +311,6 @@ class TensorQuantizer(core.TensorQuantizer):
 
         Outside of it an uncalibrated quantizer is exported with the range of the example, which
         scripts do to read the graph before they calibrate.
-
-        Raises:
-            ExportError: the range is not known, or FP8 has more than one range.
         """
         if self.amax is None:
             raise ExportError(
@@ -433,11 +404,7 @@ class TensorQuantizer(core.TensorQuantizer):
         return self.name or "TensorQuantizer"
 
     def _short_amax(self, fmt: str = ".4f") -> str:
-        """Return the range as text: "dynamic", one number, or the extremes and the number.
-
-        Args:
-            fmt: the format of a number.
-        """
+        """Return the range as text: "dynamic", one number, or the extremes and the number."""
         amax = self.amax
         if amax is None:
             return "dynamic"
@@ -477,11 +444,7 @@ class TensorQuantizer(core.TensorQuantizer):
 
     @property
     def descriptor(self) -> CoreDescriptor:  # type: ignore[override]
-        """These settings as a :class:`torchq.QuantDescriptor`.
-
-        Raises:
-            ConfigError: ``num_bits`` is 0, which has none.
-        """
+        """These settings as a :class:`torchq.QuantDescriptor`."""
         is_float = isinstance(self._num_bits, tuple)
         return CoreDescriptor(
             self._num_bits,
