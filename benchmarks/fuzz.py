@@ -1,6 +1,6 @@
 """Feed mutated files to everything that reads a file: only named errors may come out.
 
-``load`` and ``load_model`` read mutated checkpoints, ``inspect``, ``retarget``, ``verify`` and
+``load`` and ``load_model`` read mutated checkpoints, ``inspect``, ``verify`` and
 ``from_onnx`` mutated ONNX files, ``from_onnx_old`` those that PyTorch exported years ago (of the
 package onnx), ``config`` mutated JSON, and four readers files of MXNet and Caffe, those of the
 tests. A reader passes if it returns, or raises a subclass of ``TorchqError``. It fails with any
@@ -148,12 +148,6 @@ def read_inspect(rng: Random, folder: Path) -> None:
     str(torchq.inspect_onnx(_onnx_file(rng, folder)))
 
 
-def read_retarget(rng: Random, folder: Path) -> None:
-    """Rewrite a mutated ONNX file for another runtime."""
-    target = rng.choice(list(torchq.targets()))
-    torchq.onnx.retarget_onnx(_onnx_file(rng, folder), folder / "retargeted.onnx", target)
-
-
 def read_verify(rng: Random, folder: Path) -> None:
     """Compare a mutated ONNX file with its model."""
     name = rng.choice(["int8", "onnxruntime"])
@@ -247,7 +241,6 @@ READERS: dict[str, Callable[[Random, Path], None]] = {
     "load": read_load,
     "load_model": read_load_model,
     "inspect": read_inspect,
-    "retarget": read_retarget,
     "verify": read_verify,
     "config": read_config,
     "from_onnx": read_from_onnx,

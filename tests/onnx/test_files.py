@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import Residual, calibrated
 from torchq.errors import ExportError
-from torchq.onnx import retarget_onnx
 from torchq.onnx.ir import save_model
 
 onnx = pytest.importorskip("onnx")
@@ -52,19 +50,7 @@ def test_a_failed_call_leaves_the_files_as_they_were(
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         torchq.export_onnx(model, torch.randn(1, 3, 16, 16), path, dynamo=False)
-    with (
-        pytest.raises(OSError, match="No space left"),
-        pytest.warns(UserWarning, match="adds before it rounds|whose identity branch"),
-    ):
-        retarget_onnx(path, path, "tensorrt")
     assert contents(tmp_path) == before
-
-
-def test_a_file_is_retargeted_in_its_place(exported: tuple[nn.Module, Path]) -> None:
-    model, path = exported
-    with pytest.warns(UserWarning, match="its output is not quantized"):
-        retarget_onnx(path, path, "onnxruntime")
-    assert torchq.verify_onnx(model, path, [torch.randn(2, 3, 16, 16)]).ok
 
 
 def breakages(good: bytes) -> dict[str, bytes]:
@@ -101,14 +87,12 @@ def test_a_broken_file_is_one_error_with_its_name(
     for kind, data in breakages(path.read_bytes()).items():
         broken.write_bytes(data)
         for call in (
-            lambda: retarget_onnx(broken, tmp_path / "out.onnx", "onnxruntime"),
             lambda: torchq.verify_onnx(model, broken, batch),
             lambda: torchq.inspect_onnx(broken),
         ):
             with pytest.raises(ExportError) as error:
                 call()
             assert "broken.onnx: is not a valid ONNX file" in str(error.value), kind
-    assert not (tmp_path / "out.onnx").exists()
 
 
 class Deep(nn.Module):
@@ -131,39 +115,6 @@ def test_every_float_node_of_a_deep_residual_network_is_listed(tmp_path: Path) -
     kinds = [node.kind for node in report.fallbacks]
     assert kinds.count("Conv") == 40
     assert all("stored in float" in n.reason or "not quantized" in n.reason for n in report.nodes)
-
-
-def test_long_chains_are_retargeted(tmp_path: Path) -> None:
-    """Each node is looked at a bounded number of times, so this ends within seconds."""
-    count = 5_000
-    names = ["d", *(f"r{i}" for i in range(count))]
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-        *(helper.make_node("Reshape", [a, "t"], [b]) for a, b in pairwise(names)),
-        helper.make_node("QuantizeLinear", [names[-1], "s", "z"], ["p"]),
-        helper.make_node("DequantizeLinear", ["p", "s", "z"], ["y"]),
-    ]
-    stored = {
-        "s": torch.tensor(0.1),
-        "z": torch.tensor(0, dtype=torch.int8),
-        "t": torch.tensor([6]),
-    }
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", 1, (2, 3))],
-        [helper.make_tensor_value_info("y", 1, (6,))],
-        [onnx.numpy_helper.from_array(value.numpy(), name) for name, value in stored.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    onnx.save(model, str(tmp_path / "m.onnx"))
-    report = retarget_onnx(tmp_path / "m.onnx", tmp_path / "r.onnx", "onnxruntime")
-    found = onnx.load(str(tmp_path / "r.onnx")).graph
-    assert report.target == "onnxruntime"
-    assert {t.data_type for t in found.initializer if "zero_point" in t.name} == {
-        onnx.TensorProto.UINT8
-    }
 
 
 def test_a_broken_graph_is_refused_by_name_and_not_written(tmp_path: Path) -> None:

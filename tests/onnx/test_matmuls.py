@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,9 @@ def test_a_sum_that_is_quantized_at_once_stays_a_gemm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
-def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Inspection names the float multiplications of static shapes; retargeting cures them."""
+def test_inspection_names_float_products_of_static_shapes(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
     helper, numbers = onnx.helper, onnx.numpy_helper
     weight, bias = torch.randint(-127, 128, (16, 4), dtype=torch.int8), torch.randn(4)
     scales = {
@@ -151,29 +151,9 @@ def test_files_of_others_are_cured(shape: tuple[int, ...], tmp_path: Path) -> No
     fallbacks = torchq.inspect_onnx(tmp_path / "m.onnx").fallbacks
     assert [node.kind for node in fallbacks] == ["Gemm", "Gemm"]
     assert all(
-        "has no Gemm from integers to float; torchq.onnx.retarget_onnx" in node.reason
+        "has no Gemm from integers to float; torchq.export_onnx(..., target=" in node.reason
         for node in fallbacks
     )
-    torchq.onnx.retarget_onnx(tmp_path / "m.onnx", tmp_path / "r.onnx", "onnxruntime")
-    found = optimized(tmp_path / "r.onnx")
-    assert (found["MatMulIntegerToFloat"], found["Gemm"]) == (2, 0)
-    assert torchq.inspect_onnx(tmp_path / "r.onnx").fallbacks == ()
-    x = 5 * torch.randn(shape)
-    results = (run_file(tmp_path / name, x) for name in ("m.onnx", "r.onnx"))
-    for before, after in zip(*results, strict=True):
-        torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
-
-
-def test_a_plain_export_is_cured_too(tmp_path: Path) -> None:
-    x = torch.randn(2, 5, 16)
-    model = calibrated(Perceptron(F.gelu, True), x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, (x,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=20)
-    torchq.onnx.retarget_onnx(tmp_path / "m.onnx", tmp_path / "r.onnx", "onnxruntime")
-    assert optimized(tmp_path / "m.onnx")["Gemm"] == 3
-    found = optimized(tmp_path / "r.onnx")
-    assert (found["MatMulIntegerToFloat"], found["Gemm"]) == (3, 0)
 
 
 class Attention(nn.Module):

@@ -323,3 +323,44 @@ def test_layers_of_as_many_channels_compute_in_integers(tmp_path: Path) -> None:
     found = kernels(path, tuple(x.shape))
     assert len(found) == 2
     assert all(kernel.endswith("i8") for kernel in found), found
+
+
+class Rows(nn.Module):
+    """A convolution, a norm of its channels, which come last, and a linear layer or nothing."""
+
+    def __init__(self, shape: tuple[int, ...] = (16,), head: bool = True) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3), nn.LayerNorm(shape)
+        self.linear = nn.Linear(16, 8) if head else nn.Identity()
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1)))
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["a layer", "the result"])
+def test_norms_of_images_read_rows(head: bool, tmp_path: Path) -> None:
+    """OpenVINO has one kernel for these."""
+    torch.manual_seed(0)
+    path, x = tmp_path / "model.onnx", torch.randn(2, 3, 10, 12)
+    model = quantized(Rows(head=head).eval(), x)
+    shapes = {"x": {2: "height", 3: "width"}}
+    for images in (x, x[:1], torch.cat([x, x], 3)):
+        # Codes fall the other way at ties.
+        assert agreement(model, images, path, dynamic_shapes=shapes) > 35
+        assert sqnr(compiled(path, images), model(images)) > 35
+    (norm,) = nodes_of(load_model(path), "LayerNormalization")
+    assert computed_by(norm.inputs[0], "Reshape") is not None
+    assert torchq.verify_onnx(model, path, [x]).ok
+
+
+@pytest.mark.parametrize(
+    "model", [Rows((10, 16)), nn.Sequential(nn.Linear(10, 16), nn.LayerNorm(16))]
+)
+def test_other_norms_stay_as_they_are(model: nn.Module, tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 10, 12) if isinstance(model, Rows) else torch.randn(2, 5, 10)
+    path = tmp_path / "model.onnx"
+    torchq.export_onnx(quantized(model.eval(), x), x, path, target="openvino", dynamo=False)
+    (norm,) = nodes_of(load_model(path), "LayerNormalization")
+    assert computed_by(norm.inputs[0], "Reshape") is None

@@ -19,7 +19,7 @@ from torchq.onnx.ir import (
 from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
 from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.fold_weights import fold_weights
-from torchq.onnx.passes.idle_nodes import drop_idle_pairs, drop_idle_slices
+from torchq.onnx.passes.idle_nodes import drop_idle_pairs
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, split_gemms, store_transposed
 from torchq.onnx.passes.merge_duplicates import merge_duplicates
 from torchq.onnx.qdq import read_record, write_record
@@ -89,34 +89,6 @@ def test_slices_and_scales_are_computed() -> None:
     quantize, _, add = model.graph
     assert value_of(quantize.inputs[1]).item() == 2.0
     assert value_of(add.inputs[1]).tolist() == [2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("starts", "ends", "axes", "strides", "kept"),
-    [
-        ([0], [4], [1], [1], False),
-        ([0], [2**62], [-1], [1], False),
-        ([-9], [9], [1], [1], False),
-        ([0], [3], [1], [1], True),
-        ([1], [4], [1], [1], True),
-        ([0], [4], [1], [2], True),
-        ([0], [9], [0], [1], True),  # a length that is not known
-        ([-3], [4], [1], [1], True),
-    ],
-)
-def test_slices_that_keep_everything_go(
-    starts: list[int], ends: list[int], axes: list[int], strides: list[int], kept: bool
-) -> None:
-    stored = dict(
-        zip(("s", "e", "a", "t"), map(torch.tensor, (starts, ends, axes, strides)), strict=True)
-    )
-    nodes: list[Node] = [
-        ("Slice", ["x", "s", "e", "a", "t"], ["part"], {}),
-        ("Relu", ["part"], ["y"], {}),
-    ]
-    model = graph(nodes, stored, {"x": ["batch", 4]}, "y")
-    run_passes(model, (drop_idle_slices,))
-    assert kinds(model) == (["Slice", "Relu"] if kept else ["Relu"])
 
 
 @pytest.mark.parametrize(

@@ -21,30 +21,6 @@ EXPORTERS = [
 ]
 
 
-class Gated(nn.Module):
-    """Squeeze and excitation, with both ways of writing the mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.squeeze, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).relu()
-        x = x * self.squeeze(x.mean((2, 3), keepdim=True)).relu()
-        return self.head(x.mean((-2, -1)))
-
-
-@pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_means_of_images_run_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
-    x = torch.randn(2, 3, 9, 9)
-    net = calibrated(Gated(), x, target="onnxruntime", example=x)
-    torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
-    nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
-    assert [node.kind for node in nodes.integer].count("QLinearGlobalAveragePool") == 2
-    assert nodes.fallbacks == ()
-    assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x, torch.randn(3, 3, 9, 9)]).ok
-
-
 def test_modules_that_were_traced_for_a_target_export(tmp_path: Path) -> None:
     """The concatenations of a DenseNet are found by a trace, which torch.export must not repeat."""
     densenet = pytest.importorskip("torchvision.models.densenet")

@@ -15,7 +15,7 @@ import torchq
 from tests.onnx.exported import Residual, calibrated
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
-from torchq.onnx import OnnxTarget, retarget_onnx
+from torchq.onnx import OnnxTarget
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import axis_of, qparams_of, quantizer_nodes, stored_weight
 from torchq.onnx.targets.activations import ActivationTypes
@@ -129,25 +129,6 @@ def test_the_file_computes_what_the_model_simulates(written: tuple[str, nn.Modul
     assert report.ok, str(report)
 
 
-def test_a_plain_file_is_retargeted_to_the_same_activations(
-    written: tuple[str, nn.Module, Path], tmp_path: Path
-) -> None:
-    target, model, path = written
-    export(model, torch.randn(1, 3, 16, 16), tmp_path / "plain.onnx", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", target)
-    direct, found = (quantizer_nodes(load_model(p)) for p in (path, tmp_path / "m.onnx"))
-    assert list(direct) == list(found)
-    for name, node in direct.items():
-        one, other = qparams_of(node), qparams_of(found[name])
-        assert (one.scale, one.zero_point, one.format) == (
-            other.scale,
-            other.zero_point,
-            other.format,
-        )
-
-
 @pytest.mark.parametrize("target", sorted(CASES))
 def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) -> None:
     case, x = CASES[target], torch.randn(4, 16, 8, 8)
@@ -175,12 +156,11 @@ def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     TARGETS.add("new", new)
     x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)
-    export(model, x, tmp_path / "plain.onnx", None)
     with pytest.warns(UserWarning, match="stem: this target wants nothing"):
-        report = retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", "new")
+        report = torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", target="new", dynamo=False)
     assert seen == ["pass"] and report.target == "new"
     stem = quantizer_nodes(load_model(tmp_path / "m.onnx"))["stem.input_quantizer"]
     assert qparams_of(stem).format.name == "uint8"
     TARGETS.add("placement only", Target("placement only", frozenset(), ()))
     with pytest.raises(ConfigError, match="says nothing about ONNX files"):
-        retarget_onnx(tmp_path / "plain.onnx", tmp_path / "m.onnx", "placement only")
+        export(model, x, tmp_path / "m.onnx", "placement only")

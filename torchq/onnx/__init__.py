@@ -1,4 +1,4 @@
-"""ONNX files that run as integers: writing, retargeting, inspecting, and verifying them.
+"""ONNX files that run as integers: writing, inspecting, and verifying them.
 
 The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) are imported where
 they are used first.
@@ -8,7 +8,6 @@ from torchq.onnx.biases import round_biases_
 from torchq.onnx.export import export_onnx
 from torchq.onnx.inspect import InspectReport, NodePlacement, inspect_onnx
 from torchq.onnx.report import ExportReport
-from torchq.onnx.retarget import retarget_onnx
 from torchq.onnx.targets import OnnxTarget
 from torchq.onnx.verify.metrics import LayerAgreement, OutputAgreement, VerifyReport
 from torchq.onnx.verify.verify import verify_onnx
@@ -23,7 +22,6 @@ __all__ = [
     "VerifyReport",
     "export_onnx",
     "inspect_onnx",
-    "retarget_onnx",
     "round_biases_",
     "verify_onnx",
 ]

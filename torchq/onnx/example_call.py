@@ -40,7 +40,6 @@ class ExampleCall:
         args: Positional arguments.
         kwargs: Keyword arguments.
         open: Open dimensions and their names, by the name of the argument.
-        lengths: The shape of each tensor in the example, by its name in the file.
         contained: The names of tensors inside containers.
 
     Raises:
@@ -77,7 +76,6 @@ class ExampleCall:
                 "expected different names. Pass input_names=[...] and output_names=[...]"
             )
         self._in_file = dict(zip(nested, self.input_names, strict=True))
-        self.lengths = {self._in_file[name]: tuple(t.shape) for name, t in nested.items()}
         arguments = {self._in_file[name]: name for name in tensors}
         self.open = checked_shapes(dynamic_shapes, tensors, arguments)
         if dynamic_batch:

@@ -25,7 +25,6 @@ from torchq.onnx.example_call import ExampleCall
 from torchq.onnx.interface_names import fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
-from torchq.onnx.passes.example import note_lengths
 from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
 from torchq.onnx.qdq import write_record
 from torchq.onnx.report import ExportReport, report_on
@@ -129,7 +128,7 @@ def export_onnx(
     with progress_stages("export", _STAGES, enabled=progress) as next_stage:
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
-        set_opset(graph, version, is_free=opset is None)
+        set_opset(graph, version)
         found = _shape_for(target, graph)
         next_stage()
         write_record(graph, target=target)
@@ -204,7 +203,6 @@ def _traced(
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
         )
-    note_lengths(graph, call.lengths)
     return graph
 
 

@@ -237,7 +237,7 @@ def _reason(node: Node, kind: str, target: str | None) -> str:
     if kind == "Gemm":
         return (
             "ONNX Runtime has no Gemm from integers to float; "
-            "torchq.onnx.retarget_onnx(..., 'onnxruntime') makes it MatMul and Add"
+            "torchq.export_onnx(..., target='onnxruntime') writes MatMul and Add"
         )
     return _output_reason(node, target)
 

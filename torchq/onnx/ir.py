@@ -30,7 +30,6 @@ __all__ = [
     "add_node",
     "attribute",
     "bypass",
-    "check_model",
     "computed_by",
     "data_type",
     "first_line",
@@ -44,7 +43,6 @@ __all__ = [
     "nodes_of",
     "onnx_ir",
     "opset_of",
-    "raise_opset",
     "readers",
     "remove_unused",
     "replace_stored",
@@ -69,7 +67,6 @@ _adapters: Any = OptionalModule("onnx_ir.tensor_adapters", "torchq.onnx")
 
 _EXTERNAL_ABOVE = 1_800_000_000  # Bytes; a protobuf message ends at 2 GiB.
 _NAMES = "torchq.names"  # Key of the set of all names in a graph's ``meta``.
-_FREE_OPSET = "torchq.opset"  # Key of what says, there, that passes may take a later opset.
 _IR_VERSIONS = {21: 10, 22: 10, 23: 11}
 
 
@@ -161,17 +158,6 @@ def _check(checker: Any, model: Any, path: Path) -> None:
         ) from error
 
 
-def check_model(model: Model) -> None:
-    """Run the checker of ``onnx`` on a model that fits one file.
-
-    Raises:
-        onnx.checker.ValidationError: The model is broken.
-    """
-    if _initializer_bytes(model) < _EXTERNAL_ABOVE:
-        checker = import_optional("onnx.checker", "torchq.onnx")
-        checker.check_model(onnx_ir.to_proto(model))
-
-
 def run_passes(model: Model, passes: Iterable[Pass]) -> None:
     """Run passes in order; after each one, remove what no node and no output reads any more."""
     for run in passes:
@@ -190,37 +176,10 @@ def opset_of(model: Model) -> int:
     return int(imports.get("", imports.get("ai.onnx", 0)))
 
 
-def set_opset(model: Model, opset: int, *, is_free: bool = False) -> None:
-    """Say which version of the default operator set a model has.
-
-    Args:
-        model: Its operators are the same in that version.
-        opset: The version.
-        is_free: Let :func:`raise_opset` take a later one.
-    """
+def set_opset(model: Model, opset: int) -> None:
+    """Say which version of the default operator set a model has, whose operators are the same."""
     model.graph.opset_imports[""] = opset
     model.ir_version = max(model.ir_version, _IR_VERSIONS.get(opset, 0))
-    model.graph.meta[_FREE_OPSET] = is_free
-
-
-def raise_opset(model: Model, needed: int) -> bool:
-    """Take a later opset, 21 to 23, where nobody asked for an earlier one.
-
-    From opset 20 to 23 operators were given more types. GroupNormalization changed.
-
-    Returns:
-        True if the model has the needed opset now; else it is as before.
-    """
-    opset = opset_of(model)
-    if opset >= needed:
-        return True
-    free = model.graph.meta.get(_FREE_OPSET, False)
-    nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
-    changed = any(node.op_type == "GroupNormalization" for node in nodes)
-    if not free or opset < 20 or changed or model.functions:
-        return False
-    set_opset(model, needed, is_free=True)
-    return True
 
 
 def float_size(model: Model) -> int:

@@ -14,13 +14,13 @@ __all__ = ["ExportReport", "report_on"]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The file that :func:`torchq.export_onnx` or :func:`torchq.onnx.retarget_onnx` wrote.
+    """The file that :func:`torchq.export_onnx` wrote.
 
     Attributes:
         path: The file.
         target: The runtime that it was shaped for, or None for plain Q/DQ.
         opset: Version of the default ONNX domain.
-        exporter: ``"dynamo"``, ``"torchscript"`` or ``"file"``.
+        exporter: ``"dynamo"`` or ``"torchscript"``.
         size: Bytes on disk, with external data.
         float_size: Bytes that the same stored tensors occupy in float32.
         activations: Names of the quantizers of activations in the file.

@@ -7,7 +7,6 @@ from torchq.onnx.ir import Pass
 from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
 from torchq.onnx.passes.fold_shapes import fold_shapes
 from torchq.onnx.passes.fold_weights import fold_weights
-from torchq.onnx.passes.idle_nodes import drop_idle_slices
 from torchq.onnx.passes.kernels.fold_pads import fold_pads
 from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, store_transposed
 from torchq.onnx.passes.merge_duplicates import merge_duplicates
@@ -26,7 +25,6 @@ EXPORT_PASSES: tuple[Pass, ...] = (
     merge_duplicates,
     fold_shapes,
     fold_pads,
-    drop_idle_slices,
     store_transposed,
     keep_integer_matmuls,
     remove_debug_metadata,

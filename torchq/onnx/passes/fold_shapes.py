@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -44,17 +43,11 @@ _ARITHMETIC = names(
 _NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
 
-def known_shapes(
-    model: Model, inputs: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, Shape]:
+def known_shapes(model: Model) -> dict[str, Shape]:
     """Return the shapes that follow from those of inputs and stored tensors, by name of the value.
 
     Shapes that the exporter noted elsewhere are not used: the TorchScript exporter notes the batch
     size of the example there.
-
-    Args:
-        model: The model.
-        inputs: Shapes to take for those of inputs, by name.
     """
     graph = model.graph
     slim = _onnx.ModelProto(ir_version=model.ir_version)
@@ -65,7 +58,7 @@ def known_shapes(
     )
     slim.functions.extend(onnx_ir.to_proto(function) for function in model.functions.values())
     slim.graph.node.extend(_to_infer(node) for node in graph)
-    slim.graph.input.extend(_input(value, inputs or {}) for value in graph.inputs)
+    slim.graph.input.extend(onnx_ir.to_proto(value) for value in graph.inputs)
     slim.graph.output.extend(_without_shape(value) for value in graph.outputs)
     _add_stored(slim, graph.initializers.values(), {value.name for value in graph.inputs})
     # Inference makes up names for dimensions that it does not know.
@@ -100,15 +93,6 @@ def _add_stored(slim: Any, values: Any, inputs: set[str]) -> None:
                     value.name, data_type(value).value, list(value.const_value.shape.numpy())
                 )
             )
-
-
-def _input(value: Value, shapes: Mapping[str, Sequence[int]]) -> Any:
-    """Return an input for shape inference."""
-    if value.name not in shapes:
-        return onnx_ir.to_proto(value)
-    return _onnx.helper.make_tensor_value_info(
-        value.name, value.dtype.value, list(shapes[value.name])
-    )
 
 
 def _without_shape(value: Value) -> Any:

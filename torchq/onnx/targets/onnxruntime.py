@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from torchq.onnx.ir import (
     Model,
     Node,
     Value,
-    add_initializer,
     add_node,
     attribute,
-    bypass,
     computed_by,
     data_type,
     fresh_name,
@@ -22,18 +18,12 @@ from torchq.onnx.ir import (
     nodes_of,
     readers,
     replace_stored,
-    replace_value,
     value_of,
 )
 from torchq.onnx.passes.channels.gather_shuffled import gather_shuffled
 from torchq.onnx.passes.channels.merge_groups import merge_groups
-from torchq.onnx.passes.channels.pad_depthwise import pad_depthwise
-from torchq.onnx.passes.fold_affine import fold_affine, fold_code_factors
-from torchq.onnx.passes.fold_shapes import known_shapes
 from torchq.onnx.passes.kernels.average_pools import convolve_averages
-from torchq.onnx.passes.kernels.fold_pads import constant_fill
 from torchq.onnx.passes.kernels.integer_biases import fit_biases
-from torchq.onnx.passes.kernels.integer_offsets import quantize_offsets
 from torchq.onnx.passes.kernels.separation import separate_float8
 from torchq.onnx.passes.matmul_layout import split_gemms
 from torchq.onnx.qdq import FLOAT_WEIGHT
@@ -48,75 +38,11 @@ from torchq.onnx.targets.checks import (
     weight_of,
 )
 from torchq.onnx.targets.onnxruntime_floats import (
-    multiply_pointwise,
-    starts_at_zero,
     store_float_weights,
 )
 from torchq.swap import IntegerGains
 
 __all__ = ["ONNXRUNTIME"]
-
-_RESHAPES = ("Flatten", "Reshape", "Squeeze")
-
-
-def pool_means(model: Model) -> None:
-    """Write means of quantized images as GlobalAveragePool, the form with an integer kernel.
-
-    Before::
-
-        DequantizeLinear -> ReduceMean over both dimensions of four-dimensional tensors.
-
-    After::
-
-        DequantizeLinear -> GlobalAveragePool, with a Squeeze where the mean drops dimensions.
-    """
-    means = nodes_of(model, "ReduceMean")
-    shapes = known_shapes(model) if means else {}
-    for node in means:
-        axes = attribute(node, "axes")
-        if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
-            axes = value_of(node.inputs[1]).tolist()
-        if dequantized(node.inputs[0]) is None or axes is None:
-            continue
-        four = len(shapes.get(node.inputs[0].name, ())) == 4
-        if not four or sorted(axis % 4 for axis in axes) != [2, 3]:
-            continue
-        name = str(node.outputs[0].name)
-        pooled = add_node(node, "GlobalAveragePool", [node.inputs[0]], f"{name}/pooled")
-        if not attribute(node, "keepdims", 1):
-            axes = add_initializer(model.graph, f"{name}/axes", torch.tensor([2, 3], device="cpu"))
-            pooled = add_node(pooled.producer(), "Squeeze", [pooled, axes], f"{name}/squeezed")
-        replace_value(node.outputs[0], pooled)
-
-
-def quantize_reshaped(model: Model) -> None:
-    """Quantize what pooling and convolutions of codes return in front of reshapes and padding.
-
-    Their kernels then return codes. A convolution would run in float otherwise: the last one of
-    MobileNetV4, whose result is flattened for a linear layer.
-
-    Before::
-
-        DequantizeLinear -> pooling or Conv -> activations -> reshapes, or zeros that are added
-        around images -> QuantizeLinear.
-
-    After::
-
-        A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
-    """
-    for node in nodes_of(model, "GlobalAveragePool", "AveragePool", "Conv"):
-        if dequantized(node.inputs[0]) is None:
-            continue
-        last, reader = node, _only_reader(node)
-        while reader is not None and reader.op_type in ("Relu", "Clip"):
-            last, reader = reader, _only_reader(reader)
-        if reader is None or not _keeps_codes(reader):
-            continue
-        while reader is not None and _keeps_codes(reader):
-            reader = _only_reader(reader)
-        if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
-            continue
-        _insert_pair(last, list(reader.inputs[1:]))
 
 
 def quantize_concatenated(model: Model) -> None:
@@ -165,38 +91,6 @@ def widen_four_bit_weights(model: Model) -> None:
             if value is not None and data_type(value).bitwidth == 4:
                 replace_stored(value, value_of(value))
         node.attributes.pop("output_dtype", None)
-
-
-def drop_idle_relus(model: Model) -> None:
-    """Remove each ReLU behind codes that no negative value has.
-
-    The quantizer of a convolution's result stands in front of the ReLU that reads the result. Its
-    codes begin at 0, which is that ReLU.
-
-    Before::
-
-        DequantizeLinear with the zero point 0 of unsigned codes -> Relu.
-
-    After::
-
-        The DequantizeLinear.
-    """
-    for node in nodes_of(model, "Relu"):
-        pair = dequantized(node.inputs[0])
-        quantize = None if pair is None else computed_by(pair.inputs[0], "QuantizeLinear")
-        if quantize is not None and starts_at_zero(quantize) and not is_output(node.outputs[0]):
-            bypass(node)
-
-
-def _keeps_codes(node: Node) -> bool:
-    """Return True for a node that moves values, or adds zeros to them."""
-    return node.op_type in _RESHAPES or (node.op_type == "Pad" and constant_fill(node) == 0)
-
-
-def _only_reader(node: Node) -> Node | None:
-    """Return the one node that reads a result, beside those that read its shape."""
-    users = [user for user in readers(node.outputs[0]) if user.op_type != "Shape"]
-    return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
 
 
 def _insert_pair(node: Node, parameters: list[Value]) -> None:
@@ -289,23 +183,14 @@ ONNXRUNTIME = OnnxTarget(
     # convolution in float.
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
     passes=(
-        # Negated codes of 4 bits may need 8.
         widen_four_bit_weights,
-        fold_affine,
-        pool_means,
-        quantize_reshaped,
         convolve_averages,
         gather_shuffled,
         quantize_concatenated,
         split_gemms,
-        drop_idle_relus,
         separate_float8,
-        fold_code_factors,
-        quantize_offsets,
-        multiply_pointwise,
         store_float_weights,
         fit_biases,
-        pad_depthwise,
         merge_groups,
     ),
     checks=(

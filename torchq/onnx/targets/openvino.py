@@ -19,7 +19,6 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.passes.kernels.limited_sums import limit_sums
 from torchq.onnx.passes.kernels.separation import separate
 from torchq.onnx.qdq import pair_name, qparams_of
 from torchq.onnx.targets.activations import ActivationTypes
@@ -31,7 +30,7 @@ from torchq.onnx.targets.checks import (
     weight_of,
 )
 from torchq.onnx.targets.openvino_codes import unsigned_codes
-from torchq.onnx.targets.openvino_norms import norms_of_concatenations, norms_of_rows
+from torchq.onnx.targets.openvino_norms import norms_of_rows
 
 __all__ = ["OPENVINO"]
 
@@ -182,8 +181,6 @@ OPENVINO = OnnxTarget(
         separate_reductions,
         unequal_biases,
         norms_of_rows,
-        norms_of_concatenations,
-        limit_sums,
     ),
     checks=(check_one_range_per_tensor, check_fused_norms),
     limits=(

@@ -23,8 +23,6 @@ from torchq.onnx.ir import (
     save_model,
 )
 from torchq.onnx.passes.channels.merge_groups import split_groups
-from torchq.onnx.passes.channels.pad_depthwise import remove_padding
-from torchq.onnx.passes.fold_affine import unfold_code_factors
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
 
@@ -48,8 +46,6 @@ class ForcedFile:
         self.names = names
         model = load_model(path)
         split_groups(model)
-        remove_padding(model)
-        unfold_code_factors(model)
         self.outputs = [str(value.name) for value in model.graph.outputs]
         nodes = quantizer_nodes(model)
         self._codes = [_force(model, name, nodes[name]) for name in names]

@@ -29,14 +29,11 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.passes.channels.merge_groups import split_groups
-from torchq.onnx.passes.channels.pad_depthwise import remove_padding
-from torchq.onnx.passes.fold_affine import unfold_code_factors, unfold_weight_factors
 from torchq.onnx.passes.kernels.fold_pads import folded_pads, without_pads
 from torchq.onnx.passes.kernels.integer_biases import raised_channels
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
-from torchq.onnx.verify.limits import as_computed
 from torchq.onnx.verify.metrics import Codes, LayerAgreement, Measure, Outputs, VerifyReport
 from torchq.onnx.verify.session import Session
 from torchq.onnx.verify.simulation import Simulation, parameter_difference
@@ -63,8 +60,7 @@ def verify_onnx(
     values as input, so a difference is the doing of that layer. Codes may differ where a value
     lies on the border of two codes (a tie), because sums are added in another order. Scales, zero
     points, types and stored weights must be the model's own, or what a target derives from them
-    (uint8 behind a ReLU, say); the model is then simulated with these. Pairs of 16 bits that let
-    OpenVINO's convolutions add are left out, as it does not round there.
+    (uint8 behind a ReLU, say); the model is then simulated with these.
 
     *End to end*: the file as it is, against that simulation and against the unaltered model; and
     with the optimisations that make it run on integers. These round biases to int32, so codes flip
@@ -94,21 +90,20 @@ def verify_onnx(
     """
     model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
-    with as_computed(path) as (source, limits):
-        runs = _Runs(source, measure)
-        with named_errors(path):
-            file = _File(model, source, layers, limits)
-        unaltered, count = Outputs(runs.plain.outputs, measure), 0
-        shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
-        with torch.no_grad(), evaluating(model), file.simulation.active(model):
-            for batch in shown:
-                feeds = runs.plain.feeds(_file_inputs(model, batch))
-                expected = file.simulated(model, batch)
-                found = runs.add(feeds, expected, compare=file.for_onnxruntime)
-                with named_errors(path):
-                    file.compare(feeds, expected)
-                unaltered.add(file.as_it_is(model, batch, expected), found)
-                count += 1
+    runs = _Runs(path, measure)
+    with named_errors(path):
+        file = _File(model, path, layers)
+    unaltered, count = Outputs(runs.plain.outputs, measure), 0
+    shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
+    with torch.no_grad(), evaluating(model), file.simulation.active(model):
+        for batch in shown:
+            feeds = runs.plain.feeds(_file_inputs(model, batch))
+            expected = file.simulated(model, batch)
+            found = runs.add(feeds, expected, compare=file.for_onnxruntime)
+            with named_errors(path):
+                file.compare(feeds, expected)
+            unaltered.add(file.as_it_is(model, batch, expected), found)
+            count += 1
     if not count:
         raise ExportError("verify_onnx: got no batch; expected at least one")
     with named_errors(path):
@@ -183,14 +178,12 @@ def _optimized(path: Path) -> Session | None:
 class _File:
     """A file beside its model: the simulation, the forced run, and the counts of each layer."""
 
-    def __init__(self, model: nn.Module, path: Path, layers: bool, limits: tuple[str, ...]) -> None:
-        self._graph, self._limits = load_model(path), limits
+    def __init__(self, model: nn.Module, path: Path, layers: bool) -> None:
+        self._graph = load_model(path)
         self.for_onnxruntime = read_record(self._graph).get("target") in (None, "onnxruntime")
         # What a target added to layers is taken away: the rest must be the model's own.
-        self._added = [*split_groups(self._graph), *remove_padding(self._graph)]
+        self._added = split_groups(self._graph)
         self._raised = raised_channels(self._graph)
-        unfold_code_factors(self._graph)
-        unfold_weight_factors(self._graph)
         known = quantizers(model)
         stored = quantizer_nodes(self._graph)
         self._weights = _weight_nodes(self._graph)
@@ -279,7 +272,6 @@ class _File:
         rows += [
             LayerAgreement(name, 0, 0, 0, 0, "added channels are not 0") for name in self._added
         ]
-        rows += [LayerAgreement(name, 0, 0, 0, 0, "changes what is added") for name in self._limits]
         rows.sort(key=LayerAgreement.badness, reverse=True)
         return tuple(rows)
 
