@@ -15,7 +15,7 @@ import torchq
 from tests.onnx.exported import calibrated, run_file
 from torchq.engines import EngineModule, OpenVino, openvino
 from torchq.onnx.ir import load_model, nodes_of
-from torchq.onnx.targets.openvino_codes import with_signed_codes
+from torchq.onnx.targets.openvino import with_signed_codes
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -124,14 +124,6 @@ def test_a_kernel_that_computes_something_else_is_found(tmp_path: Path) -> None:
     assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
 
 
-def test_its_channels_are_padded_with_those_of_the_layers_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    model = exported(Pooled(nn.AvgPool2d(2), channels=20), path)
-    groups = [node.attributes["group"].value for node in nodes_of(load_model(path), "Conv")]
-    assert groups == [1, 32, 1]
-    assert torchq.verify_onnx(model, path, [IMAGES], progress=False).ok
-
-
 @pytest.mark.parametrize("part", ["codes", "scale"])
 def test_a_damaged_average_is_named(part: str, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"

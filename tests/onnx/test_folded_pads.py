@@ -17,8 +17,8 @@ from tests.onnx.exported import calibrated, run_file
 from tests.onnx.padded import Pad, exported, images, pads
 from torchq.errors import ExportError
 from torchq.onnx.ir import attribute, load_model, nodes_of, onnx_ir, save_model
-from torchq.onnx.passes.fold_shapes import fold_shapes
-from torchq.onnx.passes.kernels.fold_pads import fold_pads
+from torchq.onnx.passes.pads import fold_pads
+from torchq.onnx.passes.shapes import fold_shapes
 from torchq.onnx.qdq import activation_qparams, read_record, write_record
 
 onnx = pytest.importorskip("onnx")

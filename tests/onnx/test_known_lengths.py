@@ -14,7 +14,7 @@ from tests.lowering.common import sqnr
 from tests.onnx.exported import calibrated, run_file
 from tests.onnx.padded import Mobile, Pad, exported, images, pads
 from torchq.onnx.ir import load_model, nodes_of
-from torchq.onnx.passes.kernels.fold_pads import with_lengths
+from torchq.onnx.passes.pads import with_lengths
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

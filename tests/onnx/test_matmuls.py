@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from tests.onnx.exported import calibrated, run_file
 from torchq.onnx.ir import nodes_of, onnx_ir, value_of
-from torchq.onnx.passes.fold_shapes import fold_shapes
+from torchq.onnx.passes.shapes import fold_shapes
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

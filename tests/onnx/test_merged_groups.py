@@ -20,7 +20,7 @@ from torchq.onnx.ir import (
     save_model,
     value_of,
 )
-from torchq.onnx.passes.channels.merge_groups import merge_groups, split_groups
+from torchq.onnx.passes.channels import merge_groups, split_groups
 from torchq.onnx.qdq import stored_weight, write_record
 
 pytest.importorskip("onnx")

@@ -16,13 +16,17 @@ from torchq.onnx.ir import (
     run_passes,
     value_of,
 )
-from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
-from torchq.onnx.passes.fold_shapes import known_shapes
-from torchq.onnx.passes.fold_weights import fold_weights
-from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, split_gemms, store_transposed
-from torchq.onnx.passes.merge_duplicates import merge_duplicates
+from torchq.onnx.passes.constants import (
+    fold_scales,
+    fold_slices,
+    fold_weights,
+    lift_constants,
+    merge_duplicates,
+)
+from torchq.onnx.passes.matmuls import keep_integer_matmuls, split_gemms, store_transposed
+from torchq.onnx.passes.shapes import known_shapes
 from torchq.onnx.qdq import read_record, write_record
+from torchq.onnx.targets.openvino import drop_idle_pairs
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnx_ir")

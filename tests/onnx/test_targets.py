@@ -68,6 +68,19 @@ def test_onnxruntime_gets_whole_integer_regions(model: nn.Module, tmp_path: Path
     )  # biases in int32 scales and codes that flip: measured 30 and more
 
 
+def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path) -> None:
+    """The heads of MobileNetV4 and GhostNet: pooling, a convolution, and a linear layer."""
+    torch.manual_seed(0)
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "m.onnx"
+    parts = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 32, 1))
+    head = nn.Sequential(*parts, nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
+    head = calibrated(head, x, target="onnxruntime", example=x[:1])
+    write(head, path, "onnxruntime", (2, 3, 8, 8))
+    kinds = torchq.inspect_onnx(path).counts
+    assert kinds["QLinearConv"] == 2 and not {"Conv", "FusedConv"} & kinds.keys()
+    assert torchq.verify_onnx(head, path, [x], progress=False).ok
+
+
 @pytest.mark.parametrize(
     "dynamo",
     [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated
-from torchq.onnx.torch_optimizer import optimize_
+from torchq.onnx.torch_exporters import optimize_
 
 ir = pytest.importorskip("onnx_ir")
 onnx = pytest.importorskip("onnx")

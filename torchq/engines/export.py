@@ -24,8 +24,7 @@ from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
 from torchq.nn import QuantModule
 from torchq.onnx import export_onnx
-from torchq.onnx.example_call import named_tensors
-from torchq.onnx.interface_names import argument_names
+from torchq.onnx.interface import argument_names, named_tensors
 from torchq.onnx.ir import load_model
 
 __all__ = ["OpenLengths", "export_graph", "lengths_to_try", "probes", "tensor_shapes", "with_rows"]

@@ -16,7 +16,7 @@ from torchq.engines.module import ReadGraph, Run, Shapes, run_by_shape
 from torchq.engines.registry import Engine, register
 from torchq.errors import ConfigError, ExportError
 from torchq.onnx import inspect_onnx
-from torchq.onnx.passes.kernels.fold_pads import with_lengths
+from torchq.onnx.passes.pads import with_lengths
 from torchq.utils.optional import import_optional
 
 __all__ = ["OnnxRuntime"]

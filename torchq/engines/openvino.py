@@ -18,8 +18,8 @@ from torchq.engines.module import EngineModule, ReadGraph, Run, Shapes, run_by_s
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.errors import ConfigError, ExportError
-from torchq.onnx.passes.kernels.fold_pads import with_lengths
-from torchq.onnx.targets.openvino_codes import with_signed_codes
+from torchq.onnx.passes.pads import with_lengths
+from torchq.onnx.targets.openvino import with_signed_codes
 from torchq.utils.optional import import_optional
 
 __all__ = ["OpenVino", "reads_signed_codes"]

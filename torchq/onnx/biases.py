@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torchq.formats import IntFormat
 from torchq.nn import QuantConv1d, QuantConv2d, QuantConv3d, TensorQuantizer
 
-__all__ = ["round_biases_"]
-
 #: The number that a bias is stored as stays below this in size: int32.
 _LIMIT = 2.0**31
 

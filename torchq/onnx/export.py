@@ -20,9 +20,7 @@ from torchq.errors import ExportError
 from torchq.functional.onnx_ops import mark
 from torchq.graph import state_kept
 from torchq.nn import TensorQuantizer
-from torchq.onnx.constant_grids import constant_grids
-from torchq.onnx.example_call import ExampleCall
-from torchq.onnx.interface_names import fixes_batch
+from torchq.onnx.interface import ExampleCall, fixes_batch
 from torchq.onnx.ir import Model, run_passes, save_model, set_opset
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.preflight import check_dtypes, check_quantizers, choose_exporter, default_opset
@@ -31,6 +29,7 @@ from torchq.onnx.report import ExportReport, report_on
 from torchq.onnx.targets import onnx_target
 from torchq.onnx.torch_exporters import (
     TorchExportError,
+    constant_grids,
     run_dynamo,
     run_torchscript,
 )
@@ -43,8 +42,6 @@ from torchq.utils import (
     qualified_name,
 )
 from torchq.utils.optional import import_optional
-
-__all__ = ["export_onnx", "unwrap"]
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,11 +23,9 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
-from torchq.onnx.qdq import element_type, format_of, qparams_of, read_record
+from torchq.onnx.qdq import read_record, starts_at_zero
 from torchq.onnx.verify.session import Session
 from torchq.utils.text import table, wrap
-
-__all__ = ["InspectReport", "NodePlacement", "inspect_onnx"]
 
 #: Operators that compute on integers in ONNX Runtime, beside all that start with "QLinear".
 _INTEGER = names(
@@ -257,7 +255,7 @@ def _output_reason(node: Node, target: str | None) -> str:
         if target == "onnxruntime":
             fix += ", or torchq.nn.QuantIdentity() behind it"
         return f"its output is not quantized for {', '.join(others)}; put a quantizer there ({fix})"
-    if activation and not all(_starts_at_zero(user) for user in users):
+    if activation and not all(starts_at_zero(user) for user in users):
         if target == "onnxruntime":
             return (
                 "the codes after its activation are signed: they share a range with a tensor that "
@@ -268,9 +266,3 @@ def _output_reason(node: Node, target: str | None) -> str:
             "export with target='onnxruntime' for uint8 there"
         )
     return "ONNX Runtime has no kernel for this combination of types, scales or attributes"
-
-
-def _starts_at_zero(quantize: Node) -> bool:
-    """Return True if no code stands for a negative value; such a quantizer includes a Relu."""
-    signed = format_of(element_type(quantize)).signed
-    return not signed and is_constant(quantize.inputs[1]) and qparams_of(quantize).has_zero_point(0)

@@ -19,40 +19,6 @@ from torchq.errors import ExportError, TorchqError
 from torchq.utils import replacing
 from torchq.utils.optional import OptionalModule, import_optional
 
-__all__ = [
-    "DataType",
-    "Graph",
-    "Model",
-    "Node",
-    "Pass",
-    "Value",
-    "add_initializer",
-    "add_node",
-    "attribute",
-    "bypass",
-    "computed_by",
-    "data_type",
-    "first_line",
-    "float_size",
-    "fresh_name",
-    "is_constant",
-    "is_output",
-    "load_model",
-    "named_errors",
-    "names",
-    "nodes_of",
-    "onnx_ir",
-    "opset_of",
-    "readers",
-    "remove_unused",
-    "replace_stored",
-    "replace_value",
-    "run_passes",
-    "save_model",
-    "set_opset",
-    "value_of",
-]
-
 Model: TypeAlias = Any
 Graph: TypeAlias = Any
 Node: TypeAlias = Any
@@ -71,16 +37,7 @@ _IR_VERSIONS = {21: 10, 22: 10, 23: 11}
 
 
 def load_model(path: str | os.PathLike[str], *, check: bool = True) -> Model:
-    """Read a model file.
-
-    Args:
-        path: An ONNX file. External tensors are read from the files beside it.
-        check: Also run the checker of ``onnx``, which finds broken graphs.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ExportError: The file does not hold a valid ONNX model.
-    """
+    """Read a model file."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
@@ -100,9 +57,6 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Parsers, shape inference and evaluators raise errors of many unrelated classes on a broken
     file. torchq's own errors pass.
-
-    Raises:
-        ExportError: Another error was raised inside the block.
     """
     try:
         yield
@@ -118,17 +72,6 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
     """Write a model; the files at ``path`` are replaced whole or not at all.
 
     Tensors go to ``path + ".data"`` where they exceed what one file can hold.
-
-    Args:
-        model: The model; not changed.
-        path: The file to write.
-        check: Run the checker of ``onnx`` on the model first.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        ExportError: The checker refuses the model; ``path`` is not written.
     """
     checker = import_optional("onnx.checker", "torchq.onnx")
     path = Path(os.path.realpath(path))
@@ -256,14 +199,7 @@ def fresh_name(graph: Graph, base: str) -> str:
 def add_initializer(
     graph: Graph, name: str, tensor: Tensor, dtype: DataType | None = None
 ) -> Value:
-    """Store a tensor in the graph.
-
-    Args:
-        graph: The graph.
-        name: The wanted name; a number is added where it is taken.
-        tensor: The contents.
-        dtype: INT4 or UINT4, whose codes come as int8 or uint8; default the tensor's own type.
-    """
+    """Store a tensor in the graph; codes of INT4 and UINT4, a ``dtype``, come as int8 and uint8."""
     name = fresh_name(graph, name)
     tensor = tensor.detach().cpu().contiguous()
     if dtype is None or dtype.bitwidth != 4:
@@ -281,13 +217,7 @@ def add_initializer(
 
 
 def replace_stored(value: Value, tensor: Tensor, dtype: DataType | None = None) -> Value:
-    """Store other contents under the name of a stored value, for all its readers.
-
-    Args:
-        value: A stored value that is no output of the model; it is removed.
-        tensor: The new contents.
-        dtype: INT4 or UINT4, whose codes come as int8 or uint8; default the tensor's own type.
-    """
+    """Store other contents under the name of a stored value, for all its readers."""
     graph, name = value.graph, str(value.name)
     new = add_initializer(graph, name, tensor, dtype)
     value.replace_all_uses_with(new)
@@ -303,18 +233,7 @@ def add_node(
     name: str,
     attributes: Mapping[str, Any] | None = None,
 ) -> Value:
-    """Insert a node with one output behind another node.
-
-    Args:
-        after: The node that the new one follows in the list of nodes.
-        op_type: An operator of the default domain.
-        inputs: The values that it reads.
-        name: The wanted name of the node and of its output.
-        attributes: Attributes as Python values.
-
-    Returns:
-        The output of the new node.
-    """
+    """Insert a node with one output behind another node."""
     name = fresh_name(after.graph, name)
     output = onnx_ir.Value(name=name)
     after.append(onnx_ir.node(op_type, inputs, attributes, outputs=[output], name=name))

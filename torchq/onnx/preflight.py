@@ -17,14 +17,6 @@ from torchq.onnx.torch_exporters import TORCHSCRIPT_MAX
 from torchq.utils.optional import import_optional
 from torchq.workflow import quantizers, weight_quantizers
 
-__all__ = [
-    "check_dtypes",
-    "check_formats",
-    "check_quantizers",
-    "choose_exporter",
-    "default_opset",
-]
-
 _OPSETS = range(10, 24)
 _DYNAMO_MIN = 18
 #: ONNX Runtime 1.31 fails to optimise some files of opset 21 and above: where it moves a signed
@@ -34,16 +26,7 @@ _USUAL_OPSET = 20
 
 
 def choose_exporter(dynamo: bool | None, opset: int) -> bool:
-    """Return True to use the exporter that is based on ``torch.export``.
-
-    Args:
-        dynamo: The wish of the caller, or None.
-        opset: The opset of the file.
-
-    Raises:
-        ExportError: The opset is out of range, or the exporter cannot do what was asked.
-        MissingExtraError: onnxscript, which that exporter needs, is not installed.
-    """
+    """Return True to use the exporter that is based on ``torch.export``."""
     if not isinstance(opset, int) or opset not in _OPSETS:
         raise ExportError(
             f"export_onnx: got opset {opset!r}; expected {_OPSETS.start} to {_OPSETS.stop - 1}"
@@ -72,11 +55,7 @@ def default_opset(model: nn.Module) -> int:
 
 
 def check_dtypes(model: nn.Module, target: OnnxTarget) -> None:
-    """Raise an error where a parameter has a type that a runtime has no kernels for.
-
-    Raises:
-        ExportError: The text names the first such parameter.
-    """
+    """Raise an error where a parameter has a type that a runtime has no kernels for."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in target.float_types:
             known = ", ".join(_dtype_name(dtype) for dtype in target.float_types)
@@ -95,13 +74,6 @@ def check_formats(model: nn.Module, opset: int | None = None) -> None:
     """Raise an error where a quantizer has a format or scales that no ONNX file can hold.
 
     Ranges are not looked at, so that this can be known before calibration.
-
-    Args:
-        model: A quantized model, calibrated or not.
-        opset: The opset of the file; None takes one that holds most.
-
-    Raises:
-        ExportError: ONNX or the opset has no such type, no such granularity, or no such scales.
     """
     for name, quantizer in quantizers(model).items():
         if quantizer.quantizing or quantizer.observing:
@@ -114,23 +86,7 @@ def check_formats(model: nn.Module, opset: int | None = None) -> None:
 def check_quantizers(
     model: nn.Module, opset: int, modern: bool, target: str | None = None
 ) -> dict[str, TensorQuantizer]:
-    """Return the quantizers that are switched on, by dotted path.
-
-    Args:
-        model: The model to export.
-        opset: The opset of the file.
-        modern: The exporter that is based on ``torch.export`` will write the quantizers.
-        target: The name of the runtime that the file is for, if it is known.
-
-    Raises:
-        ExportError: A quantizer has no fixed range, a range that cannot be right, codes as output,
-            a format that ONNX lacks, or something that ``opset`` lacks. The text names all
-            quantizers with the same fault.
-
-    Warns:
-        UserWarning: An activation saw only zeros. This is legal: a residual branch whose last
-            factor starts at zero does so until it is trained.
-    """
+    """Return the quantizers that are switched on, by dotted path."""
     active = {name: q for name, q in quantizers(model).items() if q.quantizing}
     weights = weight_quantizers(model)
     for is_faulty, text in _FAULTS:

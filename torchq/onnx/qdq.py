@@ -26,24 +26,6 @@ from torchq.onnx.ir import (
     value_of,
 )
 
-__all__ = [
-    "FLOAT_WEIGHT",
-    "NodeQParams",
-    "activation_qparams",
-    "axis_of",
-    "data_type_of",
-    "element_type",
-    "format_of",
-    "pair_name",
-    "qparams_of",
-    "quantizer_nodes",
-    "read_record",
-    "set_qparams",
-    "shared_name",
-    "stored_weight",
-    "write_record",
-]
-
 #: Ends the names of quantized weights that are stored as the float values of their codes.
 FLOAT_WEIGHT = "/float weight"
 _RECORD = "torchq"
@@ -125,11 +107,6 @@ def format_of(dtype: DataType) -> Format:
     return by_name(_FLOAT8.get(dtype.name, dtype.name.lower()))
 
 
-def data_type_of(format: Format) -> DataType:
-    """Return the ONNX type of an integer format that has one."""
-    return onnx_ir.DataType[format.name.upper()]
-
-
 def axis_of(node: Node) -> int:
     """Return the axis of a QuantizeLinear or DequantizeLinear."""
     return int(attribute(node, "axis", 1))
@@ -144,11 +121,7 @@ def element_type(quantize: Node) -> DataType:
 
 
 def qparams_of(node: Node) -> NodeQParams:
-    """Return the parameters of a node whose scale and zero point are stored.
-
-    Args:
-        node: A QuantizeLinear, or a DequantizeLinear of a stored weight.
-    """
+    """Return the parameters of a node whose scale and zero point are stored."""
     quantizes = node.op_type == "QuantizeLinear"
     dtype = element_type(node) if quantizes else data_type(node.inputs[0])
     scale = value_of(node.inputs[1]).to(torch.float32)
@@ -201,6 +174,23 @@ def quantizer_nodes(model: Model) -> dict[str, Node]:
 def activation_qparams(model: Model) -> dict[str, NodeQParams]:
     """Return the parameters of each quantizer of an activation, by name and in order."""
     return {name: qparams_of(node) for name, node in quantizer_nodes(model).items()}
+
+
+def starts_at_zero(quantize: Node) -> bool:
+    """Return True if no code of a QuantizeLinear stands for a negative value."""
+    stored = is_constant(quantize.inputs[1])
+    qparams = qparams_of(quantize) if stored else None
+    return qparams is not None and qparams.has_zero_point(qparams.quant_min)
+
+
+def leads_only_to_quantizers(value: Value, *through: str) -> bool:
+    """Return True if only QuantizeLinear reads ``value``, also behind the operators ``through``."""
+    users = readers(value)
+    while len(users) == 1 and users[0].op_type in through and not value.is_graph_output():
+        value = users[0].outputs[0]
+        users = readers(value)
+    only = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
+    return only and not value.is_graph_output()
 
 
 def stored_weight(value: Value) -> Node | None:

@@ -9,8 +9,6 @@ from torchq.onnx.ir import Model, float_size, is_constant, nodes_of, opset_of
 from torchq.onnx.qdq import pair_name, quantizer_nodes, read_record
 from torchq.utils import bullets
 
-__all__ = ["ExportReport", "report_on"]
-
 
 @dataclass(frozen=True)
 class ExportReport:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import tempfile
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,129 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.functional.onnx_ops import MARK
+from torchq.functional.onnx_ops import MARK, constant_grid, quantize_dequantize_constant
 from torchq.nn import TensorQuantizer
-from torchq.onnx.example_call import ExampleCall
-from torchq.onnx.interface_names import argument_names
-from torchq.onnx.ir import Model, onnx_ir, set_opset
-from torchq.onnx.torch_optimizer import optimize_
+from torchq.onnx.interface import ExampleCall, argument_names
+from torchq.onnx.ir import Graph, Model, Node, Value, onnx_ir, set_opset
+from torchq.utils.optional import import_optional
 
-__all__ = [
-    "TORCHSCRIPT_MAX",
-    "TorchExportError",
-    "run_dynamo",
-    "run_torchscript",
-]
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
+#: Wider than the 1e-5 and 1e-8 of onnxscript's matcher, so that later releases may move a little.
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-6
+
+
+def optimize_(program: Any) -> None:
+    """Optimize what torch's exporter gave, in place.
+
+    onnxscript takes a number near 0 or 1 for 0 or 1 itself (``math.isclose`` in its
+    ``rewriter/_matcher.py``) and drops what is added or multiplied: ``log(x + 1e-10)`` would be
+    infinite where x is 0. So such numbers are inputs of the graph while the optimizer runs.
+    """
+    optimizer = import_optional("onnxscript.optimizer", "export_onnx(dynamo=True)")
+    with _without_failed_folding():
+        optimizer.inline(program.model)
+        optimizer.fold_constants(program.model)
+        with _small_numbers_as_inputs(program.model):
+            program.optimize()
+
+
+@contextmanager
+def _without_failed_folding() -> Iterator[None]:
+    """Keep what onnxscript could not compute beforehand out of the log: it leaves these nodes."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _small_numbers_as_inputs(model: Model) -> Iterator[None]:
+    graph = model.graph
+    hidden = [_hide(graph, node, place, number) for node, place, number in _small_numbers(graph)]
+    try:
+        yield
+    finally:
+        for value, tensor in hidden:
+            graph.inputs.remove(value)
+            value.const_value = tensor
+            if value.uses():
+                graph.register_initializer(value)
+
+
+def _small_numbers(graph: Graph) -> list[tuple[Node, int, Any]]:
+    """Return the stored numbers that are nearly what changes nothing, with node and place."""
+    found = []
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        if node.domain or node.op_type not in _NEUTRAL:
+            continue
+        neutral = _NEUTRAL[node.op_type]
+        for place, value in enumerate(node.inputs):
+            number = onnx_ir.convenience.get_const_tensor(value)
+            if number is not None and number.size == 1 and _nearly(number, neutral):
+                found.append((node, place, number))
+    return found
+
+
+def _nearly(number: Any, neutral: float) -> bool:
+    value = float(number.numpy().reshape(()))
+    close = math.isclose(value, neutral, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    return close and value != neutral
+
+
+def _hide(graph: Graph, node: Node, place: int, number: Any) -> tuple[Value, Any]:
+    """Let a node read a new input of the graph in the place of a stored number."""
+    value = onnx_ir.Value(
+        name=f"small_number_of_{node.outputs[0].name}_{place}",
+        type=onnx_ir.TensorType(number.dtype),
+        shape=onnx_ir.Shape(number.shape),
+    )
+    node.replace_input_with(place, value)
+    graph.inputs.append(value)
+    return value, number
+
+
+_SCALE, _ZERO_POINT = "exported_scale", "exported_zero_point"
+
+
+@contextmanager
+def constant_grids(quantizers: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Let quantizers write constants inside the ``with`` block, not arithmetic on their ranges."""
+    changed = []
+    try:
+        for quantizer in quantizers:
+            grid = _grid(quantizer)
+            if grid is not None:
+                changed.append(quantizer)
+                for name, tensor in zip((_SCALE, _ZERO_POINT), grid, strict=True):
+                    quantizer.register_buffer(name, tensor, persistent=False)
+                quantizer.delegate = _write
+        yield
+    finally:
+        for quantizer in changed:
+            quantizer.delegate = None
+            delattr(quantizer, _SCALE)
+            delattr(quantizer, _ZERO_POINT)
+
+
+def _grid(quantizer: TensorQuantizer) -> tuple[Tensor, Tensor] | None:
+    """Return the constants of a quantizer; None if it has none, or none that say all."""
+    d = quantizer.descriptor
+    if quantizer.delegate is not None or not d.fake_quant or d.dynamic or not quantizer.calibrated:
+        return None
+    with torch.no_grad():
+        scale, zero_point = quantizer.calculate_qparams()
+        return constant_grid(scale, zero_point, d.symmetric, d.format, d.granularity)
+
+
+def _write(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
+    """Write the pair of operators of a quantizer; it is a delegate."""
+    d = quantizer.descriptor
+    scale, zero_point = quantizer.get_buffer(_SCALE), quantizer.get_buffer(_ZERO_POINT)
+    return quantize_dequantize_constant(x, scale, zero_point, d.format, d.granularity)
+
 
 #: The last opset that the TorchScript exporter knows. Up to opset 23 only types were added, and
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.

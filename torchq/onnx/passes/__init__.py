@@ -4,14 +4,17 @@ A pass is a function that changes a model in place; its docstring states the gra
 """
 
 from torchq.onnx.ir import Pass
-from torchq.onnx.passes.fold_constants import fold_scales, fold_slices, lift_constants
-from torchq.onnx.passes.fold_shapes import fold_shapes
-from torchq.onnx.passes.fold_weights import fold_weights
-from torchq.onnx.passes.kernels.fold_pads import fold_pads
-from torchq.onnx.passes.matmul_layout import keep_integer_matmuls, store_transposed
-from torchq.onnx.passes.merge_duplicates import merge_duplicates
-from torchq.onnx.passes.metadata import remove_debug_metadata
-from torchq.onnx.passes.name_quantizers import name_quantizers
+from torchq.onnx.passes.constants import (
+    fold_scales,
+    fold_slices,
+    fold_weights,
+    lift_constants,
+    merge_duplicates,
+)
+from torchq.onnx.passes.matmuls import keep_integer_matmuls, store_transposed
+from torchq.onnx.passes.names import name_quantizers, remove_debug_metadata
+from torchq.onnx.passes.pads import fold_pads
+from torchq.onnx.passes.shapes import fold_shapes
 
 __all__ = ["EXPORT_PASSES"]
 

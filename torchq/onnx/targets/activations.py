@@ -19,10 +19,8 @@ from torchq.onnx.ir import (
     nodes_of,
     value_of,
 )
-from torchq.onnx.passes.kernels.fold_pads import constant_fill
+from torchq.onnx.passes.pads import constant_fill
 from torchq.onnx.qdq import NodeQParams, qparams_of, set_qparams, shared_name
-
-__all__ = ["ActivationTypes", "derived_qparams", "nonnegative_values", "retype_activations"]
 
 
 @dataclass(frozen=True)
@@ -96,22 +94,15 @@ def retype_activations(
 ) -> None:
     """Write the codes of activations in the types that a runtime wants; the ranges stay.
 
-    Args:
-        model: The model.
-        types: What the runtime wants.
-        only: The quantizers to look at, as :func:`shared_name` names them; None for all.
+    ``only`` are the quantizers to look at, as :func:`shared_name` names them.
 
-    Before::
-
-        QuantizeLinear to signed codes, or to unsigned codes with the zero point 0 or in the middle.
-
-    After::
-
-        The wanted sign. Unsigned codes of a tensor that cannot be negative have the zero point
-        0 and the scale times 127/255: the same range, a finer grid of values. Signed codes have the
-        grid of unsigned ones if these end below 128, and else a coarser one. Unsigned codes of
-        other tensors have the zero point 128, or 128 more than before: the same grid. Activations
-        with several scales stay.
+    Before: QuantizeLinear to signed codes, or to unsigned codes with the zero point 0 or in the
+    middle.
+    After: The wanted sign. Unsigned codes of a tensor that cannot be negative have the zero point 0
+    and the scale times 127/255: the same range, a finer grid of values. Signed codes have the grid
+    of unsigned ones if these end below 128, and else a coarser one. Unsigned codes of other tensors
+    have the zero point 128, or 128 more than before: the same grid. Activations with several scales
+    stay.
     """
     nonnegative = nonnegative_values(model)
     quantizers = nodes_of(model, "QuantizeLinear")
@@ -158,12 +149,7 @@ def _retyped(
 
 
 def derived_qparams(own: NodeQParams, highest: float) -> tuple[NodeQParams, ...]:
-    """Return the per-tensor parameters that some target writes for those of a model.
-
-    Args:
-        own: Those of the model.
-        highest: The highest code of the model's format, which may be narrower than its ONNX type.
-    """
+    """Return the per-tensor parameters that some target writes for those of a model."""
     if not isinstance(own.format, IntFormat):
         return (own,)
     if own.format.signed:

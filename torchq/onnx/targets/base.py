@@ -10,11 +10,9 @@ import torch
 
 from torchq.errors import ConfigError
 from torchq.onnx.ir import Model, Pass, run_passes
-from torchq.onnx.passes.merge_duplicates import merge_duplicates
+from torchq.onnx.passes.constants import merge_duplicates
 from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.swap import TARGETS, Target
-
-__all__ = ["ACTIVATIONS", "AVG_POOLS", "MAX_POOLS", "Check", "OnnxTarget", "onnx_target"]
 
 #: Yields a sentence for each place where a graph breaks a rule of a runtime: layer, rule, fix.
 Check: TypeAlias = Callable[[Model], Iterator[str]]

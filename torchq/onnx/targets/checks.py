@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq.onnx.ir import Model, Node, Value, computed_by, nodes_of, readers, value_of
+from torchq.onnx.ir import Model, Node, Value, computed_by, nodes_of, value_of
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, stored_weight
-
-__all__ = [
-    "CONVOLUTIONS",
-    "LAYERS",
-    "check_fused_norms",
-    "check_one_range_per_tensor",
-    "dequantized",
-    "layer_name",
-    "leads_only_to_quantizers",
-    "scales_of",
-    "weight_of",
-]
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 LAYERS = (*CONVOLUTIONS, "Gemm", "MatMul")
@@ -76,13 +64,3 @@ def check_fused_norms(model: Model) -> Iterator[str]:
                 f"{layer_name(before)}: a BatchNorm follows it as a layer of its own; "
                 "run torchq.fuse_(model) before quantize_"
             )
-
-
-def leads_only_to_quantizers(value: Value, *through: str) -> bool:
-    """Return True if only QuantizeLinear reads ``value``, also behind the operators ``through``."""
-    users = readers(value)
-    while len(users) == 1 and users[0].op_type in through and not value.is_graph_output():
-        value = users[0].outputs[0]
-        users = readers(value)
-    only = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
-    return only and not value.is_graph_output()

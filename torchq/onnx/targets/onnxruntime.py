@@ -8,6 +8,7 @@ from torchq.onnx.ir import (
     Model,
     Node,
     Value,
+    add_initializer,
     add_node,
     attribute,
     computed_by,
@@ -20,13 +21,18 @@ from torchq.onnx.ir import (
     replace_stored,
     value_of,
 )
-from torchq.onnx.passes.channels.gather_shuffled import gather_shuffled
-from torchq.onnx.passes.channels.merge_groups import merge_groups
-from torchq.onnx.passes.kernels.average_pools import convolve_averages
-from torchq.onnx.passes.kernels.integer_biases import fit_biases
-from torchq.onnx.passes.kernels.separation import separate_float8
-from torchq.onnx.passes.matmul_layout import split_gemms
-from torchq.onnx.qdq import FLOAT_WEIGHT
+from torchq.onnx.passes.averages import convolve_averages, separate_float8
+from torchq.onnx.passes.biases import fit_biases
+from torchq.onnx.passes.channels import gather_shuffled, merge_groups
+from torchq.onnx.passes.matmuls import split_gemms
+from torchq.onnx.passes.pads import constant_fill
+from torchq.onnx.qdq import (
+    FLOAT_WEIGHT,
+    leads_only_to_quantizers,
+    pair_name,
+    qparams_of,
+    starts_at_zero,
+)
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
@@ -34,29 +40,96 @@ from torchq.onnx.targets.checks import (
     check_one_range_per_tensor,
     dequantized,
     layer_name,
-    leads_only_to_quantizers,
     weight_of,
-)
-from torchq.onnx.targets.onnxruntime_floats import (
-    store_float_weights,
 )
 from torchq.swap import IntegerGains
 
-__all__ = ["ONNXRUNTIME"]
+_RESHAPES = ("Flatten", "Reshape", "Squeeze")
+
+
+def store_float_weights(model: Model) -> None:
+    """Store the weights of convolutions that run in float as the float values of their codes.
+
+    ONNX Runtime keeps a DequantizeLinear in front of a float convolution, whose weight then is no
+    constant: no kernel for its memory layout, no fused activation. Such a convolution takes two
+    to three and a half times as long as in float32.
+
+    Before: Conv(x, DequantizeLinear(codes)) whose result is not quantized, or any ConvTranspose.
+    After: Conv(x, weight), with ``weight`` the values of the codes.
+    """
+    for node in nodes_of(model, "Conv", "ConvTranspose"):
+        dequantize = weight_of(node)
+        if dequantize is None or _runs_on_integers(node):
+            continue
+        qparams = qparams_of(dequantize)
+        values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
+        name = f"{pair_name(dequantize)}{FLOAT_WEIGHT}"
+        node.replace_input_with(1, add_initializer(model.graph, name, values))
+
+
+def _runs_on_integers(node: Node) -> bool:
+    """Return True if a convolution becomes a QLinearConv: codes in, codes out, nothing between."""
+    if node.op_type != "Conv" or dequantized(node.inputs[0]) is None:
+        return False
+    result = node.outputs[0]
+    if leads_only_to_quantizers(result):
+        return True
+    # Codes that begin at 0 include an activation; others leave it, and the convolution in float.
+    while not is_output(result) and (activation := _only_reader_of(result)) is not None:
+        if activation.op_type not in ("Relu", "Clip"):
+            break
+        result = activation.outputs[0]
+    users = readers(result)
+    return leads_only_to_quantizers(result) and all(map(starts_at_zero, users))
+
+
+def _only_reader_of(value: Value) -> Node | None:
+    users = readers(value)
+    return users[0] if len(users) == 1 else None
+
+
+def quantize_reshaped(model: Model) -> None:
+    """Quantize what convolutions of codes return in front of reshapes and padding.
+
+    Their kernels then return codes; a convolution would run in float otherwise.
+
+    Before: DequantizeLinear -> Conv -> activations -> reshapes, or zeros that are added around
+    images -> QuantizeLinear.
+    After: A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
+    """
+    for node in nodes_of(model, "Conv"):
+        if dequantized(node.inputs[0]) is None:
+            continue
+        last, reader = node, _only_reader(node)
+        while reader is not None and reader.op_type in ("Relu", "Clip"):
+            last, reader = reader, _only_reader(reader)
+        if reader is None or not _keeps_codes(reader):
+            continue
+        while reader is not None and _keeps_codes(reader):
+            reader = _only_reader(reader)
+        if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
+            continue
+        _insert_pair(last, list(reader.inputs[1:]))
+
+
+def _keeps_codes(node: Node) -> bool:
+    """Return True for a node that moves values, or adds zeros to them."""
+    return node.op_type in _RESHAPES or (node.op_type == "Pad" and constant_fill(node) == 0)
+
+
+def _only_reader(node: Node) -> Node | None:
+    """Return the one node that reads a result, beside those that read its shape."""
+    users = [user for user in readers(node.outputs[0]) if user.op_type != "Shape"]
+    return users[0] if len(users) == 1 and not is_output(node.outputs[0]) else None
 
 
 def quantize_concatenated(model: Model) -> None:
     """Quantize the result of operators that move equally quantized values once more.
 
-    Before::
-
-        All operands of a Concat or MaxPool come from DequantizeLinear with the same
-        parameters, and a node reads the result in float.
-
-    After::
-
-        A Q/DQ pair with these parameters follows. It changes no value, and completes the
-        pattern of an integer kernel.
+    Before: All operands of a Concat or MaxPool come from DequantizeLinear with the same parameters,
+    and a node reads the result in float.
+    After: A Q/DQ pair with these parameters follows. It changes no value, and completes the pattern
+    of an integer kernel.
     """
     for node in nodes_of(model, "Concat", "MaxPool"):
         pairs = [dequantized(value) for value in node.inputs]
@@ -73,13 +146,8 @@ def widen_four_bit_weights(model: Model) -> None:
     ONNX Runtime has kernels for weights of 4 bits in blocks alone; it would dequantize others on
     every call.
 
-    Before::
-
-        DequantizeLinear of stored int4 or uint4 codes, with a scale per tensor or channel.
-
-    After::
-
-        DequantizeLinear of the same codes, stored as int8 or uint8.
+    Before: DequantizeLinear of stored int4 or uint4 codes, with a scale per tensor or channel.
+    After: DequantizeLinear of the same codes, stored as int8 or uint8.
     """
     for node in nodes_of(model, "DequantizeLinear"):
         codes = node.inputs[0]
@@ -184,6 +252,7 @@ ONNXRUNTIME = OnnxTarget(
     activation_types=ActivationTypes(nonnegative="unsigned", others="unsigned"),
     passes=(
         widen_four_bit_weights,
+        quantize_reshaped,
         convolve_averages,
         gather_shuffled,
         quantize_concatenated,

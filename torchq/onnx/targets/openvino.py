@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from torchq.onnx.ir import (
@@ -14,25 +17,232 @@ from torchq.onnx.ir import (
     computed_by,
     data_type,
     is_constant,
+    is_output,
     names,
     nodes_of,
+    onnx_ir,
+    readers,
+    replace_value,
     value_of,
 )
-from torchq.onnx.passes.idle_nodes import drop_idle_pairs
-from torchq.onnx.passes.kernels.separation import separate
-from torchq.onnx.qdq import pair_name, qparams_of
-from torchq.onnx.targets.activations import ActivationTypes
+from torchq.onnx.passes.averages import separate
+from torchq.onnx.passes.shapes import Shape, known_shapes
+from torchq.onnx.qdq import (
+    leads_only_to_quantizers,
+    pair_name,
+    qparams_of,
+    read_record,
+    shared_name,
+    write_record,
+)
+from torchq.onnx.targets.activations import ActivationTypes, retype_activations
 from torchq.onnx.targets.base import AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
+    LAYERS,
     check_fused_norms,
     check_one_range_per_tensor,
-    leads_only_to_quantizers,
     weight_of,
 )
-from torchq.onnx.targets.openvino_codes import unsigned_codes
-from torchq.onnx.targets.openvino_norms import norms_of_rows
+from torchq.utils.optional import import_optional
 
-__all__ = ["OPENVINO"]
+#: Operators whose results are elements of their operands.
+_JOINING = ("Concat", "MaxPool")
+
+
+def drop_idle_pairs(model: Model) -> None:
+    """Remove each Q/DQ pair that quantizes a concatenation of codes as these are already.
+
+    Before: All operands of a Concat or MaxPool come from DequantizeLinear with the same parameters,
+    and a Q/DQ pair with these parameters reads the result.
+    After: What read that pair reads the result. The record has the quantizer under ``merged``, with
+    that of an operand.
+    """
+    merged: dict[str, str] = {}
+    for quantize in nodes_of(model, "QuantizeLinear"):
+        source = computed_by(quantize.inputs[0], *_JOINING)
+        origin = None if source is None else _origin(source)
+        pairs = readers(quantize.outputs[0])
+        if origin is None or not _alike(origin, quantize):
+            continue
+        if any(pair.op_type != "DequantizeLinear" or is_output(pair.outputs[0]) for pair in pairs):
+            continue
+        merged[pair_name(quantize)] = pair_name(origin)
+        for pair in pairs:
+            pair.outputs[0].replace_all_uses_with(quantize.inputs[0])
+            model.graph.remove(pair, safe=True)
+        model.graph.remove(quantize, safe=True)
+    known = {**read_record(model).get("merged", {}), **merged}
+    write_record(model, merged={name: _last(known, name) for name in known})
+
+
+def _last(merged: Mapping[str, str], name: str) -> str:
+    """Return the quantizer that is left, where one was merged with another that was merged too."""
+    while name in merged:
+        name = merged[name]
+    return name
+
+
+def _origin(node: Node) -> Node | None:
+    """Return a QuantizeLinear with the parameters of all that a node puts together."""
+    found = [_quantizer(value) for value in node.inputs]
+    first = found[0] if found else None
+    if first is None:
+        return None
+    alike = all(other is not None and _alike(first, other) for other in found)
+    return first if alike else None
+
+
+def _quantizer(value: Value | None) -> Node | None:
+    """Return the QuantizeLinear of dequantized codes, also behind what puts several together."""
+    node = computed_by(value, "DequantizeLinear", *_JOINING)
+    if node is None or node.op_type in _JOINING:
+        return None if node is None else _origin(node)
+    quantize = computed_by(node.inputs[0], "QuantizeLinear")
+    same = quantize is not None and list(quantize.inputs[1:]) == list(node.inputs[1:])
+    return quantize if same else None
+
+
+def _alike(one: Node, other: Node) -> bool:
+    """Return True if two QuantizeLinear nodes have the same stored parameters, for all codes."""
+    if not all(is_constant(v) for n in (one, other) for v in n.inputs[1:] if v is not None):
+        return False
+    first, second = qparams_of(one), qparams_of(other)
+    return (
+        first.format == second.format
+        and first.scale.numel() == second.scale.numel() == 1
+        and torch.equal(first.scale.reshape(-1), second.scale.reshape(-1))
+        and torch.equal(first.zero_point.reshape(-1), second.zero_point.reshape(-1))
+    )
+
+
+#: What OpenVINO moves quantization across.
+_TRANSPARENT = names(
+    "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
+    "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
+)
+#: What OpenVINO may make a part of the layer behind it.
+_AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
+_PRODUCTS = names("MatMul Gemm")
+
+
+def unsigned_codes(model: Model) -> None:
+    """Write unsigned codes where OpenVINO computes wrong numbers with signed ones.
+
+    The kernels of OpenVINO 2026.4 read unsigned codes, so it adds an offset to signed ones. It does
+    not subtract the offset again where a convolution or linear layer reads a concatenation or,
+    beside a concatenation, the result of max pooling. Files with unsigned codes and a zero point
+    are computed right there, and as fast. Signed codes stay where no layer reads a concatenation,
+    as in front of the BatchNorm and ReLU of DenseNet: they are right there, and faster. They stay
+    too where a product reads tensors that are joined along another dimension than that of their
+    features, which is right, and which OpenVINO cannot compile with a zero point.
+
+    Before: A Concat or MaxPool between Q/DQ pairs with signed codes, whatever moves elements beside
+    it, and a layer that reads these codes, or reads them behind a norm.
+    After: These pairs have unsigned codes, with the zero point 128 or, behind a ReLU, 0.
+    """
+    values: set[Value] = set()
+    shapes = known_shapes(model)
+    for node in nodes_of(model, "Concat", "MaxPool"):
+        if node.outputs[0] not in values:
+            moved = _moved_together(node)
+            joins = (computed_by(value, "Concat") for value in moved)
+            features = all(_joins_features(one, shapes) for one in joins if one is not None)
+            values |= _until_layers(moved, features)
+    shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
+    retype_activations(model, ActivationTypes("unsigned", "unsigned"), shared)
+
+
+def _joins_features(node: Node, shapes: Mapping[str, Shape]) -> bool:
+    """Return True if a Concat joins the last dimensions of its operands, as far as is known."""
+    axis, shape = int(attribute(node, "axis")), shapes.get(str(node.outputs[0].name))
+    return axis == -1 or shape is None or axis == len(shape) - 1
+
+
+def _until_layers(values: set[Value], features: bool) -> set[Value]:
+    """Return values with what norms compute from them; nothing if no layer reads any of these.
+
+    With ``features`` products count as layers, besides convolutions.
+    """
+    pending, found, is_read = list(values), set(values), False
+    while pending:
+        for user in readers(pending.pop()):
+            result = user.outputs[0]
+            is_read |= user.op_type in LAYERS and (features or user.op_type not in _PRODUCTS)
+            if user.op_type in _AFFINE and result not in found:
+                found.add(result)
+                pending.append(result)
+    return found if is_read else set()
+
+
+def _moved_together(node: Node) -> set[Value]:
+    """Return the operands and results of a node, and whatever has the same codes as these."""
+    pending, values = [*node.inputs, *node.outputs], set()
+    while pending:
+        value = pending.pop()
+        if value is None or value in values:
+            continue
+        values.add(value)
+        producer = computed_by(value, *_TRANSPARENT)
+        if producer is not None:
+            pending += producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
+        for user in readers(value):
+            if user.op_type in _TRANSPARENT:
+                pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
+    return values
+
+
+def with_signed_codes(graph: bytes) -> bytes:
+    """Return an ONNX file whose activations have the zero point 0 in place of 128.
+
+    Codes and zero points are 128 less, so every value stays what it was. CPUs with AMX multiply
+    signed codes as they are, so OpenVINO reads them right there, and is faster with them: there is
+    no zero point to take into account. Without such codes this is ``graph`` itself.
+    """
+    onnx = import_optional("onnx", "torchq.onnx")
+    model = onnx_ir.from_proto(onnx.load_model_from_string(graph))
+    before = _types(model)
+    retype_activations(model, ActivationTypes("unsigned", "signed"))
+    if _types(model) == before:
+        return graph
+    changed: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return changed
+
+
+def _types(model: Model) -> list[Any]:
+    """Return the dtype of the codes of each quantizer."""
+    return [node.outputs[0].dtype for node in nodes_of(model, "QuantizeLinear")]
+
+
+def norms_of_rows(model: Model) -> None:
+    """Let LayerNorm read tensors of three dimensions.
+
+    OpenVINO 2026.4 has one kernel for these. For images with the channels last, as in ConvNeXt and
+    Swin, it computes the mean, the difference and the rest in kernels of their own, with tensors in
+    another order between them.
+
+    Before: LayerNormalization over the last one of four dimensions or more: (N, ..., C).
+    After: Reshape to (N, rows, C), the norm, and Reshape to the shape from before.
+    """
+    shapes = known_shapes(model)
+    for node in nodes_of(model, "LayerNormalization"):
+        x, result = node.inputs[0], node.outputs[0]
+        shape, producer = shapes.get(str(x.name), ()), x.producer()
+        last = attribute(node, "axis", -1) in (-1, len(shape) - 1)
+        if len(shape) < 4 or not last or len(node.outputs) > 1 or producer is None:
+            continue
+        channels = shape[-1]
+        if not isinstance(channels, int):
+            continue
+        name = str(result.name)
+        rows = add_initializer(
+            node.graph, f"{name}/rows", torch.tensor([0, -1, channels], device="cpu")
+        )
+        lengths = add_node(producer, "Shape", [x], f"{name}/shape")
+        node.replace_input_with(0, add_node(producer, "Reshape", [x, rows], f"{name}/flat"))
+        back = add_node(node, "Reshape", [result, lengths], f"{name}/image")
+        replace_value(result, back)
+        back.producer().replace_input_with(0, result)
+
 
 #: Reductions whose kernels also compute the operators behind them.
 _LARGEST = names("ReduceMax ReduceMin GlobalMaxPool")
@@ -50,14 +260,9 @@ def separate_reductions(model: Model) -> None:
     0, which is the least value. It computes the larger one of two values in a kernel that does not
     quantize.
 
-    Before::
-
-        ReduceMax, or ReduceMean that keeps the last dimension; AveragePool of values that may be
-        negative, with padding that counts.
-
-    After::
-
-        Max(x, x), which is x, stands behind the reduction, or in front of the pooling.
+    Before: ReduceMax, or ReduceMean that keeps the last dimension; AveragePool of values that may
+    be negative, with padding that counts.
+    After: Max(x, x), which is x, stands behind the reduction, or in front of the pooling.
     """
     for node in nodes_of(model, *_LARGEST, *_MEANS):
         if node.op_type in _LARGEST or not _of_images(node):
@@ -101,13 +306,8 @@ def own_zero_points(model: Model) -> None:
     zero points, as layers of as many outputs do: once a file with open shapes gets fixed ones, it
     no longer sees that the weights are integers.
 
-    Before::
-
-        Weights whose DequantizeLinear nodes read one stored tensor of zero points.
-
-    After::
-
-        Each of these nodes reads a copy.
+    Before: Weights whose DequantizeLinear nodes read one stored tensor of zero points.
+    After: Each of these nodes reads a copy.
     """
     read: set[Value] = set()
     for node in nodes_of(model, "DequantizeLinear"):
@@ -128,13 +328,8 @@ def unequal_biases(model: Model) -> None:
     result. Where that kernel has no bias, or one number for all channels, it reads memory that
     nobody has written, with one thread and fixed shapes.
 
-    Before::
-
-        Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with equal ones.
-
-    After::
-
-        The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
+    Before: Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with equal ones.
+    After: The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
     for node in nodes_of(model, "Gemm", "MatMul"):
         weight, result = weight_of(node), node.outputs[0]

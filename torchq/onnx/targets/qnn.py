@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchq.onnx.ir import Model, data_type, is_constant, nodes_of
-from torchq.onnx.passes.kernels.integer_biases import fit_biases
-from torchq.onnx.qdq import element_type, format_of, pair_name, qparams_of
+from torchq.onnx.passes.biases import fit_biases
+from torchq.onnx.qdq import (
+    element_type,
+    format_of,
+    leads_only_to_quantizers,
+    pair_name,
+    qparams_of,
+)
 from torchq.onnx.targets.activations import ActivationTypes
 from torchq.onnx.targets.base import ACTIVATIONS, AVG_POOLS, MAX_POOLS, OnnxTarget
 from torchq.onnx.targets.checks import (
@@ -19,12 +25,9 @@ from torchq.onnx.targets.checks import (
     check_fused_norms,
     check_one_range_per_tensor,
     layer_name,
-    leads_only_to_quantizers,
     scales_of,
     weight_of,
 )
-
-__all__ = ["QNN"]
 
 
 def check_activation_types(model: Model) -> Iterator[str]:

@@ -35,8 +35,6 @@ from torchq.onnx.targets.checks import (
     weight_of,
 )
 
-__all__ = ["TENSORRT"]
-
 _FP8_FILTER = 32  # The first size of a filter that FP8 kernels do not have.
 
 

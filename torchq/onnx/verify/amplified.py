@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["too_different"]
-
 #: The relative error that is always allowed: -20 dB.
 _TOLERANCE = 0.1
 #: The standard deviation of the changes of inputs, relative to each value. Runtimes that round the
@@ -31,14 +29,7 @@ def too_different(
     run: Callable[[Mapping[str, Tensor]], Results],
     feeds: Mapping[str, Tensor],
 ) -> list[int]:
-    """Return the numbers of the results that differ more than small changes of the inputs explain.
-
-    Args:
-        found: results of one way to run a file.
-        expected: those of the other.
-        run: this other way, from inputs to results; called where a relative error is above 0.1.
-        feeds: the inputs of both.
-    """
+    """Return the numbers of results that differ more than small changes of the inputs explain."""
     suspects = [
         number
         for number, (got, wanted) in enumerate(zip(found, expected, strict=True))

@@ -22,11 +22,9 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
-from torchq.onnx.passes.channels.merge_groups import split_groups
+from torchq.onnx.passes.channels import split_groups
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, quantizer_nodes
 from torchq.onnx.verify.session import Session
-
-__all__ = ["ForcedFile", "layers_behind"]
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
@@ -36,10 +34,6 @@ class ForcedFile:
 
     The outputs of the file are computed from the given values too, so what differs there is the
     doing of the layers behind the last quantizers.
-
-    Args:
-        path: The file.
-        names: The quantizers.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: list[str]) -> None:
@@ -57,15 +51,7 @@ class ForcedFile:
     def run(
         self, feeds: Mapping[str, Tensor], values: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Run the file.
-
-        Args:
-            feeds: The inputs of the file.
-            values: The output of each quantizer.
-
-        Returns:
-            The codes of each quantizer, and the outputs of the file.
-        """
+        """Run the file."""
         given = {_given(name): values[name].float() for name in self.names}
         found = self._session.run({**feeds, **given}, [*self._codes, *self.outputs])
         count = len(self.names)

@@ -13,15 +13,6 @@ from torch import Tensor
 from torchq.errors import ExportError
 from torchq.utils.text import table
 
-__all__ = [
-    "Codes",
-    "LayerAgreement",
-    "Measure",
-    "OutputAgreement",
-    "Outputs",
-    "VerifyReport",
-]
-
 #: Agreement of an expected and a found output, both of one batch: a number between 0 and 1, or a
 #: tensor with one number (or truth value) for each sample.
 Measure: TypeAlias = Callable[[Tensor, Tensor], "Tensor | float"]
@@ -189,13 +180,7 @@ class VerifyReport:
 
 
 class Outputs:
-    """The agreement of the outputs, accumulated over batches.
-
-    Args:
-        names: Names of the outputs.
-        measure: Agreement of one output; default top-1 for float outputs of shape
-            (batch, classes), and none for others.
-    """
+    """The agreement of the outputs, accumulated over batches."""
 
     def __init__(self, names: Sequence[str], measure: Measure | None = None) -> None:
         self.names, self._measure = list(names), measure
@@ -203,11 +188,7 @@ class Outputs:
         self._samples, self._elements = ([0] * len(names) for _ in range(2))
 
     def add(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Add one batch; tensors in the order of the names.
-
-        Raises:
-            ExportError: The file has another number of outputs, or other shapes.
-        """
+        """Add one batch; tensors in the order of the names."""
         shapes = [[tuple(t.shape) for t in tensors] for tensors in (expected, found)]
         if shapes[0] != shapes[1]:
             raise ExportError(
@@ -269,15 +250,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 class Codes:
-    """The agreement of one quantizer's codes, accumulated over batches.
-
-    Args:
-        name: Dotted path of the quantizer.
-        qmax: The largest code; the width of a tie is a share of it.
-        parameters: What differs in scale, zero point or type, if anything.
-        layers: The layers of the file that compute the values.
-        dtypes: The types in which these layers compute.
-    """
+    """The agreement of one quantizer's codes, accumulated over batches."""
 
     def __init__(
         self,
@@ -299,14 +272,7 @@ class Codes:
         found: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Add one batch.
-
-        Args:
-            value: The values before rounding, in units of the scale.
-            expected: The codes of the model.
-            found: The codes of the file, of the same shape.
-            dtype: The type that the values had.
-        """
+        """Add one batch."""
         if expected.shape != found.shape:
             raise ExportError(
                 f"{self.name}: the model has shape {tuple(expected.shape)}, "

@@ -13,9 +13,6 @@ from torch import Tensor
 from torchq.errors import ExportError
 from torchq.utils.optional import import_optional
 
-__all__ = ["Session"]
-
-
 _DTYPES = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
@@ -52,22 +49,7 @@ def _check_input(tensor: Tensor, value: Any) -> None:
 
 
 class Session:
-    """A model in ONNX Runtime, on the CPU and on as many threads as torch uses.
-
-    Args:
-        source: A file.
-        optimize: ``False`` runs the graph node by node as written, ``True`` with all optimisations.
-        save_optimized: Write the optimised graph to this file.
-        profile: Note the time of each node; the first part of the path of the file for it.
-
-    Attributes:
-        inputs: Names of the inputs.
-        outputs: Names of the outputs.
-
-    Raises:
-        MissingExtraError: onnxruntime is not installed.
-        ExportError: ONNX Runtime cannot run the model.
-    """
+    """A model in ONNX Runtime, on the CPU and on as many threads as torch uses."""
 
     def __init__(
         self,
@@ -75,7 +57,6 @@ class Session:
         *,
         optimize: bool,
         save_optimized: Path | None = None,
-        profile: Path | None = None,
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
         options, levels = runtime.SessionOptions(), runtime.GraphOptimizationLevel
@@ -87,8 +68,6 @@ class Session:
                 "session.optimized_model_external_initializers_file_name",
                 f"{save_optimized.name}.data",
             )
-        if profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, str(profile)
         options.graph_optimization_level = level
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
@@ -107,15 +86,7 @@ class Session:
         self.outputs = [value.name for value in self._session.get_outputs()]
 
     def feeds(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors under the names of the file's inputs.
-
-        Args:
-            tensors: Arguments of the model by name; other names are matched by order.
-
-        Raises:
-            ExportError: There are too few, or one has another type or shape than the file says, or
-                a type that NumPy lacks.
-        """
+        """Return the tensors under the names of the file's inputs."""
         if all(name in tensors for name in self.inputs):
             found = {name: tensors[name] for name in self.inputs}
         else:
@@ -132,11 +103,7 @@ class Session:
     def run(
         self, feeds: Mapping[str, Tensor], outputs: Sequence[str] | None = None
     ) -> list[Tensor]:
-        """Return the named outputs, by default all.
-
-        Raises:
-            ExportError: The inputs do not fit.
-        """
+        """Return the named outputs, by default all."""
         arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in feeds.items()}
         try:
             results = self._session.run(list(outputs or self.outputs), arrays)
@@ -147,7 +114,3 @@ class Session:
                 f"expected inputs like {shapes}"
             ) from error
         return [torch.from_numpy(array.copy()) for array in results]
-
-    def end_profile(self) -> str:
-        """Return the path of the file with the times of all nodes; no more are noted."""
-        return str(self._session.end_profiling())

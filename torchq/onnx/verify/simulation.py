@@ -16,8 +16,6 @@ from torchq.nn import TensorQuantizer
 from torchq.onnx.qdq import NodeQParams
 from torchq.onnx.targets.activations import derived_qparams
 
-__all__ = ["Seen", "Simulation", "parameter_difference"]
-
 #: Scales that a target derives are rounded to float32 once or twice.
 _RTOL = 1e-6
 
@@ -44,17 +42,6 @@ class Simulation:
     ReLU. Where the file has parameters that a target derives from the model's own, the model is
     simulated with these; any other parameters are an error of the file, and the model keeps its
     own.
-
-    Args:
-        quantizers: The quantizers of the model by dotted path.
-        qparams: The parameters in the file by name.
-        merged: Quantizers whose nodes another one provides: name -> provider.
-
-    Attributes:
-        seen: The calls of the last run, by name.
-        called: The names of all active quantizers in the last run, also those not in the file.
-        derives: True if the file has parameters of a target that are not the model's own.
-        as_in_file: Simulate with the parameters of the file; False runs the model as it is.
     """
 
     def __init__(

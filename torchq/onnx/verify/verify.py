@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torchq.errors import ExportError, TorchqError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.onnx.example_call import nested_tensors
 from torchq.onnx.export import unwrap
-from torchq.onnx.interface_names import input_names_of
+from torchq.onnx.interface import input_names_of, nested_tensors
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -28,9 +27,9 @@ from torchq.onnx.ir import (
     readers,
     value_of,
 )
-from torchq.onnx.passes.channels.merge_groups import split_groups
-from torchq.onnx.passes.kernels.fold_pads import folded_pads, without_pads
-from torchq.onnx.passes.kernels.integer_biases import raised_channels
+from torchq.onnx.passes.biases import raised_channels
+from torchq.onnx.passes.channels import split_groups
+from torchq.onnx.passes.pads import folded_pads, without_pads
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of, quantizer_nodes, read_record
 from torchq.onnx.verify.amplified import too_different
 from torchq.onnx.verify.forced import ForcedFile, layers_behind
@@ -40,8 +39,6 @@ from torchq.onnx.verify.simulation import Simulation, parameter_difference
 from torchq.onnx.verify.weights import compare_weights
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
-
-__all__ = ["verify_onnx"]
 
 
 def verify_onnx(
@@ -90,9 +87,9 @@ def verify_onnx(
     """
     model, path = unwrap(model), Path(path)
     check_batches("verify_onnx", batches, num_batches)
-    runs = _Runs(path, measure)
     with named_errors(path):
         file = _File(model, path, layers)
+    runs = _Runs(path, measure)
     unaltered, count = Outputs(runs.plain.outputs, measure), 0
     shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
     with torch.no_grad(), evaluating(model), file.simulation.active(model):
@@ -149,13 +146,7 @@ class _Runs:
     def add(
         self, feeds: Mapping[str, Tensor], expected: list[Tensor], *, compare: bool
     ) -> list[Tensor]:
-        """Run both on one batch; return the outputs of the file as it is written.
-
-        Args:
-            feeds: The inputs.
-            expected: What the simulation returns.
-            compare: Note which outputs the optimisations change.
-        """
+        """Run both on one batch; return the outputs of the file as it is written."""
         found = self.plain.run(feeds)
         self.exact.add(expected, found)
         if self.fast is not None:
@@ -281,11 +272,7 @@ class _File:
 
 
 def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
-    """Return the quantizers in a file that are not on in its model.
-
-    Raises:
-        ExportError: None is on, so the model is the float one.
-    """
+    """Return the quantizers in a file that are not on in its model."""
     active = {name for name, quantizer in quantizers(model).items() if quantizer.quantizing}
     if not active and stored:
         raise ExportError(

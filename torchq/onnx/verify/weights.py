@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torchq.functional import fake_quantize, quantize
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.onnx.ir import Node, value_of
-from torchq.onnx.passes.matmul_layout import TRANSPOSED
+from torchq.onnx.passes.matmuls import TRANSPOSED
 from torchq.onnx.qdq import qparams_of
 from torchq.onnx.verify.metrics import Codes, LayerAgreement
 from torchq.workflow import quantizers
-
-__all__ = ["compare_weights"]
 
 #: Dequantized weights differ by the rounding of one product.
 _WEIGHT_RTOL = 1e-6

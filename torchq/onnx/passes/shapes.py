@@ -25,10 +25,8 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
-from torchq.onnx.passes.fold_constants import evaluate
+from torchq.onnx.passes.constants import evaluate
 from torchq.utils.optional import OptionalModule
-
-__all__ = ["Shape", "fold_shapes", "known_shapes"]
 
 _onnx: Any = OptionalModule("onnx", "torchq.onnx")
 #: The length of each dimension; a name, or None, where it is only known when the file runs.
@@ -109,15 +107,10 @@ def _length(dim: Any, names: set[str]) -> int | str | None:
 def fold_shapes(model: Model) -> None:
     """Compute what follows from known lengths.
 
-    Before::
-
-        The target shape of a Reshape, and the scale of attention, are arithmetic on Shape
-        nodes.
-
-    After::
-
-        Both are stored tensors where the lengths are known. A Reshape with one unknown length
-        has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
+    Before: The target shape of a Reshape, and the scale of attention, are arithmetic on Shape
+    nodes.
+    After: Both are stored tensors where the lengths are known. A Reshape with one unknown length
+    has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
     """
     _fold_once(model, {})  # Shape inference follows no arithmetic on indexes.
     while nodes_of(model, "Shape", "Reshape") and _fold_once(model, known_shapes(model)):

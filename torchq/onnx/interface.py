@@ -1,4 +1,4 @@
-"""The names of inputs, outputs and open dimensions of a file, and what callers say of them."""
+"""The example call that torch's exporters trace: its names, and its open dimensions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchq.errors import ExportError
-
-__all__ = [
-    "argument_names",
-    "checked_names",
-    "checked_shapes",
-    "fixes_batch",
-    "input_names_of",
-    "output_names_of",
-]
+from torchq.graph import call_arguments, tensors_in
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
@@ -73,11 +66,7 @@ def _is_name(value: Any) -> bool:
 
 
 def checked_names(option: str, names: Any, most: int | None = None) -> list[str]:
-    """Return the names for inputs or outputs.
-
-    Raises:
-        ExportError: They are one text, or not texts, or two are equal, or more than ``most``.
-    """
+    """Return the names for inputs or outputs."""
     is_list = isinstance(names, Sequence) and not isinstance(names, (str, bytes))
     if not is_list or not all(map(_is_name, names)):
         raise ExportError(
@@ -93,16 +82,7 @@ def checked_names(option: str, names: Any, most: int | None = None) -> list[str]
 def checked_shapes(
     asked: Any, tensors: Mapping[str, Tensor], arguments: Mapping[str, str]
 ) -> dict[str, dict[int, str]]:
-    """Return the open dimensions of each tensor argument.
-
-    Args:
-        asked: What the caller gave, by the name of the argument or by that in the file.
-        tensors: The tensor arguments.
-        arguments: The argument of each name in the file.
-
-    Raises:
-        ExportError: This is no such mapping, or it names what the call does not have.
-    """
+    """Return the open dimensions of each tensor argument."""
     found: dict[str, dict[int, str]] = {name: {} for name in tensors}
     if asked is None:
         return found
@@ -134,3 +114,88 @@ def _shapes_text(asked: Any) -> str:
         f"export_onnx: got dynamic_shapes={asked!r}; expected a mapping from the name of an input "
         "to {dimension: name}, such as {'x': {2: 'height'}}"
     )
+
+
+_BATCH = "batch"
+
+
+class ExampleCall:
+    """An example call of a model, and which dimensions of its tensors stay open."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        dynamic_batch: bool,
+        dynamic_shapes: Mapping[str, Mapping[int, str]] | None,
+        input_names: Sequence[str] | None,
+        output_names: Sequence[str] | None,
+    ) -> None:
+        self.model = model
+        args, kwargs = call_arguments(model, example)
+        # Copies, because torch.export notes open dimensions on the tensors that it is given.
+        self.args = tuple(_copied(value) for value in args)
+        self.kwargs = {name: _copied(value) for name, value in kwargs.items()}
+        tensors = named_tensors(model, self.args, self.kwargs)
+        nested = nested_tensors(model, self.args, self.kwargs)
+        self.contained = [name for name in nested if name not in tensors]
+        own = input_names_of(model, nested)
+        given = checked_names("input_names", () if input_names is None else input_names, len(own))
+        self.input_names = checked_names("input_names", [*given, *own[len(given) :]])
+        found = output_names_of(model) if output_names is None else output_names
+        self.output_names = None if found is None else checked_names("output_names", found)
+        if not {*self.input_names}.isdisjoint(self.output_names or ()):
+            both = sorted({*self.input_names} & {*(self.output_names or ())})
+            raise ExportError(
+                f"export_onnx: got {', '.join(both)} as the name of an input and of an output; "
+                "expected different names. Pass input_names=[...] and output_names=[...]"
+            )
+        self._in_file = dict(zip(nested, self.input_names, strict=True))
+        arguments = {self._in_file[name]: name for name in tensors}
+        self.open = checked_shapes(dynamic_shapes, tensors, arguments)
+        if dynamic_batch:
+            self._open_batch(tensors)
+
+    def _open_batch(self, tensors: Mapping[str, Tensor]) -> None:
+        length = next((t.shape[0] for t in tensors.values() if t.dim()), None)
+        batched = {name: t for name, t in tensors.items() if t.dim() and t.shape[0] == length}
+        for name in batched:
+            self.open[name].setdefault(0, _BATCH)
+        if length == 1:  # torch.export takes a length of 1 for a constant.
+            doubled = {id(t): torch.cat([t, t]) for t in batched.values()}
+            self.args = tuple(doubled.get(id(value), value) for value in self.args)
+            self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
+
+    @property
+    def shapes(self) -> dict[str, dict[int, str]]:
+        """Open dimensions by name in the file, of the tensors that have any."""
+        return {self._in_file[name]: dims for name, dims in self.open.items() if dims}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def named_tensors(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors among the arguments of a call, by the names that they have in a file."""
+    named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def nested_tensors(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors of a call with those inside its containers, in the order of a file.
+
+    Names are those of :func:`named_tensors`, with a number inside a container.
+    """
+    named = {**dict(zip(argument_names(model, len(args)), args, strict=True)), **kwargs}
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        else:
+            found |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
+    return found

@@ -1,4 +1,4 @@
-"""Average pooling of codes as a depthwise convolution, or of their values."""
+"""Nodes that keep quantization out of a kernel, and average pooling of codes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,46 @@ import torch
 from torchq.onnx.ir import (
     Model,
     Node,
+    Value,
     add_initializer,
     add_node,
     attribute,
     computed_by,
-    is_output,
+    fresh_name,
     nodes_of,
-    readers,
     replace_value,
 )
-from torchq.onnx.passes.fold_shapes import Shape, known_shapes
-from torchq.onnx.passes.kernels.separation import separate
+from torchq.onnx.passes.shapes import Shape, known_shapes
+from torchq.onnx.qdq import element_type, format_of, leads_only_to_quantizers
 
-__all__ = ["convolve_averages"]
+
+def separate(value: Value, reader: Node | None = None) -> None:
+    """Let all readers of a computed value, or one of them, read the larger one of it and itself.
+
+    That is the value, and no runtime has a kernel for Max that a quantizer becomes a part of.
+    """
+    producer, uses = value.producer(), [use for use in value.uses() if reader in (None, use[0])]
+    assert producer is not None
+    name = fresh_name(producer.graph, f"{value.name}/larger")
+    larger = add_node(producer, "Max", [value, value], name)
+    for user, index in uses:
+        user.replace_input_with(index, larger)
+
+
+def separate_float8(model: Model) -> None:
+    """Keep the activations in front of FP8 codes.
+
+    ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
+    unsigned integers; FP8 codes have a sign.
+
+    Before: Relu or Clip -> QuantizeLinear to FP8.
+    After: Max(x, x), which is x, stands between them.
+    """
+    for node in nodes_of(model, "QuantizeLinear"):
+        behind = computed_by(node.inputs[0], "Relu", "Clip")
+        if behind is not None and not format_of(element_type(node)).is_integer:
+            separate(node.inputs[0], node)
+
 
 _KEPT = ("strides", "pads", "dilations")
 
@@ -34,15 +61,10 @@ def convolve_averages(model: Model) -> None:
     one. Where the last window stands over the edge of the image (``ceil_mode``), that kernel
     divides by the area of a whole one, and a convolution would too.
 
-    Before::
-
-        DequantizeLinear -> AveragePool of images -> QuantizeLinear.
-
-    After::
-
-        DequantizeLinear -> Conv of each channel by itself, with the codes 1 and the scale 1 /
-        (height * width) of the kernel -> QuantizeLinear. Or the pooling in float, behind Max(x, x),
-        where a window may stand over the edge.
+    Before: DequantizeLinear -> AveragePool of images -> QuantizeLinear.
+    After: DequantizeLinear -> Conv of each channel by itself, with the codes 1 and the scale 1 /
+    (height * width) of the kernel -> QuantizeLinear. Or the pooling in float, behind Max(x, x),
+    where a window may stand over the edge.
     """
     pools = [node for node in nodes_of(model, "AveragePool") if _is_between_codes(node)]
     shapes = known_shapes(model) if pools else {}
@@ -56,10 +78,8 @@ def convolve_averages(model: Model) -> None:
 
 def _is_between_codes(node: Node) -> bool:
     """Return True for pooling of codes to codes, the pattern of an integer kernel."""
-    users = readers(node.outputs[0])
-    to_codes = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
     from_codes = computed_by(node.inputs[0], "DequantizeLinear") is not None
-    return from_codes and to_codes and not is_output(node.outputs[0])
+    return from_codes and leads_only_to_quantizers(node.outputs[0])
 
 
 def _is_regular(node: Node, lengths: Shape) -> bool:

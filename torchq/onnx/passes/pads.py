@@ -21,11 +21,9 @@ from torchq.onnx.ir import (
     run_passes,
     value_of,
 )
-from torchq.onnx.passes.fold_shapes import fold_shapes
+from torchq.onnx.passes.shapes import fold_shapes
 from torchq.onnx.qdq import axis_of, pair_name, read_record, stored_weight, write_record
 from torchq.utils.optional import import_optional
-
-__all__ = ["Amounts", "constant_fill", "fold_pads", "folded_pads", "with_lengths", "without_pads"]
 
 _FOLDED = "folded pads"
 #: Elements added to each dimension: in front of all of them, then behind all, as ONNX has them.
@@ -38,15 +36,10 @@ def fold_pads(model: Model) -> None:
     Runtimes do this where nothing stands between the two. Where a quantizer does, the convolution
     in front of the Pad returns floats, which are copied and then quantized.
 
-    Before::
-
-        Pad with zeros around images, and convolutions or Q/DQ pairs in front of such as its only
-        readers.
-
-    After::
-
-        The convolutions have larger pads, and the pairs, for which 0 is 0, read what Pad read. The
-        record has under ``folded pads`` what was added in front of each quantizer.
+    Before: Pad with zeros around images, and convolutions or Q/DQ pairs in front of such as its
+    only readers.
+    After: The convolutions have larger pads, and the pairs, for which 0 is 0, read what Pad read.
+    The record has under ``folded pads`` what was added in front of each quantizer.
     """
     folded: dict[str, list[int]] = dict(read_record(model).get(_FOLDED, {}))
     for node in reversed(nodes_of(model, "Pad")):  # Of two in a row, the second one comes first.
@@ -99,15 +92,8 @@ def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> b
 
     How many zeros "same" padding adds in front of a layer with strides depends on the lengths of
     the image. Where these are open, the file computes the number and pads in a node of its own,
-    which :func:`fold_pads` has to leave.
-
-    Args:
-        graph: The file.
-        shapes: The name and the shape of each input. The first dimension, which is that of the
-            batch, stays as it is.
-
-    Returns:
-        ``graph`` itself where these lengths would remove no Pad.
+    which :func:`fold_pads` has to leave. The first dimension, that of the batch, stays as it is. It
+    is ``graph`` itself where these lengths would remove no Pad.
     """
     if b"Pad" not in graph:
         return graph
@@ -126,12 +112,7 @@ def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> b
 
 
 class _Readers:
-    """What reads a value, through Q/DQ pairs.
-
-    Attributes:
-        pairs: The nodes of these pairs.
-        convolutions: The convolutions.
-    """
+    """What reads a value, through Q/DQ pairs."""
 
     def __init__(self) -> None:
         self.pairs: list[Node] = []

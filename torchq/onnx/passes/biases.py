@@ -26,8 +26,6 @@ from torchq.onnx.qdq import (
     write_record,
 )
 
-__all__ = ["fit_biases", "raised_channels"]
-
 _RAISED = "raised scales"
 # A bias takes at most half of int32; the other half is for the sum of products.
 _LARGEST = 2.0**30
@@ -40,14 +38,10 @@ def fit_biases(model: Model) -> None:
     times that of the weight, and saturates without a word. Trained networks have such channels:
     their weights have died, at 1e-10, say, and the bias is all that they return.
 
-    Before::
-
-        Conv, ConvTranspose or Gemm of codes, with a stored bias that is too large for these units.
-
-    After::
-
-        The weights of these channels have the scale that the bias needs, and their codes are
-        rounded to it. The record has under ``raised scales`` the scale by channel.
+    Before: Conv, ConvTranspose or Gemm of codes, with a stored bias that is too large for these
+    units.
+    After: The weights of these channels have the scale that the bias needs, and their codes are
+    rounded to it. The record has under ``raised scales`` the scale by channel.
     """
     raised: dict[str, dict[str, float]] = {}
     for node in nodes_of(model, "Conv", "ConvTranspose", "Gemm"):

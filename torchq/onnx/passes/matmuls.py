@@ -24,10 +24,8 @@ from torchq.onnx.ir import (
     replace_value,
     value_of,
 )
-from torchq.onnx.passes.fold_shapes import known_shapes
-from torchq.onnx.qdq import axis_of, stored_weight
-
-__all__ = ["TRANSPOSED", "keep_integer_matmuls", "split_gemms", "store_transposed"]
+from torchq.onnx.passes.shapes import known_shapes
+from torchq.onnx.qdq import axis_of, leads_only_to_quantizers, stored_weight
 
 #: Ends the names of weights that are stored transposed.
 TRANSPOSED = "/weight.T"
@@ -36,16 +34,11 @@ TRANSPOSED = "/weight.T"
 def store_transposed(model: Model) -> None:
     """Store weights as (in, out) where the graph transposes them at run time.
 
-    Before::
-
-        ``MatMul(x, Transpose(DequantizeLinear(weight)))``, or a Gemm whose weight alone is
-        quantized, in blocks.
-
-    After::
-
-        ``MatMul(x, DequantizeLinear(weight.T))``. With blocks along the input features ONNX
-        Runtime makes MatMulNBits of it; behind a Transpose, or in a Gemm, it would dequantize the
-        weight on every call.
+    Before: ``MatMul(x, Transpose(DequantizeLinear(weight)))``, or a Gemm whose weight alone is
+    quantized, in blocks.
+    After: ``MatMul(x, DequantizeLinear(weight.T))``. With blocks along the input features ONNX
+    Runtime makes MatMulNBits of it; behind a Transpose, or in a Gemm, it would dequantize the
+    weight on every call.
     """
     for node in nodes_of(model, "Transpose"):
         dequantize = _own_matrix(node.inputs[0])
@@ -71,24 +64,24 @@ def split_gemms(model: Model) -> None:
     ONNX Runtime multiplies integers to a float result in a MatMul alone; a Gemm would dequantize
     its weight on every call.
 
-    Before::
-
-        Gemm of quantized operands, with a float result.
-
-    After::
-
-        MatMul, and an Add that ONNX Runtime does not fuse with it to a Gemm again.
+    Before: Gemm of quantized operands, with a float result.
+    After: MatMul, and an Add that ONNX Runtime does not fuse with it to a Gemm again.
     """
     for node in nodes_of(model, "Gemm"):
         weight = _own_matrix(node.inputs[1])
         source = computed_by(node.inputs[0], "DequantizeLinear")
-        if weight is None or source is None or not _is_plain(node) or _is_quantized(node):
+        if (
+            weight is None
+            or source is None
+            or not _is_plain(node)
+            or leads_only_to_quantizers(node.outputs[0], "Relu", "Clip")
+        ):
             continue
         _straighten(node, weight)
         _as_matmul_and_add(node)
     remove_unused(model)
     for add, index, ndim in list(_adds_behind_matmuls(model, two_dimensional=True)):
-        if not _is_quantized(add):
+        if not leads_only_to_quantizers(add.outputs[0], "Relu", "Clip"):
             _add_in_three_dimensions(add, index, ndim)
 
 
@@ -99,14 +92,9 @@ def keep_integer_matmuls(model: Model) -> None:
     quantized operands, and then dequantizes the weight on every call: a transformer took four
     times as long. The result is the same in every runtime.
 
-    Before::
-
-        ``Add(MatMul(x, DequantizeLinear(w)), bias)``, x of three or more dimensions, bias (N,).
-
-    After::
-
-        The bias is (1, N). An Add whose result is quantized at once keeps (N,), because that
-        Gemm runs on integers.
+    Before: ``Add(MatMul(x, DequantizeLinear(w)), bias)``, x of three or more dimensions, bias (N,).
+    After: The bias is (1, N). An Add whose result is quantized at once keeps (N,), because that
+    Gemm runs on integers.
     """
     rows: dict[Value, Value] = {}
     for add, index, _ in list(_adds_behind_matmuls(model, two_dimensional=False)):
@@ -132,13 +120,8 @@ def _with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, V
 def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[Node, int, int]]:
     """Yield each Add that ONNX Runtime would fuse with a MatMul of a quantized weight to a Gemm.
 
-    Args:
-        model: Any graph.
-        two_dimensional: Yield Adds of two-dimensional products, to which a Gemm adds a row or a
-            matrix; else Adds of products with more dimensions, to which it adds a row.
-
-    Yields:
-        The Add, the index of its other operand, and the number of dimensions of that operand.
+    To two-dimensional products it adds a row or a matrix, to others a row. With each Add come the
+    index of its other operand and the number of dimensions of that.
     """
     matmuls = nodes_of(model, "MatMul")
     shapes = known_shapes(model) if matmuls else {}
@@ -154,13 +137,9 @@ def _adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[
         index = int(users[0].inputs[0] is product)
         ndim = len(shapes.get(product.name, ()))
         other = len(shapes.get(users[0].inputs[index].name, ()))
-        after = readers(users[0].outputs[0])
-        if after and all(reader.op_type == "QuantizeLinear" for reader in after):
+        if leads_only_to_quantizers(users[0].outputs[0]):
             continue
-        if two_dimensional:
-            fits = ndim == 2 and other in (1, 2)
-        else:
-            fits = ndim >= 3 and other == 1
+        fits = ndim == 2 and other in (1, 2) if two_dimensional else ndim >= 3 and other == 1
         if fits:
             yield users[0], index, other
 
@@ -175,17 +154,6 @@ def _is_plain(gemm: Node) -> bool:
     """Return True if a Gemm has no factors and does not transpose its first operand."""
     defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0}
     return all(attribute(gemm, name, default) == default for name, default in defaults.items())
-
-
-def _is_quantized(node: Node) -> bool:
-    """Return True if the result is only read by QuantizeLinear, directly or behind a Relu or Clip.
-
-    A QuantizeLinear to unsigned codes includes these two activations.
-    """
-    users = readers(node.outputs[0])
-    while len(users) == 1 and users[0].op_type in ("Relu", "Clip"):
-        users = readers(users[0].outputs[0])
-    return bool(users) and all(user.op_type == "QuantizeLinear" for user in users)
 
 
 def _own_matrix(value: Value) -> Node | None:

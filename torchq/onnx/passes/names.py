@@ -1,4 +1,4 @@
-"""Naming Q/DQ nodes after the quantizers that wrote them."""
+"""The names and notes of nodes: those of quantizers stay, those for debugging go."""
 
 from __future__ import annotations
 
@@ -16,23 +16,16 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import read_record, write_record
 
-__all__ = ["name_quantizers"]
-
 
 def name_quantizers(model: Model) -> None:
     """Name each Q/DQ pair after its quantizer, and remove the marks that carried the names.
 
-    Before::
-
-        The output of each quantizer passes through a mark with its dotted path; the second
-        call of one quantizer is marked ``path#2``, and so on.
-
-    After::
-
-        No mark is left. The nodes of a pair are ``path/QuantizeLinear`` and
-        ``path/DequantizeLinear``, their outputs ``path/codes`` and ``path/value``. The record has
-        under ``merged`` the quantizers whose pair the exporter had merged with another's.
-        A node's ``meta["format"]`` is the name of the format of its quantizer.
+    Before: The output of each quantizer passes through a mark with its dotted path; the second call
+    of one quantizer is marked ``path#2``, and so on.
+    After: No mark is left. The nodes of a pair are ``path/QuantizeLinear`` and
+    ``path/DequantizeLinear``, their outputs ``path/codes`` and ``path/value``. The record has under
+    ``merged`` the quantizers whose pair the exporter had merged with another's. A node's
+    ``meta["format"]`` is the name of the format of its quantizer.
     """
     marks = [node for node in model.graph if (node.domain, node.op_type) == MARK]
     merged: dict[str, str] = {}
@@ -71,3 +64,28 @@ def _pair_behind(value: Value) -> tuple[Node, Node] | None:
     dequantize = computed_by(value if cast is None else cast.inputs[0], "DequantizeLinear")
     quantize = computed_by(dequantize.inputs[0], "QuantizeLinear") if dequantize else None
     return (quantize, dequantize) if quantize is not None else None
+
+
+_MODULE_NAMES = "name_scopes"
+
+
+def remove_debug_metadata(model: Model) -> None:
+    """Remove stack traces and comments, and keep the names of modules.
+
+    ``onnx_ir`` has a pass that removes all metadata; it would also remove the names of modules,
+    which tell the readers of a file where a node comes from.
+
+    Before: Nodes carry stack traces, which hold paths of the machine and are most of a small file.
+    After: The only metadata of a node is the list of the modules that it comes from.
+    """
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        for key in [key for key in node.metadata_props if not key.endswith(_MODULE_NAMES)]:
+            del node.metadata_props[key]
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None

@@ -1,1 +1,0 @@
-"""Channels and groups of convolutions, in the numbers that the kernels of a runtime want."""

@@ -1,1 +1,0 @@
-"""Passes that write what the kernels of runtimes compute fast, and avoid what they get wrong."""
