@@ -85,13 +85,6 @@ def test_round_trips(given: dict[str, Any]) -> None:
     assert d.replace() == d and hash(d.replace()) == hash(d)
 
 
-@pytest.mark.parametrize("given", FIELDS, ids=str)
-def test_yaml_round_trip(given: dict[str, Any]) -> None:
-    yaml = pytest.importorskip("yaml")
-    d = QuantDescriptor(**given)
-    assert QuantDescriptor.from_dict(yaml.safe_load(yaml.safe_dump(d.to_dict()))) == d
-
-
 def test_defaults() -> None:
     d = QuantDescriptor()
     assert d.to_dict() == {} and repr(d) == "QuantDescriptor()"
@@ -169,63 +162,39 @@ def test_is_frozen_and_replaceable() -> None:
             r"num_bits: got 8.0 \(float\); expected an integer or \(exponent, mantissa\) bits",
         ),
         ({"num_bits": True}, r"num_bits: got True \(bool\)"),
-        ({"num_bits": "8"}, r"num_bits: got '8' \(str\)"),
         ({"num_bits": (3, 4)}, r"num_bits: got \(3, 4\); expected \(4, 3\), \(5, 2\)"),
-        ({"num_bits": (4, 3, 1)}, r"num_bits: got \(4, 3, 1\)"),
         ({"num_bits": 0}, "got 0 bits; expected 2 to 16 for signed integers"),
-        ({"num_bits": -1}, "got -1 bits"),
         ({"num_bits": 1}, "got 1 bits; expected 2 to 16"),
-        ({"num_bits": 17}, "got 17 bits"),
         (
             {"num_bits": (4, 3), "unsigned": True},
             "got unsigned=True, narrow_range=False; expected neither for a floating-point format",
         ),
         ({"name": 3}, "name: got 3; expected str or NoneType"),
         ({"fake_quant": 1}, "fake_quant: got 1; expected bool"),
-        ({"learn_amax": None}, "learn_amax: got None; expected bool"),
         ({"unsigned": "yes"}, "unsigned: got 'yes'; expected bool or 'auto'"),
         ({"unsigned": "auto", "dynamic": True}, "unsigned='auto': got dynamic, a fixed amax or"),
-        ({"unsigned": "auto", "amax": 1.0}, "unsigned='auto': got dynamic, a fixed amax or"),
-        ({"unsigned": "auto", "num_bits": (4, 3)}, "unsigned='auto': got dynamic, a fixed amax"),
-        ({"narrow_range": 0}, "narrow_range: got 0; expected bool"),
-        ({"dynamic": 1}, "dynamic: got 1; expected bool"),
         ({"calib_method": None}, "calib_method: got None; expected str"),
         ({"axis": "0"}, "axis: got '0'; expected None, an integer or distinct integers"),
-        ({"axis": ()}, r"axis: got \(\); expected"),
         ({"axis": (0, 0)}, r"axis: got \(0, 0\); expected"),
-        ({"axis": 0.5}, "axis: got 0.5"),
-        ({"axis": True}, "axis: got True"),
         (
             {"amax": "1"},
             r"amax: got '1' \(str\); expected a number, a sequence, an array or a tensor",
         ),
-        ({"amax": True}, r"amax: got True \(bool\)"),
         ({"amax": -1.0}, "amax: got -1.0; expected a finite number >= 0"),
-        ({"amax": [1.0, float("inf")]}, "amax: got inf; expected a finite number"),
-        ({"amax": float("nan")}, "amax: got nan"),
         ({"amax": 1e39}, r"amax: got 1e\+39; expected a finite number >= 0 that float32 can hold"),
         ({"amax": 10**400}, r"amax: got 1000.*\.\.\.; expected a finite number"),
         ({"amax": 10**5000}, "amax: got a value of type int that cannot be printed; expected"),
         ({"amax": []}, "amax: got an empty sequence; expected a number or a sequence"),
-        ({"amax": [[], []]}, "amax: got an empty sequence"),
         ({"amax": [[1.0], [1.0, 2.0]]}, r"amax: got rows of different lengths in \[\[1.0\], "),
-        ({"amax": [1.0, [1.0]]}, "amax: got rows of different lengths"),
-        ({"amax": nested(9)}, "amax: got more than 8 dimensions; expected a number"),
         ({"amax": nested(100_000)}, "amax: got more than 8 dimensions; expected a number"),
-        ({"amax": 1j}, r"amax: got 1j \(complex\); expected a number"),
         ({"scale_amax": 0}, "scale_amax: got 0; expected a finite number > 0"),
-        ({"scale_amax": float("inf")}, "scale_amax: got inf"),
-        ({"scale_amax": "2"}, "scale_amax: got '2'"),
-        ({"scale_amax": True}, r"scale_amax: got True \(bool\)"),
         ({"scale_amax": 1e39}, r"scale_amax: got 1e\+39; expected a finite number"),
-        ({"scale_amax": 10**400}, "scale_amax: got 1000.*; expected a finite number"),
         (
             {"scale_amax": 2.0, "amax": [1.0, 3e38]},
             r"scale_amax: got 2 for amax up to 3e\+38; expected a product that float32 can hold",
         ),
         ({"block_size": 0}, "block_size: got 0; expected at least 1"),
         ({"block_size": 2.0}, "block_size: got 2.0; expected int or NoneType"),
-        ({"block_size": True}, "block_size: got True; expected int or NoneType"),
         ({"block_size": 1 << 40}, "block_size: got 1099511627776; expected .* at most 65536"),
         ({"block_axis": None}, "block_axis: got None; expected int"),
         ({"block_size": 32, "axis": 0}, r"block_size=32 with axis=\(0,\): expected one of them"),
@@ -235,7 +204,6 @@ def test_is_frozen_and_replaceable() -> None:
             "unknown format 'e9m9'; expected one of: .*'e8m0'",
         ),
         ({"dynamic": True, "amax": 1.0}, "dynamic: got amax or learn_amax too; expected neither"),
-        ({"dynamic": True, "learn_amax": True}, "dynamic: got amax or learn_amax too"),
         (
             {"scale_range_grad": True},
             "scale_range_grad: got learn_amax=False; expected learn_amax=True",
@@ -246,8 +214,6 @@ def test_is_frozen_and_replaceable() -> None:
             "calib_options: got .*; expected a mapping of keyword arguments",
         ),
         ({"rounding": "nearest"}, "rounding: got 'nearest'; expected one of half_even, half_up"),
-        ({"rounding": None}, "rounding: got None; expected str"),
-        ({"symmetric": 0}, "symmetric: got 0; expected bool"),
         ({"symmetric": False, "num_bits": (4, 3)}, "symmetric=False: got the float format"),
         ({"symmetric": False, "unsigned": "auto"}, "symmetric=False: got unsigned='auto'"),
         (
@@ -269,8 +235,6 @@ def test_is_frozen_and_replaceable() -> None:
             {"power_of_two": True, "block_size": 16, "scale_format": "e8m0"},
             "power_of_two: got scale_format='e8m0' too; expected one of them",
         ),
-        ({"calib_options": {3: 1}}, "calib_options: got {3: 1}; expected a mapping"),
-        ({"calib_options": "ab"}, "calib_options: got 'ab'; expected a mapping"),
         ({"calib_options": [("a", 1), ("a", 2)]}, "calib_options: got .*; expected a mapping"),
     ],
     ids=short_repr,

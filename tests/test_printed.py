@@ -21,11 +21,7 @@ a.b    2e-16    1.25
         SHOWN,
         SHOWN.replace("2e-16", "7e-17"),
         SHOWN.replace("1.25", "1.31"),
-        SHOWN.replace("99.3", "98.8"),
-        SHOWN.replace("-----", "----------"),
-        SHOWN.replace("  ", "      "),
         SHOWN.replace("####", "#####"),
-        SHOWN.replace("  ####", ""),
     ],
 )
 def test_the_output_of_another_machine_agrees(printed: str) -> None:
@@ -39,9 +35,6 @@ def test_the_output_of_another_machine_agrees(printed: str) -> None:
         SHOWN + "one more line\n",
         SHOWN.replace("a.b", "a.c"),
         SHOWN.replace("99.3", "79.3"),
-        SHOWN.replace("1.25", "nan"),
-        SHOWN.replace("2e-16", "nothing"),
-        SHOWN.replace("99.3%", "99.3"),
         SHOWN.replace("####", "----"),
     ],
 )
@@ -49,13 +42,7 @@ def test_another_output_is_seen(printed: str) -> None:
     assert differences(SHOWN, printed) != []
 
 
-def test_dots_stand_for_any_words() -> None:
+def test_dots_stand_for_any_words_and_the_caller_may_allow_more() -> None:
     assert differences("took ... seconds", "took about 3 or 4 seconds") == []
     assert differences("took ... seconds", "took about 3 or 4 minutes") != []
-
-
-def test_numbers_may_be_as_far_off_as_the_caller_says() -> None:
-    shown = "after calibration: 80%"
-    assert differences(shown, shown.replace("80", "68"), 0.25) == []
-    assert differences(shown, shown.replace("80", "68")) != []
-    assert differences(shown, shown.replace("80", "58"), 0.25) != []
+    assert differences("80%", "68%", 0.25) == [] != differences("80%", "58%", 0.25)

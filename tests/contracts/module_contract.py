@@ -7,8 +7,8 @@ weights. A new row is a float module with the shapes of its inputs for one call.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,8 +60,20 @@ def _shape(d: int, channels: int, size: int = 7, batch: int | None = 2) -> tuple
     return (*(() if batch is None else (batch,)), channels, *(size + i for i in range(d)))
 
 
-def _convolutions() -> list[Case]:
-    cases = []
+def _case(
+    setting: str,
+    shape: tuple[int, ...],
+    cls: type[nn.Module],
+    *args: Any,
+    call: dict[str, Any] | None = None,
+    **options: Any,
+) -> Case:
+    """Return the case of a class, made with further arguments and called with ``call``."""
+    name = f"{cls.__name__} {setting}".strip()
+    return Case(name, lambda: cls(*args, **options), shape, call or {})
+
+
+def _convolutions() -> Iterator[Case]:
     for d, cls in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
@@ -73,30 +85,16 @@ def _convolutions() -> list[Case]:
             "valid": {"padding": "valid"},
             "even same": {"kernel_size": 2, "padding": "same"},
         }
-        settings |= {
-            mode: {"padding": 2, "padding_mode": mode}
-            for mode in ("zeros", "reflect", "replicate", "circular")
-        }
-        settings |= {
-            f"{mode} same": {"padding": "same", "padding_mode": mode}
-            for mode in ("reflect", "replicate", "circular")
-        }
+        for mode in ("zeros", "reflect", "replicate", "circular"):
+            settings[mode] = {"padding": 2, "padding_mode": mode}
+            settings[f"{mode} same"] = {"padding": "same", "padding_mode": mode}
         for name, options in settings.items():
-            make = _maker(cls, 4, 8, **({"kernel_size": 3} | options))
-            cases.append(Case(f"{cls.__name__} {name}", make, _shape(d, 4)))
-        cases.append(
-            Case(
-                f"{cls.__name__} unbatched",
-                _maker(cls, 4, 8, 3, padding=1),
-                _shape(d, 4, batch=None),
-            )
-        )
-        cases.append(Case(f"{cls.__name__} empty", _maker(cls, 4, 8, 3), (0, *_shape(d, 4)[1:])))
-    return cases
+            yield _case(name, _shape(d, 4), cls, 4, 8, **{"kernel_size": 3, **options})
+        yield _case("unbatched", _shape(d, 4, batch=None), cls, 4, 8, 3, padding=1)
+        yield _case("empty", _shape(d, 4, batch=0), cls, 4, 8, 3)
 
 
-def _transposed() -> list[Case]:
-    cases = []
+def _transposed() -> Iterator[Case]:
     for d, cls in ((1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d)):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
@@ -104,104 +102,56 @@ def _transposed() -> list[Case]:
             "output_padding": {"stride": 2, "output_padding": 1, "padding": 1},
             "groups": {"groups": 2, "dilation": 2},
         }
+        shape = _shape(d, 4, 4)
         for name, options in settings.items():
-            cases.append(
-                Case(f"{cls.__name__} {name}", _maker(cls, 4, 8, 3, **options), _shape(d, 4, 4))
-            )
-        sizes = [9 + 2 * i + 1 for i in range(d)]
-        cases.append(
-            Case(
-                f"{cls.__name__} output_size",
-                _maker(cls, 4, 8, 3, stride=2),
-                _shape(d, 4, 4),
-                {"output_size": sizes},
-            )
-        )
-        cases.append(
-            Case(f"{cls.__name__} unbatched", _maker(cls, 4, 8, 3), _shape(d, 4, 4, batch=None))
-        )
-    return cases
+            yield _case(name, shape, cls, 4, 8, 3, **options)
+        sizes = {"output_size": [9 + 2 * i + 1 for i in range(d)]}
+        yield _case("output_size", shape, cls, 4, 8, 3, stride=2, call=sizes)
+        yield _case("unbatched", _shape(d, 4, 4, batch=None), cls, 4, 8, 3)
 
 
-def _maker(cls: type[nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
-    return lambda: cls(*args, **kwargs)
-
-
-def _matrices_and_tables() -> list[Case]:
-    return [
-        Case("Linear", _maker(nn.Linear, 5, 3), (4, 5)),
-        Case("Linear no bias, 3-d", _maker(nn.Linear, 5, 3, bias=False), (2, 4, 5)),
-        Case("Linear unbatched", _maker(nn.Linear, 5, 3), (5,)),
-        Case("Linear empty", _maker(nn.Linear, 5, 3), (0, 5)),
-        Case("Embedding", _maker(nn.Embedding, 10, 3), (4, 6), indices=10),
-        Case(
-            "Embedding padding_idx",
-            _maker(nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True),
-            (40,),
-            indices=10,
-        ),
-        Case("Embedding max_norm", _maker(nn.Embedding, 10, 3, max_norm=0.5), (4,), indices=10),
-        Case("EmbeddingBag", _maker(nn.EmbeddingBag, 10, 3), (4, 6), indices=10),
-        Case(
-            "EmbeddingBag max, max_norm",
-            _maker(nn.EmbeddingBag, 10, 3, mode="max", max_norm=0.5, padding_idx=1),
-            (4, 6),
-            indices=10,
-        ),
-        Case("Bilinear", _maker(nn.Bilinear, 5, 4, 3), (6, 5), others=((6, 4),)),
-        Case(
-            "Bilinear no bias, 3-d",
-            _maker(nn.Bilinear, 5, 4, 3, bias=False),
-            (2, 6, 5),
-            others=((2, 6, 4),),
-        ),
-        Case("Identity", _maker(nn.Identity, 7, unused=True), (3, 4)),
+def _matrices_and_tables() -> Iterator[Case]:
+    yield _case("", (4, 5), nn.Linear, 5, 3)
+    yield _case("no bias, 3-d", (2, 4, 5), nn.Linear, 5, 3, bias=False)
+    yield _case("unbatched", (5,), nn.Linear, 5, 3)
+    yield _case("empty", (0, 5), nn.Linear, 5, 3)
+    tables = [
+        _case("", (4, 6), nn.Embedding, 10, 3),
+        _case("padding_idx", (40,), nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True),
+        _case("max_norm", (4,), nn.Embedding, 10, 3, max_norm=0.5),
+        _case("", (4, 6), nn.EmbeddingBag, 10, 3),
+        _case("max", (4, 6), nn.EmbeddingBag, 10, 3, mode="max", max_norm=0.5, padding_idx=1),
     ]
+    yield from (replace(case, indices=10) for case in tables)
+    yield replace(_case("", (6, 5), nn.Bilinear, 5, 4, 3), others=((6, 4),))
+    rows = _case("no bias, 3-d", (2, 6, 5), nn.Bilinear, 5, 4, 3, bias=False)
+    yield replace(rows, others=((2, 6, 4),))
+    yield _case("", (3, 4), nn.Identity, 7, unused=True)
 
 
-def _activations_and_pools() -> list[Case]:
-    cases = []
+def _activations_and_pools() -> Iterator[Case]:
     for cls in (nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.Sigmoid):
-        cases.append(Case(cls.__name__, _maker(cls), (3, 4)))
-    cases.append(Case("LeakyReLU slope", _maker(nn.LeakyReLU, 0.3), (2, 3, 4)))
+        yield _case("", (3, 4), cls)
+    yield _case("slope", (2, 3, 4), nn.LeakyReLU, 0.3)
     for d in (1, 2, 3):
+        shape, unbatched = _shape(d, 3), _shape(d, 3, batch=None)
         pools = {
             "MaxPool": {"stride": 2, "padding": 1, "ceil_mode": True},
             "AvgPool": {"stride": 2, "count_include_pad": False, "padding": 1},
         }
         for kind, options in pools.items():
             cls = getattr(nn, f"{kind}{d}d")
-            cases.append(Case(f"{cls.__name__} plain", _maker(cls, 3), _shape(d, 3)))
-            cases.append(
-                Case(f"{cls.__name__} options", _maker(cls, 3, **options), _shape(d, 3, batch=None))
-            )
-        cases.append(
-            Case(
-                f"MaxPool{d}d indices",
-                _maker(getattr(nn, f"MaxPool{d}d"), 2, return_indices=True),
-                _shape(d, 3),
-            )
-        )
-        cases.append(
-            Case(
-                f"AdaptiveAvgPool{d}d", _maker(getattr(nn, f"AdaptiveAvgPool{d}d"), 2), _shape(d, 3)
-            )
-        )
+            yield _case("plain", shape, cls, 3)
+            yield _case("options", unbatched, cls, 3, **options)
+        yield _case("indices", shape, getattr(nn, f"MaxPool{d}d"), 2, return_indices=True)
+        yield _case("", shape, getattr(nn, f"AdaptiveAvgPool{d}d"), 2)
         norm = getattr(nn, f"InstanceNorm{d}d")
-        cases.append(Case(f"{norm.__name__} plain", _maker(norm, 3), _shape(d, 3)))
-        cases.append(
-            Case(
-                f"{norm.__name__} affine, running",
-                _maker(norm, 3, affine=True, track_running_stats=True),
-                _shape(d, 3),
-            )
-        )
-        cases.append(Case(f"{norm.__name__} unbatched", _maker(norm, 3), _shape(d, 3, batch=None)))
-    return cases
+        yield _case("plain", shape, norm, 3)
+        yield _case("affine, running", shape, norm, 3, affine=True, track_running_stats=True)
+        yield _case("unbatched", unbatched, norm, 3)
 
 
-def _recurrent() -> list[Case]:
-    cases = []
+def _recurrent() -> Iterator[Case]:
     for cls in (nn.LSTM, nn.GRU, nn.RNN):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
@@ -210,12 +160,10 @@ def _recurrent() -> list[Case]:
         }
         settings |= {"proj_size": {"proj_size": 3}} if cls is nn.LSTM else {}
         for name, options in settings.items():
-            make = _maker(cls, 5, 4, **options)
-            cases.append(Case(f"{cls.__name__} {name}", make, (6, 3, 5), exact=False))
+            yield replace(_case(name, (6, 3, 5), cls, 5, 4, **options), exact=False)
     for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-        state: dict[str, Any] = {} if cell is nn.LSTMCell else {"others": ((3, 4),)}
-        cases.append(Case(cell.__name__, _maker(cell, 5, 4), (3, 5), exact=False, **state))
-    return cases
+        others = () if cell is nn.LSTMCell else ((3, 4),)
+        yield replace(_case("", (3, 5), cell, 5, 4), exact=False, others=others)
 
 
 CASES = [
