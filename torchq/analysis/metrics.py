@@ -23,12 +23,7 @@ Evaluate = Callable[..., Any]
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return ``10 log10(signal / noise)``; infinity without noise, NaN where a sum is not finite.
-
-    Example:
-        >>> decibels(100.0, 1.0)
-        20.0
-    """
+    """Return ``10 log10(signal / noise)``; NaN where a sum is not finite."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0:
@@ -41,10 +36,6 @@ def mean_ratio(sums: Sequence[tuple[float, float]]) -> float:
 
     ``sums`` are powers of signal and noise; tensors without signal do not count. The ratio is NaN
     without any signal, and where a sum is not finite.
-
-    Example:
-        >>> mean_ratio([(100.0, 1.0), (50.0, 0.5)])
-        20.0
     """
     if not all(math.isfinite(power) for pair in sums for power in pair):
         return math.nan

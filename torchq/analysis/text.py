@@ -7,12 +7,7 @@ from typing import Any
 
 
 def bar(share: float, width: int = 20) -> str:
-    """Return a bar of at most ``width`` characters for a share between 0 and 1.
-
-    Example:
-        >>> bar(0.25, width=8)
-        '##'
-    """
+    """Return a bar of at most ``width`` characters for a share between 0 and 1."""
     if not math.isfinite(share):
         return "?"
     return "#" * round(min(max(share, 0.0), 1.0) * width)

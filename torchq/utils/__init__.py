@@ -26,7 +26,7 @@ from torchq.utils.names import (
 )
 from torchq.utils.progress import item_count, progress_bar, progress_stages
 from torchq.utils.registry import Registry
-from torchq.utils.text import bullets, markdown_table, table, terminal_width, wrap
+from torchq.utils.text import bullets, markdown_table, table, wrap
 
 __all__ = [
     "bullets",
@@ -56,7 +56,6 @@ __all__ = [
     "set_submodule",
     "short_repr",
     "table",
-    "terminal_width",
     "twin_of",
     "uncompiled",
     "undone_on_error",

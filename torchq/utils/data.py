@@ -20,11 +20,7 @@ _MAX_CHARACTERS = 80
 
 
 def short_repr(value: object) -> str:
-    """Return a ``repr`` for error texts that is short and never fails.
-
-    >>> short_repr("skip"), short_repr(10**5000)
-    ("'skip'", 'a value of type int that cannot be printed')
-    """
+    """Return a ``repr`` for error texts that is short and never fails."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # A huge integer, or deeply nested lists.
@@ -86,13 +82,6 @@ def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
     An exception inside the ``with`` block, or a full disk, leaves the old files as they were.
     A path that was not written is left alone. Symbolic links are followed, and a file keeps the
     permissions of the one that it replaces.
-
-    Example:
-        >>> path = Path(tempfile.mkdtemp(), "numbers.txt")
-        >>> with replacing(path) as (temporary,):
-        ...     _ = temporary.write_text("1 2 3")
-        >>> path.read_text()
-        '1 2 3'
     """
     final = [Path(os.path.realpath(path)) for path in paths]
     if any(path.exists() and not path.is_file() and not path.is_dir() for path in final):

@@ -71,13 +71,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     These are ``DataParallel``, ``DistributedDataParallel``, ``AveragedModel``, and what
     ``torch.compile`` and ``checkpoint_wrapper`` return, also one around another.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> unwrapped(torch.nn.DataParallel(layer)) is layer
-        True
-        >>> unwrapped(layer) is layer
-        True
     """
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         return unwrapped(model.module)
@@ -106,13 +99,6 @@ def copy_module(module: M, *, sharing: Iterable[Any] = ()) -> M:
     Children, parameters, buffers and hooks are copied as :func:`copy.deepcopy` copies them. An
     object below an attribute that cannot be copied (a Python module, a lock, a tensor with a
     gradient history) is the same object in the copy.
-
-    Example:
-        >>> import math
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> layer.library = math
-        >>> copy_module(layer).library is math
-        True
     """
     memo = {id(item): item for item in sharing}
     try:
@@ -168,16 +154,6 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
     Every exception counts, also KeyboardInterrupt. Replaced and added tensors are undone;
     numbers that the body wrote into a tensor in place are not.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        >>> try:
-        ...     with undone_on_error(model):
-        ...         model[0] = torch.nn.ReLU()
-        ...         raise KeyboardInterrupt
-        ... except KeyboardInterrupt:
-        ...     print(model[0])
-        Linear(in_features=2, out_features=2, bias=True)
     """
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     contents = [

@@ -35,26 +35,17 @@ def qualified_name(cls: type) -> str:
 
 def check_pattern(pattern: Pattern) -> Pattern:
     """Return ``pattern``; a ConfigError says that it is none, whatever the model."""
-    if isinstance(pattern, str):
-        if not pattern:
-            raise ConfigError(
-                "pattern: got an empty string; expected a glob, 're:...', 'type:...', a class or "
-                "a callable"
-            )
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise ConfigError(
-                    f"pattern {pattern!r}: not a regular expression ({error})"
-                ) from None
-        return pattern
-    if isinstance(pattern, type) or callable(pattern):
-        return pattern
-    raise ConfigError(
-        f"pattern: got {pattern!r} ({type(pattern).__name__}); expected a glob, 're:...', "
-        "'type:...', a class or a callable"
-    )
+    if not (pattern if isinstance(pattern, str) else callable(pattern)):
+        got = "an empty string" if pattern == "" else f"{pattern!r} ({type(pattern).__name__})"
+        raise ConfigError(
+            f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
+        )
+    if isinstance(pattern, str) and pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r}: not a regular expression ({error})") from None
+    return pattern
 
 
 def matches(

@@ -10,12 +10,7 @@ from torchq.errors import MissingExtraError
 
 
 def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
-    """Import and return ``module``.
-
-    Example:
-        >>> import_optional("json", "this example").dumps([1])
-        '[1]'
-    """
+    """Import and return ``module``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -26,13 +21,7 @@ def import_optional(module: str, needed_by: str, extra: str = "export") -> Any:
 
 
 class OptionalModule(ModuleType):
-    """A module that is imported when one of its names is read for the first time.
-
-    Example:
-        >>> json = OptionalModule("json", "this example")
-        >>> json.dumps([1])
-        '[1]'
-    """
+    """A module that is imported when one of its names is read for the first time."""
 
     def __init__(self, name: str, needed_by: str, extra: str = "export") -> None:
         super().__init__(name)

@@ -44,12 +44,7 @@ def item_count(items: Iterable[Any], most: int | None = None) -> int | None:
 def progress_stages(
     description: str, names: Sequence[str], *, enabled: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Show a bar over the unlike stages of one call; yield a function that begins the next one.
-
-    Example:
-        >>> with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
-        ...     next_stage()
-    """
+    """Show a bar over the unlike stages of one call; yield a function that begins the next one."""
     options = {"unit": "stage", "mininterval": 0, "delay": 0}
     with _bar(enabled, total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
         waiting = iter(names[1:])

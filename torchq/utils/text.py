@@ -12,7 +12,7 @@ _NARROWEST = 8
 _NAMED = 6
 
 
-def terminal_width() -> int:
+def _terminal_width() -> int:
     """Return the columns of the terminal; 120 where the output goes to a file or a pipe."""
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
@@ -21,14 +21,8 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return ``rows`` as aligned columns; cells of the widest columns are wrapped where needed.
 
     Words stay whole, so that a reader can copy the name of a layer.
-
-    Example:
-        >>> print(table([("layer", "note"), ("conv1", "kept in float by a rule")], width=22))
-        layer  note
-        conv1  kept in float
-               by a rule
     """
-    limit = terminal_width() if width is None else width
+    limit = _terminal_width() if width is None else width
     columns = list(zip(*rows, strict=True))
     longest = [
         max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns
@@ -63,14 +57,7 @@ def _cell(text: str, width: int) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return ``rows`` as a Markdown table; the first one holds the headings.
-
-    Example:
-        >>> print(markdown_table([("model", "top-1"), ("resnet18", "69.8 %")]))
-        | model    | top-1  |
-        | -------- | ------ |
-        | resnet18 | 69.8 % |
-    """
+    """Return ``rows`` as a Markdown table; the first one holds the headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [rows[0], ["-" * size for size in widths], *rows[1:]]
     return "\n".join(
@@ -84,7 +71,7 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
 
     Line breaks in ``text`` stay.
     """
-    limit = terminal_width() if width is None else width
+    limit = _terminal_width() if width is None else width
     return "\n".join(
         textwrap.fill(line, limit, subsequent_indent=indent, break_on_hyphens=False)
         for line in text.splitlines()
@@ -92,13 +79,7 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
 
 
 def bullets(findings: Sequence[str], *, width: int | None = None) -> str:
-    """Return findings as a list, one line or paragraph each, the places of one finding together.
-
-    Example:
-        >>> print(bullets(["conv1: has 3 channels", "fc: is float", "conv2: has 3 channels"]))
-        - conv1, conv2: has 3 channels
-        - fc: is float
-    """
+    """Return findings as a list, one line or paragraph each, the places of one finding together."""
     places: dict[str, list[str]] = {}
     for finding in findings:
         place, _, text = finding.partition(": ")
