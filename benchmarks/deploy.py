@@ -32,7 +32,7 @@ from torchq.engines.fastest import build_fastest
 from torchq.engines.task import Task
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_model
-from torchq.lowering import simulated_copy
+from torchq.lowering.api import simulated_copy
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder", "vit_b_16", "unet")
 #: Twenty networks of torchvision.

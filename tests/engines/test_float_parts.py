@@ -13,7 +13,8 @@ from torchq.engines import float_parts, torch_engine
 from torchq.engines.float_parts import FloatPart, partly_float, slower_parts
 from torchq.engines.task import Task
 from torchq.graph import forward_hook_kind
-from torchq.lowering import Int8Layer, simulated_copy
+from torchq.lowering import Int8Layer
+from torchq.lowering.api import simulated_copy
 
 
 class Blocks(nn.Module):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lowering.common import weight_codes
-from torchq.lowering import ACTIVATIONS, definition, onednn
-from torchq.lowering.definition import ConvParams, Epilogue, Int8Weights
+from torchq.lowering import definition, onednn
+from torchq.lowering.definition import ACTIVATIONS, ConvParams, Epilogue, Int8Weights
 from torchq.lowering.operators import int8_conv, int8_linear
 from torchq.lowering.packed import KERNELS
 

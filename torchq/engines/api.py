@@ -14,7 +14,7 @@ from torchq.engines.registry import ENGINES, Engine
 from torchq.engines.task import Task
 from torchq.engines.torch_engine import TorchEngine
 from torchq.errors import ConfigError
-from torchq.lowering import simulated_copy
+from torchq.lowering.api import simulated_copy
 from torchq.utils import uncompiled
 
 __all__ = ["deploy"]

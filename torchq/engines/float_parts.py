@@ -22,7 +22,7 @@ from torch import nn
 from torchq.engines.task import Task
 from torchq.errors import TorchqError
 from torchq.graph import call_model
-from torchq.lowering import lower_model
+from torchq.lowering.api import lower_model
 from torchq.nn import QuantModule
 from torchq.swap import restore_
 from torchq.utils import copy_module, progress_bar

@@ -14,7 +14,8 @@ from torchq.engines.interface.structure import Structure, flatten
 from torchq.engines.module import GraphInterface
 from torchq.errors import ExportError
 from torchq.graph import call_model
-from torchq.lowering import ReferenceCheck, float_copy
+from torchq.lowering.api import float_copy
+from torchq.lowering.check import ReferenceCheck
 
 __all__ = ["Task"]
 
@@ -23,7 +24,7 @@ class Task:
     """A calibrated model, and how it will be called.
 
     Args:
-        model: from :func:`torchq.lowering.simulated_copy`; nobody changes it.
+        model: from :func:`torchq.lowering.api.simulated_copy`; nobody changes it.
         example: arguments for one call, see :func:`torchq.graph.call_model`; None where the engine
             needs none.
         batch_sizes: which other batch sizes than that of the example will be common.

@@ -15,7 +15,7 @@ from torchq.engines.float_parts import partly_float, slower_parts
 from torchq.engines.registry import Engine, register
 from torchq.engines.task import Task
 from torchq.graph import call_model
-from torchq.lowering import lower_model
+from torchq.lowering.api import lower_model
 from torchq.utils import copy_module, progress_bar
 from torchq.workflow import quantizers
 

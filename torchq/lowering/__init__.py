@@ -3,11 +3,8 @@
 ``torchq.onnx`` and this package do not know each other.
 """
 
-from torchq.lowering.api import float_copy, lower_model, simulated_copy
 from torchq.lowering.attention import DeployedMultiheadAttention
-from torchq.lowering.check import ReferenceCheck
 from torchq.lowering.conv import Int8Conv, Int8ConvTranspose
-from torchq.lowering.definition import ACTIVATIONS, Activation
 from torchq.lowering.layer import Int8Layer
 from torchq.lowering.linear import DynamicInt8Linear, Int8Linear
 from torchq.lowering.qparams import QParams
@@ -15,8 +12,6 @@ from torchq.lowering.registry import LOWERINGS
 from torchq.lowering.release_weights import release_weights_, restore_weights_
 
 __all__ = [
-    "ACTIVATIONS",
-    "Activation",
     "DeployedMultiheadAttention",
     "DynamicInt8Linear",
     "QParams",
@@ -25,10 +20,6 @@ __all__ = [
     "Int8Layer",
     "Int8Linear",
     "LOWERINGS",
-    "ReferenceCheck",
-    "float_copy",
-    "lower_model",
     "release_weights_",
     "restore_weights_",
-    "simulated_copy",
 ]

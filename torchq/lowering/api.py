@@ -54,22 +54,7 @@ def lower_model(
     fuse: bool = True,
     progress: bool = False,
 ) -> nn.Module:
-    """Return a model on integer kernels that computes what ``simulated`` does.
-
-    Args:
-        simulated: from :func:`simulated_copy`; left unchanged.
-        example: see :func:`torchq.deploy`.
-        reduce_range: see :func:`torchq.deploy`.
-        fuse: see :func:`torchq.deploy`.
-        progress: show a bar where it takes longer than a second.
-
-    Returns:
-        A new module in eval mode.
-
-    Raises:
-        ExportError: the result for ``example`` differs from the simulation by more than -20 dB and
-            by more than quantization itself makes.
-    """
+    """Return a model on integer kernels that computes what ``simulated`` does."""
     with progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
         result = _replace_layers(copy_module(simulated), example, reduce_range)
         next_stage()
@@ -110,13 +95,6 @@ def simulated_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a calibrated model with fixed ranges, in eval mode and without gradients.
 
     Wrappers of torch, such as those of data parallelism and ``torch.compile``, are left out.
-
-    Args:
-        model: left unchanged.
-
-    Raises:
-        ExportError: there is nothing to deploy, or quantizers are not calibrated (the text names
-            them), or a class of the model refuses to be copied.
     """
     _require_calibrated(model)
     simulated = _copy(unwrapped(model))
@@ -129,11 +107,7 @@ def simulated_copy(model: nn.Module) -> nn.Module:
 
 
 def float_copy(simulated: nn.Module) -> nn.Module:
-    """Return a copy of a model as it was before it was quantized.
-
-    Args:
-        simulated: from :func:`simulated_copy`; left unchanged.
-    """
+    """Return a copy of a model as it was before it was quantized."""
     result = copy_module(simulated)
     restore_(result)
     for quantizer in quantizers(result).values():  # that the author of the model placed
@@ -181,16 +155,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _replace_layers(model: nn.Module, example: Any, reduce_range: bool) -> nn.Module:
-    """Replace every quantized layer that has an integer kernel, and round the weights of others.
-
-    Args:
-        model: changed in place.
-        example: see :func:`torchq.deploy`.
-        reduce_range: see :func:`torchq.deploy`.
-
-    Returns:
-        The model, or the new layer if the model itself is one.
-    """
+    """Replace every quantized layer that has an integer kernel, and round the weights of others."""
     named = list(modules_with_names(model))
     calls = lower_calls_(model, example, reduce_range)
     float_inputs: list[str] = []
@@ -341,9 +306,6 @@ def remove_weight_hooks(module: nn.Module) -> None:
     The hooks are those of ``weight_norm``, ``spectral_norm`` and pruning in
     :mod:`torch.nn.utils`. In eval mode all of them compute the same weight at every call. Other
     hooks stay.
-
-    Args:
-        module: a single layer, in eval mode.
     """
     for remove in (remove_weight_norm, remove_spectral_norm):
         with suppress(ValueError):  # the layer has no such hook

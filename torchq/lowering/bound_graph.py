@@ -68,12 +68,6 @@ class BoundGraphs:
 
         The first call with inputs of new shapes leaves a note, the second one binds: a model that
         is called with ever new shapes never does.
-
-        Args:
-            model: whose graphs these are.
-            forward: the code of its graph.
-            args: the positional arguments of the call.
-            kwargs: its keyword arguments.
         """
         graphs, key = self._graphs, _key(args, kwargs)
         if key is None:
@@ -94,11 +88,7 @@ class BoundGraphs:
 
 
 def forward_with_bound_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a traced model that runs bound graphs where it can.
-
-    Args:
-        forward: the code of the graph, a function of the model and its arguments.
-    """
+    """Return the forward of a traced model that runs bound graphs where it can."""
 
     def bound_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if calls_are_recorded():
@@ -125,12 +115,6 @@ def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 class _BoundGraph:
     """The code of a graph whose layers are bound, and what it was made from.
-
-    Args:
-        code: holds the code as its forward.
-        layers: the layers whose kernels it calls.
-        places: every module on the way to a layer, as (parent, name).
-        infers: see below.
 
     Attributes:
         run: computes the results.

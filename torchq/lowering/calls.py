@@ -54,16 +54,7 @@ _KEYWORDS = {"mat1": "input", "mat2": "weight"}
 def bound_arguments(
     site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the arguments of a call by name, with defaults; None where no kernel knows them.
-
-    Args:
-        site: The call.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-
-    Returns:
-        ``input``, ``weight`` and ``bias``, and the options, such as ``stride``.
-    """
+    """Return the arguments of a call by name, with defaults; None where no kernel knows them."""
     kind, names = site.kind, _NAMES.get(site.kind)
     if names is None or len(args) > len(names):
         return None
@@ -84,14 +75,6 @@ def bound_arguments(
 
 class ProductCall(ComputedCall):
     """A call on an integer kernel; a call with other options than the known ones is simulated.
-
-    Args:
-        kernel: A layer without bias that computes the product.
-        simulated: Has the quantizers of the call.
-        site: The call. A weight on the left multiplies columns, so the kernel, which multiplies
-            rows, gets the input transposed.
-        options: The arguments of the call other than tensors, by name.
-        ndim: The number of dimensions of the input of a convolution; 0 for linear layers.
 
     Shape:
         That of the function.
@@ -136,17 +119,7 @@ _ATTENTION = "attention is a kernel in a graph alone, and its forward keeps runn
 
 
 def lower_calls_(model: nn.Module, example: Any, reduce_range: bool) -> dict[int, str]:
-    """Let integer kernels compute the quantized calls of ``model``, as far as there are any.
-
-    Args:
-        model: Calibrated, in eval mode; changed in place.
-        example: See :func:`torchq.deploy`; without one no call has a kernel.
-        reduce_range: See :func:`torchq.deploy`.
-
-    Returns:
-        Id of each module that holds the quantizers of such calls -> why one of these keeps
-        simulating; "" if none does.
-    """
+    """Let integer kernels compute the quantized calls of ``model``, as far as there are any."""
     routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
     if example is None:
         holders = [holder for module in routed for _, holder in module.holders()]
@@ -189,11 +162,7 @@ class _Recorder(ComputedCall):
 
 @contextmanager
 def _recording(routed: list[RoutedModule]) -> Iterator[Mapping[int, list[_Seen | None]]]:
-    """Put a recorder in the place of every holder of quantizers until the block ends.
-
-    Yields:
-        Id of a module -> what its calls looked like, in their order; None for attention.
-    """
+    """Put a recorder in the place of every holder of quantizers until the block ends."""
     found: dict[int, list[_Seen | None]] = {id(module): [] for module in routed}
     calls = [(module, module.calls) for module in routed]
     added: list[tuple[nn.Module, str]] = []

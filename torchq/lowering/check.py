@@ -45,13 +45,6 @@ class ReferenceCheck:
     """The results of the simulation for an example, to compare the results of others with.
 
     Calling the check with a model returns a :class:`Verdict`. It raises what the model raises.
-
-    Args:
-        simulated: a calibrated model.
-        example: see :func:`torchq.graph.call_model`.
-
-    Raises:
-        ExportError: the simulation returns NaN.
     """
 
     def __init__(self, simulated: nn.Module, example: Any) -> None:
@@ -129,10 +122,6 @@ def _allowed_error(expected: Tensor, exact: Tensor) -> float:
 
     Every tie that falls the other way makes another sample of the quantization noise; two samples
     differ by sqrt(2) times either.
-
-    Args:
-        expected: a result of the simulation.
-        exact: the same result without quantization.
     """
     usual = RESULT_TOLERANCE * _norm(expected)
     if exact.shape != expected.shape:  # a selection, whose size depends on the values
@@ -149,14 +138,6 @@ def differing_layer(model: nn.Module, simulated: nn.Module, example: Any) -> str
     Every integer layer reads what the layer of the same name reads in the simulation. The codes
     that it would have read otherwise come from such inputs too, so that errors do not add up: they
     belong to the layers just before.
-
-    Args:
-        model: deployed from ``simulated``.
-        simulated: the calibrated model.
-        example: see :func:`torchq.graph.call_model`.
-
-    Returns:
-        A description of the first difference; None if every layer agrees.
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(m, Int8Layer)}
     inputs, expected = _record_inputs(simulated, example, {_original(path) for path in layers})

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from torchq.utils import Registry
 
 
 class Int8Weights(NamedTuple):
@@ -58,11 +57,7 @@ class ConvParams(NamedTuple):
         return (image[0], weight[0], *sizes)
 
     def is_pointwise(self, weight: Sequence[int]) -> bool:
-        """Return True if each pixel of the result depends on one pixel, and all its channels.
-
-        Args:
-            weight: the shape of the weight, (out, in / groups, ...).
-        """
+        """Return True if each pixel of the result depends on one pixel, and all its channels."""
         single = all(size == 1 for size in (*weight[2:], *self.stride))
         return single and not any(self.padding) and self.groups == 1
 
@@ -82,7 +77,7 @@ class Epilogue(NamedTuple):
         scale: of the resulting codes; 1.0 for floating-point results.
         zero_point: of the resulting codes; 0 for floating-point results.
         dtype: of the result; uint8 for codes.
-        activation: a name in :data:`torchq.lowering.ACTIVATIONS`.
+        activation: a name in :data:`~torchq.lowering.definition.ACTIVATIONS`.
         arguments: of the activation.
         residual_scale: of the codes of a residual; 1.0 where it is floating point.
         residual_zero_point: of the codes of a residual; 0 where it is floating point.
@@ -96,20 +91,11 @@ class Epilogue(NamedTuple):
     residual_scale: float = 1.0
     residual_zero_point: int = 0
 
-    def residual_values(self, residual: Tensor) -> Tensor:
-        """Return the real values of a residual: codes, or floating point as it is."""
-        if residual.dtype is not torch.uint8:
-            return residual
-        return (residual.float() - self.residual_zero_point) * self.residual_scale
-
     def in_codes(self) -> Epilogue | None:
         """Return the epilogue of sums that are divided by :attr:`scale` already.
 
         Its bounds are codes: rounding is monotone, so bounds can be rounded first. Bounds that a
         kernel has anyway, since results are between 0 and 255, are left out.
-
-        Returns:
-            None where results are floating point, or the activation does more than set bounds.
         """
         bounds = {"none": (-math.inf, math.inf), "relu": (0.0, math.inf), "clamp": self.arguments}
         if self.dtype is not torch.uint8 or self.activation not in bounds:
@@ -140,23 +126,15 @@ class Activation:
 
 
 #: Name -> activation.
-ACTIVATIONS: Registry[str, Activation] = Registry("activation")
-ACTIVATIONS.add("none", Activation(lambda x: x, "none"))
-ACTIVATIONS.add("relu", Activation(F.relu, "relu"))
-ACTIVATIONS.add("clamp", Activation(lambda x, low, high: x.clamp(low, high), "hardtanh"))
-ACTIVATIONS.add("gelu", Activation(F.gelu, "gelu", "none", on_conv=False))
-ACTIVATIONS.add(
-    "gelu_tanh", Activation(lambda x: F.gelu(x, approximate="tanh"), "gelu", "tanh", on_conv=False)
-)
-ACTIVATIONS.add("silu", Activation(F.silu, "swish"))
-ACTIVATIONS.add("hardswish", Activation(F.hardswish, "hardswish"))
-
-
-def activation(x: Tensor, name: str, arguments: Sequence[float]) -> Tensor:
-    """Return an activation of ``x`` by its name in :data:`ACTIVATIONS`."""
-    return ACTIVATIONS[name].function(x, *arguments)
-
-
+ACTIVATIONS: dict[str, Activation] = {
+    "none": Activation(lambda x: x, "none"),
+    "relu": Activation(F.relu, "relu"),
+    "clamp": Activation(lambda x, low, high: x.clamp(low, high), "hardtanh"),
+    "gelu": Activation(F.gelu, "gelu", "none", on_conv=False),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh", on_conv=False),
+    "silu": Activation(F.silu, "swish"),
+    "hardswish": Activation(F.hardswish, "hardswish"),
+}
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -182,16 +160,13 @@ def linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
 
 
 def finish(real: Tensor, epilogue: Epilogue, residual: Tensor | None = None) -> Tensor:
-    """Return the epilogue of real-valued float32 sums.
-
-    Args:
-        real: float32.
-        epilogue: what to do.
-        residual: floating point, or codes of the epilogue's residual; broadcast to ``real``.
-    """
+    """Return the epilogue of real-valued float32 sums."""
     if residual is not None:
-        real = real + epilogue.residual_values(residual)
-    y = activation(real, epilogue.activation, epilogue.arguments)
+        if residual.dtype is torch.uint8:
+            residual = residual.float() - epilogue.residual_zero_point
+            residual = residual * epilogue.residual_scale
+        real = real + residual
+    y = ACTIVATIONS[epilogue.activation].function(real, *epilogue.arguments)
     if epilogue.dtype is not torch.uint8:
         return y.to(epilogue.dtype)
     codes = torch.round(y / epilogue.scale).add_(epilogue.zero_point)

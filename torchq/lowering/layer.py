@@ -35,16 +35,7 @@ def eager(x: Tensor) -> bool:
 
 
 def require_dtype(x: Tensor, dtype: torch.dtype | None, where: str) -> None:
-    """Refuse an input that the simulation, a float layer of ``dtype``, would refuse.
-
-    Args:
-        x: the input. Under autocast any floating dtype of at most 32 bits is accepted.
-        dtype: of the layer; None accepts any floating dtype.
-        where: the name of the layer, for the error.
-
-    Raises:
-        TypeError: ``x`` has another dtype.
-    """
+    """Refuse an input that the simulation, a float layer of ``dtype``, would refuse."""
     if dtype is None:
         if not x.dtype.is_floating_point:
             raise TypeError(f"{where}: got a tensor of {x.dtype}; expected a floating-point tensor")
@@ -63,11 +54,6 @@ def smallest_value(x: Tensor, dtype: torch.dtype | None, where: str) -> float:
 
     Looking for it takes a quarter of the time of quantizing. It is not looked for where a program
     is compiled or exported, or on GPUs, which would have to be waited for; then it is -inf.
-
-    Raises:
-        TypeError: ``x`` has another dtype than ``dtype``, that of the layer; None accepts any.
-        QuantizationError: ``x`` holds NaN. The simulation would return NaN, but no code stands
-            for NaN, and any other would be a wrong result that looks right.
     """
     require_dtype(x, dtype, where)
     if not eager(x) or not x.numel():
@@ -116,9 +102,6 @@ class KernelCacheMixin(nn.Module):
 
         The function computes what the module does for any inputs, and is fast for those of the
         same shapes. It is current until the module drops its kernels.
-
-        Returns:
-            None where calling the module is the best way.
         """
         return None
 
@@ -178,13 +161,6 @@ class IntegerModule(nn.Module):
 
         Called in the order of the graph after a pass has moved clamps, which may move the zero
         point of the codes that this module reads. The module updates itself.
-
-        Args:
-            inputs: one for each positional argument; None for an argument without known
-                quantization parameters, which leaves the module's own in place.
-
-        Returns:
-            the quantization parameters of the output; None where it is floating point.
         """
         raise NotImplementedError
 
@@ -210,14 +186,7 @@ class QParamsStateMixin(nn.Module):
 
 
 class DeployedLayer(KernelCacheMixin, Float32ParamsMixin):
-    """Base of layers with a quantized weight.
-
-    Args:
-        weight_codes: the numbers that the weight was rounded to, one byte each or less.
-        weight_scale: float32; what the codes are multiplied by, see :meth:`weight`.
-        bias: (out,) or None.
-        dtype: of floating-point results, and of :attr:`weight`.
-    """
+    """Base of layers with a quantized weight."""
 
     weight_codes: Tensor
     weight_scale: Tensor
@@ -266,7 +235,7 @@ class Int8Layer(ReleasableWeightMixin, DeployedLayer, QParamsStateMixin, Integer
 
     Attributes:
         activation: the name of the activation that is applied to the result, one of
-            :data:`torchq.lowering.ACTIVATIONS`.
+            :data:`~torchq.lowering.definition.ACTIVATIONS`.
         arguments: the arguments of the activation.
         reads_codes: True where the input is codes of :attr:`input_qparams`. Without it uint8 is
             refused like any other integer dtype: it could be an image.

@@ -68,19 +68,7 @@ class Int8Linear(Int8Layer):
 
 
 def range_of_call(x: Tensor, descriptor: QuantDescriptor, layer: str) -> Tensor:
-    """Return the range of each token of ``x``, or of all of it.
-
-    Args:
-        x: (..., in), floating point.
-        descriptor: dynamic; its granularity says which values share a range.
-        layer: the name of the layer, for errors.
-
-    Returns:
-        float32, one number or broadcastable to ``x`` with a last size of 1.
-
-    Raises:
-        ExportError: the ranges run along the features.
-    """
+    """Return the range of each token of ``x``, or of all of it."""
     amax = reduce_amax(x, descriptor.granularity).to(torch.float32)
     if amax.dim() and amax.shape[-1] != 1:
         raise ExportError(

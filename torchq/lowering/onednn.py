@@ -75,18 +75,7 @@ def bind_conv(
     epilogue: Epilogue,
     residual: Tensor | None = None,
 ) -> Run:
-    """Return the convolution as a function of the codes, and of a residual where one is given.
-
-    Args:
-        shape: of the codes, (N, C, ...).
-        weights: of the layer.
-        params: of the convolution.
-        epilogue: what is done with the sums.
-        residual: a tensor like those that the function will be called with, or None.
-
-    Raises:
-        InputError: the image is smaller than the kernel, for which oneDNN returns no pixels.
-    """
+    """Return the convolution as a function of the codes, and of a residual where one is given."""
     ndim, activation = weights.codes.dim(), epilogue.activation
     result = params.output_shape(shape, weights.codes.shape)
     if min(result) < 1:

@@ -34,14 +34,7 @@ _LIBRARY.define(f"int8_linear(Tensor x, {_WEIGHTS}, {_EPILOGUE}) -> Tensor")
 
 
 def kernel(device: torch.device) -> tuple[str, str]:
-    """Return which kernel an operator runs, and why nothing faster where that is the reference.
-
-    Args:
-        device: of the tensors.
-
-    Returns:
-        ``"onednn"`` or ``"reference"``; and a reason or "".
-    """
+    """Return which kernel an operator runs, and why nothing faster where that is the reference."""
     if device.type == "cpu":
         if onednn.available():
             return "onednn", ""
@@ -56,59 +49,29 @@ def int8_conv(
     epilogue: Epilogue,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return the convolution of uint8 codes by ``torch.ops.torchq.int8_conv``.
-
-    Args:
-        x: uint8 codes, (N, C, ...) with 1 to 3 spatial dimensions.
-        weights: of the layer.
-        params: of the convolution.
-        epilogue: what is done with the sums.
-        residual: added to the result before the activation: floating point, or codes of the
-            epilogue's residual.
-
-    Returns:
-        (N, out, ...), of the epilogue's dtype; channels last in memory on CPUs.
-    """
+    """Return the convolution of uint8 codes by ``torch.ops.torchq.int8_conv``."""
     *output, scale, zero_point = epilogue
     return torch.ops.torchq.int8_conv(x, *weights, *params, *output, residual, scale, zero_point)
 
 
 def int8_linear(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
-    """Return ``activation(x @ weight.T + bias)`` by ``torch.ops.torchq.int8_linear``.
-
-    Args:
-        x: uint8 codes, (..., in).
-        weights: of the layer.
-        epilogue: what is done with the sums; without a residual.
-
-    Returns:
-        (..., out), of the epilogue's dtype.
-    """
+    """Return ``activation(x @ weight.T + bias)`` by ``torch.ops.torchq.int8_linear``."""
     *output, _, _ = epilogue
     return torch.ops.torchq.int8_linear(x, *weights, *output)
 
 
-def _conv_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _operator(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``run``, which takes parameter objects, as a function of the operator's arguments.
 
     torch leaves out trailing arguments that have their default value.
     """
 
     def operator(x: Tensor, *flat: Any) -> Tensor:
-        params = ConvParams(tuple(flat[5]), tuple(flat[6]), tuple(flat[7]), flat[8])
-        epilogue = Epilogue(flat[9], flat[10], flat[11], flat[12], tuple(flat[13]), *flat[15:])
-        residual = flat[14] if len(flat) > 14 else None
-        return run(x, Int8Weights(*flat[:5]), params, epilogue, residual)
-
-    return operator
-
-
-def _linear_operator(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``run``, which takes parameter objects, as a function of the operator's arguments."""
-
-    def operator(x: Tensor, *flat: Any) -> Tensor:
-        epilogue = Epilogue(flat[5], flat[6], flat[7], flat[8], tuple(flat[9]))
-        return run(x, Int8Weights(*flat[:5]), epilogue)
+        weights, rest, params = Int8Weights(*flat[:5]), flat[5:], list[ConvParams]()
+        if name == "conv":
+            params, rest = [ConvParams(*map(tuple, rest[:3]), rest[3])], rest[4:]
+        epilogue = Epilogue(*rest[:4], tuple(rest[4]), *rest[6:])
+        return run(x, weights, *params, epilogue, *rest[5:6])
 
     return operator
 
@@ -126,7 +89,7 @@ def _conv_fake(
     weights: Int8Weights,
     params: ConvParams,
     epilogue: Epilogue,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     shape = torch.Size(params.output_shape(x.shape, weights.codes.shape))
     if residual is not None:
@@ -142,16 +105,16 @@ def _linear_fake(x: Tensor, weights: Int8Weights, epilogue: Epilogue) -> Tensor:
     return x.new_empty((*x.shape[:-1], weights.codes.shape[0]), dtype=epilogue.dtype)
 
 
-def _register() -> None:
-    _LIBRARY.impl("int8_conv", _conv_operator(definition.conv), "CompositeExplicitAutograd")
-    _LIBRARY.impl("int8_conv", _conv_operator(_conv_cpu), "CPU")
-    torch.library.register_fake("torchq::int8_conv", _conv_operator(_conv_fake), lib=_LIBRARY)
-    _LIBRARY.impl("int8_linear", _linear_operator(definition.linear), "CompositeExplicitAutograd")
-    _LIBRARY.impl("int8_linear", _linear_operator(_linear_cpu), "CPU")
-    torch.library.register_fake("torchq::int8_linear", _linear_operator(_linear_fake), lib=_LIBRARY)
+def _register(name: str, *runs: Callable[..., Tensor]) -> None:
+    """Enter what an operator runs anywhere, on CPUs, and to know the shape of its result."""
+    anywhere, cpu, fake = (_operator(name, run) for run in runs)
+    _LIBRARY.impl(f"int8_{name}", anywhere, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"int8_{name}", cpu, "CPU")
+    torch.library.register_fake(f"torchq::int8_{name}", fake, lib=_LIBRARY)
 
 
-_register()
+_register("conv", definition.conv, _conv_cpu, _conv_fake)
+_register("linear", definition.linear, _linear_cpu, _linear_fake)
 
 
 #: The channels that torch's kernel computes at once.
@@ -164,13 +127,7 @@ _LIBRARY.define(
 
 
 def max_pool2d(x: Tensor, window: Sequence[Sequence[int]], ceil_mode: bool) -> Tensor:
-    """Return the largest code of each window by ``torch.ops.torchq.max_pool2d``.
-
-    Args:
-        x: uint8, (N, C, H, W) or (C, H, W).
-        window: kernel size, stride, padding and dilation, each for height and width.
-        ceil_mode: as in :class:`torch.nn.MaxPool2d`.
-    """
+    """Return the largest code of each window by ``torch.ops.torchq.max_pool2d``."""
     return torch.ops.torchq.max_pool2d(x, *window, ceil_mode)
 
 

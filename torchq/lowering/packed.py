@@ -32,11 +32,7 @@ Key = tuple[str, Hashable]
 
 
 class KernelCache:
-    """Kernels by weight and key. Several threads may use it; only building takes the lock.
-
-    Args:
-        most: how many kernels of one kind a weight may have; the oldest goes.
-    """
+    """Kernels by weight and key. Several threads may use it; only building takes the lock."""
 
     def __init__(self, most: int = MOST_SHAPES) -> None:
         self._most = most
@@ -50,15 +46,7 @@ class KernelCache:
         companions: Sequence[Tensor | None],
         build: Callable[[], Any],
     ) -> Any:
-        """Return what ``build`` returned for this weight, key and companions.
-
-        Args:
-            weight: what the kernel is made from.
-            key: the kind of kernel, and the numbers that enter it.
-            companions: further tensors that enter it: scales, bias.
-            build: makes the kernel. It must not hold ``weight`` or a view of it, which would
-                then live forever.
-        """
+        """Return what ``build`` returned for this weight, key and companions."""
         found = self._entries.get(weight)
         entry = found.get(key) if found is not None else None
         if entry is not None and _same(entry[0], companions):
@@ -93,12 +81,7 @@ class KernelCache:
 
 
 def drop_oldest(entries: dict[Any, Any], most: int) -> None:
-    """Make room for one more entry in a dictionary, by dropping its oldest ones in place.
-
-    Args:
-        entries: the dictionary, in order of age. Several threads may read it.
-        most: how many entries there may be in all.
-    """
+    """Make room for one more entry in a dictionary, by dropping its oldest ones in place."""
     for key in list(entries)[: max(0, len(entries) + 1 - most)]:
         entries.pop(key, None)
 

@@ -42,11 +42,6 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
     once, where floating point takes three passes over memory. What a convolution cannot express
     (windows of different sizes, padding that is not counted) is computed in floating point.
 
-    Args:
-        pool: the pooling; its padding counts as zeros.
-        input_qparams: of the codes that are read.
-        output_qparams: of the codes that are returned.
-
     Shape:
         (N, C, H, W) or (C, H, W), uint8 -> the same with pooled images.
     """

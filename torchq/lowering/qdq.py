@@ -18,11 +18,7 @@ from torchq.lowering.qparams import QParams
 
 
 class QParamsModule(QParamsStateMixin):
-    """Base of modules with one :class:`QParams`.
-
-    Args:
-        qparams: of the codes that the module reads or returns.
-    """
+    """Base of modules with one :class:`QParams`."""
 
     qparams_names = ("qparams",)
 
@@ -37,11 +33,6 @@ class QParamsModule(QParamsStateMixin):
 
 class Quantize(QParamsModule, IntegerModule):
     """Quantization of a floating-point tensor to uint8 codes.
-
-    Args:
-        qparams: of the codes.
-        dtype: the dtype of the layer that reads the codes, which the input must have; None
-            accepts any floating dtype.
 
     Attributes:
         finite: no value can be NaN, as all of them are made from codes; nobody looks for it.
@@ -63,24 +54,14 @@ class Quantize(QParamsModule, IntegerModule):
         return self.qparams
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the codes of ``x``, of the same shape.
-
-        Raises:
-            TypeError: ``x`` has another dtype.
-            QuantizationError: ``x`` holds NaN, see :func:`smallest_value`.
-        """
+        """Return the codes of ``x``, of the same shape."""
         if not (self.finite and x.dtype is torch.float32):
             smallest_value(x, self.dtype, "Quantize")
         return self.qparams.quantize(x)
 
 
 class Dequantize(Float32ParamsMixin, QParamsModule, IntegerModule):
-    """Dequantization of uint8 codes to a floating-point tensor.
-
-    Args:
-        qparams: of the codes.
-        dtype: of the result.
-    """
+    """Dequantization of uint8 codes to a floating-point tensor."""
 
     def __init__(self, qparams: QParams, dtype: torch.dtype) -> None:
         super().__init__(qparams)

@@ -50,12 +50,7 @@ _FORWARD_METHODS = ("forward", "_conv_forward")
 
 
 def lower(module: QuantModule, reduce_range: bool = False) -> nn.Module | str:
-    """Return the integer layer for ``module``, or the reason why there is none.
-
-    Args:
-        module: calibrated, left unchanged.
-        reduce_range: give weights 7 bits; see :func:`torchq.deploy`.
-    """
+    """Return the integer layer for ``module``, or the reason why there is none."""
     base = next((cls for cls in type(module).__mro__ if cls in LOWERINGS), None)
     if base is None:
         return f"no integer kernel for {type(module).__name__}"
@@ -85,17 +80,7 @@ def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
 def integer_weight(
     quantizer: TensorQuantizer, weight: Tensor, reduce_range: bool, axis: int = 0
 ) -> tuple[Tensor, Tensor] | str:
-    """Return a weight as integers, as the simulation rounds it, or why that cannot be.
-
-    Args:
-        quantizer: of the weight.
-        weight: floating point.
-        reduce_range: round to 7 bits over the same range instead.
-        axis: of the output channels.
-
-    Returns:
-        int8 codes of the weight's shape, and the float32 scale of each output channel, (out,).
-    """
+    """Return a weight as integers, as the simulation rounds it, or why that cannot be."""
     d = quantizer.descriptor
     format = d.format
     if not isinstance(format, IntFormat) or format.quant_max > 127:
@@ -113,14 +98,7 @@ def integer_weight(
 def as_linear(
     weight: Tensor, bias: Tensor | None, of_input: nn.Module, of_weight: nn.Module
 ) -> QuantLinear:
-    """Return a product of a layer with several as a linear layer of its own, to be lowered.
-
-    Args:
-        weight: (out, in).
-        bias: (out,) or None.
-        of_input: the quantizer of the input.
-        of_weight: the quantizer of the weight.
-    """
+    """Return a product of a layer with several as a linear layer of its own, to be lowered."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -162,12 +140,7 @@ def _per_output(granularity: Granularity, weight: Tensor, axis: int = 0) -> bool
 def static_arguments(
     module: QuantModule, reduce_range: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, QParams, torch.dtype, Tensor | None] | str:
-    """Return the arguments of an :class:`Int8Layer`, or why there is none.
-
-    Args:
-        module: a layer with ``input_quantizer`` and ``weight_quantizer``.
-        reduce_range: give weights 7 bits.
-    """
+    """Return the arguments of an :class:`Int8Layer`, or why there is none."""
     x, w = active(module.input_quantizer), active(module.weight_quantizer)
     if w is None:
         return "its weight is not quantized"

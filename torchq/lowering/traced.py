@@ -108,12 +108,7 @@ class AssertNone(nn.Module):
 
 
 class BuildDict(nn.Module):
-    """Build a dictionary of the type that the original model returns.
-
-    Args:
-        kind: an ordered dictionary, or a dataclass that is a dictionary too, as results of
-            ``transformers`` are.
-    """
+    """Build a dictionary of the type that the original model returns."""
 
     def __init__(self, kind: type[dict[str, Any]]) -> None:
         super().__init__()
@@ -125,14 +120,6 @@ class BuildDict(nn.Module):
 
 
 def nth_chunk(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return one of the tensors that a method such as ``chunk`` or ``split`` makes of ``x``.
-
-    Args:
-        x: any shape.
-        method: the name of a method of ``x`` that returns several tensors.
-        index: which of them.
-        *args: the positional arguments of the method.
-        **kwargs: its keyword arguments.
-    """
+    """Return one of the tensors that a method such as ``chunk`` or ``split`` makes of ``x``."""
     chunks: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
     return chunks[index]

@@ -90,13 +90,7 @@ FINISH: tuple[NodePass, ...] = (
 
 
 def run_passes(graph_module: fx.GraphModule, dtype: torch.dtype) -> None:
-    """Run all passes on a traced model, in place.
-
-    Args:
-        graph_module: traced with integer layers, quantizers and the layers of torch as single
-            calls.
-        dtype: of the floating-point tensors in it.
-    """
+    """Run all passes on a traced model, in place."""
     editor = GraphEditor(graph_module, dtype)
     for rewrite in INSERT_QDQ:
         apply_pass(editor, rewrite)

@@ -15,11 +15,6 @@ from torchq.lowering.traced import AssertNone
 class GraphEditor:
     """A traced model that passes change in place.
 
-    Args:
-        graph_module: traced with integer layers, quantizers and the layers of torch as single
-            calls.
-        dtype: of the floating-point tensors in it.
-
     Attributes:
         root: the traced model.
         graph: its graph.
@@ -45,13 +40,7 @@ class GraphEditor:
         return found if isinstance(found, Int8Layer) else None
 
     def insert_call(self, base: str, module: nn.Module, *args: Argument) -> fx.Node:
-        """Insert a call of a new module at the insertion point of the graph.
-
-        Args:
-            base: the name of the submodule; a number is appended where it is taken.
-            module: becomes a submodule of the traced model.
-            args: what the call reads.
-        """
+        """Insert a call of a new module at the insertion point of the graph."""
         name, count = base, 1
         while name in self.modules:
             name, count = f"{base}_{count}", count + 1

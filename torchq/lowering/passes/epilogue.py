@@ -20,13 +20,8 @@ def fold_batchnorm(editor: GraphEditor, node: fx.Node) -> bool:
 
     In eval mode BatchNorm is a scale and a shift per channel. The integer weight stays as it is.
 
-    Before::
-
-        codes -> Int8Conv(weight_scale, bias) -> BatchNorm(scale, shift) -> reader
-
-    After::
-
-        codes -> Int8Conv(weight_scale * scale, bias * scale + shift) -> reader
+    Before: ``codes -> Int8Conv(weight_scale, bias) -> BatchNorm(scale, shift)``.
+    After: ``codes -> Int8Conv(weight_scale * scale, bias * scale + shift)``.
     """
     norm, conv = editor.module(node), match.input_node(node)
     is_norm = isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -68,13 +63,7 @@ def fuse_activation(editor: GraphEditor, node: fx.Node) -> bool:
 
     A clamp that only Quantize nodes read is left to them: it becomes part of their bounds.
 
-    Before::
-
-        codes -> Int8Conv -> SiLU -> reader
-
-    After::
-
-        codes -> Int8Conv(activation="silu") -> reader
+    Before: ``codes -> Int8Conv -> SiLU``. After: ``codes -> Int8Conv(activation="silu")``.
     """
     found = match.activation_of(node, editor.modules)
     source = match.input_node(node)
@@ -98,15 +87,7 @@ def fuse_add(editor: GraphEditor, node: fx.Node) -> bool:
     Of two convolutions a pointwise one adds, whose kernel does so at no cost, or else the later
     one: the memory of its input may be free by then.
 
-    Before::
-
-        codes -> Int8Conv -+
-                           +-> add -> reader
-        residual ----------+
-
-    After::
-
-        codes, residual -> Int8Conv -> reader
+    Before: ``Int8Conv(codes) + residual``. After: ``Int8Conv(codes, residual)``.
     """
     pair = match.add_operands(node)
     found = [
@@ -132,13 +113,8 @@ def fuse_requantize(editor: GraphEditor, node: fx.Node) -> bool:
 
     A residual must be codes too: adding floats, the kernel returns floats.
 
-    Before::
-
-        codes, codes -> Dequantize(r) -> Int8Conv -> Quantize(q) -> reader
-
-    After::
-
-        codes, codes -> Int8Conv(residual_qparams=r, output_qparams=q) -> reader
+    Before: ``codes, codes -> Dequantize(r) -> Int8Conv -> Quantize(q)``.
+    After: ``codes, codes -> Int8Conv(residual_qparams=r, output_qparams=q)``.
     """
     layer = editor.layer(node)
     if layer is None or layer.output_qparams is not None or len(node.users) != 1:

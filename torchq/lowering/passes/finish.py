@@ -24,13 +24,7 @@ _LONGEST = 4
 def read_shape_of_codes(editor: GraphEditor, node: fx.Node) -> bool:
     """Read the shape of codes instead of the values made from them, which then have no reader.
 
-    Before::
-
-        codes -> Dequantize -> x.size()
-
-    After::
-
-        codes -> codes.size()
+    Before: ``codes -> Dequantize -> x.size()``. After: ``codes -> codes.size()``.
     """
     values = match.input_node(node)
     codes = match.input_node(values)
@@ -48,13 +42,8 @@ def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
     A clamp that became part of a Quantize may have moved the zero point of its codes, which every
     later reader must know. See :meth:`IntegerModule.propagate_qparams`.
 
-    Before::
-
-        codes(q') -> IntegerModule(q) -> codes
-
-    After::
-
-        codes(q') -> IntegerModule(q') -> codes(r), with r in editor.qparams
+    Before: ``codes(q') -> IntegerModule(q) -> codes``.
+    After: ``codes(q') -> IntegerModule(q') -> codes(r), with r in editor.qparams``.
     """
     module = editor.module(node)
     if isinstance(module, Int8Layer):
@@ -76,13 +65,8 @@ def propagate_qparams(editor: GraphEditor, node: fx.Node) -> bool:
 def trust_finite_values(editor: GraphEditor, node: fx.Node) -> bool:
     """Quantize values that are made from codes without looking for NaN.
 
-    Before::
-
-        codes -> Int8Conv -> x * sigmoid(y) -> Quantize
-
-    After::
-
-        codes -> Int8Conv -> x * sigmoid(y) -> Quantize(finite)
+    Before: ``codes -> Int8Conv -> x * sigmoid(y) -> Quantize``.
+    After: ``codes -> Int8Conv -> x * sigmoid(y) -> Quantize(finite)``.
     """
     quantize, source = editor.module(node), match.input_node(node)
     if not isinstance(quantize, Quantize) or quantize.finite or source is None:

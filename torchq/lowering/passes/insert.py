@@ -41,13 +41,7 @@ def check_none_by_module(editor: GraphEditor, node: fx.Node) -> bool:
 
     This pass comes first, because nothing reads the check and others would erase it.
 
-    Before::
-
-        _assert_is_none(argument, message)
-
-    After::
-
-        AssertNone(argument)
+    Before: ``_assert_is_none(argument, message)``. After: ``AssertNone(argument)``.
     """
     source = match.input_node(node)
     if source is None or not match.is_none_check(node):
@@ -59,13 +53,7 @@ def check_none_by_module(editor: GraphEditor, node: fx.Node) -> bool:
 def build_dict_by_module(editor: GraphEditor, node: fx.Node) -> bool:
     """Let a module build a dictionary of a special type: calls of modules survive pickling.
 
-    Before::
-
-        OrderedDict({"logits": x})
-
-    After::
-
-        BuildDict({"logits": x})
+    Before: ``OrderedDict({"logits": x})``. After: ``BuildDict({"logits": x})``.
     """
     kind = node.target
     if node.op != "call_function" or not (isinstance(kind, type) and issubclass(kind, dict)):
@@ -77,13 +65,7 @@ def build_dict_by_module(editor: GraphEditor, node: fx.Node) -> bool:
 def drop_identity(editor: GraphEditor, node: fx.Node) -> bool:
     """Drop what does nothing in eval mode; it would only keep other nodes apart.
 
-    Before::
-
-        x -> Identity, Dropout or drop path -> reader
-
-    After::
-
-        x -> reader
+    Before: ``x -> Identity, Dropout or drop path``. After: ``x``.
     """
     source = match.input_node(node)
     does_nothing = (
@@ -117,13 +99,7 @@ def _returns_its_input(module: nn.Module) -> bool:
 def view_to_reshape(editor: GraphEditor, node: fx.Node) -> bool:
     """Replace ``view`` by ``reshape``: deployed results are channels last, which view may refuse.
 
-    Before::
-
-        x.view(sizes)
-
-    After::
-
-        x.reshape(sizes)
+    Before: ``x.view(sizes)``. After: ``x.reshape(sizes)``.
     """
     if node.op != "call_method" or node.target != "view" or match.views_bits(node):
         return False
@@ -134,13 +110,7 @@ def view_to_reshape(editor: GraphEditor, node: fx.Node) -> bool:
 def select_chunk(editor: GraphEditor, node: fx.Node) -> bool:
     """Turn one item of a split tensor into a view of that tensor, through which codes can pass.
 
-    Before::
-
-        x.chunk(2, 1)[0]
-
-    After::
-
-        nth_chunk(x, "chunk", 0, 2, 1)
+    Before: ``x.chunk(2, 1)[0]``. After: ``nth_chunk(x, "chunk", 0, 2, 1)``.
     """
     if node.target is not operator.getitem or len(node.args) != 2:
         return False
@@ -175,15 +145,7 @@ def static_qparams(quantizer: nn.Module) -> QParams | None:
 def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
     """Replace an addition or product with quantized operands by a float one of quantized values.
 
-    Before::
-
-        x, y -> QuantAdd -> reader
-
-    After::
-
-        x -> Quantize -> Dequantize -+
-                                     +-> add -> reader
-        y -> Quantize -> Dequantize -+
+    Before: ``QuantAdd(x, y)``. After: ``Dequantize(Quantize(x)) + Dequantize(Quantize(y))``.
     """
     module = editor.module(node)
     if not isinstance(module, (QuantAdd, QuantMul, QuantMatMul)) or node.kwargs:
@@ -202,15 +164,8 @@ def open_quantized_operator(editor: GraphEditor, node: fx.Node) -> bool:
 def open_quantized_concat(editor: GraphEditor, node: fx.Node) -> bool:
     """Replace a concatenation with quantized operands by a float one of quantized values.
 
-    Before::
-
-        x, y -> QuantCat -> reader
-
-    After::
-
-        x -> Quantize -> Dequantize -+
-                                     +-> cat -> reader
-        y -> Quantize -> Dequantize -+
+    Before: ``QuantCat([x, y])``.
+    After: ``cat([Dequantize(Quantize(x)), Dequantize(Quantize(y))])``.
     """
     module = editor.module(node)
     if not isinstance(module, QuantCat) or not set(node.kwargs) <= {"dim"} or not node.args:
@@ -262,13 +217,7 @@ def _insert_qdq(
 def replace_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
     """Replace a quantizer that the author of the model placed.
 
-    Before::
-
-        x -> TensorQuantizer -> reader
-
-    After::
-
-        x -> Quantize -> Dequantize -> reader
+    Before: ``x -> TensorQuantizer``. After: ``x -> Quantize -> Dequantize``.
     """
     module, source = editor.module(node), match.input_node(node)
     if source is None or node.kwargs or not isinstance(module, TensorQuantizer):
@@ -285,13 +234,7 @@ def expose_input_quantizer(editor: GraphEditor, node: fx.Node) -> bool:
 
     A SiLU with a quantized gate keeps simulating.
 
-    Before::
-
-        x -> QuantAvgPool2d -> reader
-
-    After::
-
-        x -> Quantize -> Dequantize -> AvgPool2d -> reader
+    Before: ``x -> QuantAvgPool2d``. After: ``x -> Quantize -> Dequantize -> AvgPool2d``.
     """
     module, source = editor.module(node), match.input_node(node)
     if source is None or node.kwargs or len(node.args) != 1:
@@ -318,13 +261,7 @@ def _without_input_quantizer(module: InputQuantized) -> nn.Module:
 def quantize_layer_input(editor: GraphEditor, node: fx.Node) -> bool:
     """Quantize the input of an integer layer by a node of its own.
 
-    Before::
-
-        x -> Int8Conv -> reader
-
-    After::
-
-        x -> Quantize -> Int8Conv -> reader
+    Before: ``x -> Int8Conv``. After: ``x -> Quantize -> Int8Conv``.
     """
     module, source = editor.module(node), match.input_node(node)
     if source is None or node.kwargs or not isinstance(module, Int8Layer):

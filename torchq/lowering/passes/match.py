@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,23 +14,16 @@ from torchq.graph import REARRANGING, forward_hook_kind, operator_name
 from torchq.lowering.pooling import CodesMaxPool2d
 from torchq.lowering.traced import nth_chunk
 
-#: The name of an activation in :data:`torchq.lowering.ACTIVATIONS`, and its arguments.
+#: The name of an activation in :data:`~torchq.lowering.definition.ACTIVATIONS`, and its arguments.
 ActivationCall = tuple[str, tuple[float, ...]]
 
 _INF = float("inf")
 
 _ACTIVATION_FUNCTIONS: dict[Any, ActivationCall] = {
-    F.relu: ("relu", ()),
-    torch.relu: ("relu", ()),
-    "relu": ("relu", ()),
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_, "relu", "relu_"), ("relu", ())),
     F.relu6: ("clamp", (0.0, 6.0)),
     F.silu: ("silu", ()),
     F.hardswish: ("hardswish", ()),
-}
-_ACTIVATIONS_IN_PLACE: dict[Any, ActivationCall] = {
-    torch.relu_: ("relu", ()),
-    "relu_": ("relu", ()),
-    F.relu_: ("relu", ()),
 }
 _ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
     nn.ReLU: lambda m: ("relu", ()),
@@ -44,19 +37,13 @@ _ACTIVATION_MODULES: dict[type, Callable[[Any], ActivationCall]] = {
 _ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _ADD_IN_PLACE = {operator.iadd, "add_"}
 _SPLIT: dict[Any, str] = {
-    torch.chunk: "chunk",
-    torch.split: "split",
-    torch.unbind: "unbind",
+    **{getattr(torch, name): name for name in ("chunk", "split", "unbind")},
     **{name: name for name in ("chunk", "split", "unbind")},
 }
 #: Functions that drop values while training, and the position of their argument ``training``.
 #: The last one is torchvision's.
 _DROPOUT = {
-    "dropout": 2,
-    "dropout1d": 2,
-    "dropout2d": 2,
-    "dropout3d": 2,
-    "alpha_dropout": 2,
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), 2),
     "stochastic_depth": 3,
 }
 #: Modules that rearrange elements, as the operators in :data:`torchq.graph.REARRANGING` do.
@@ -66,36 +53,27 @@ _REARRANGING_MODULES = (
 )
 
 #: Never negative where their tensor arguments are not.
-_NONNEGATIVE_FUNCTIONS = {
+_NONNEGATIVE_CALLS = {
     *(F.adaptive_avg_pool2d, F.avg_pool2d, F.max_pool2d),
-    *(torch.mean, torch.cat, operator.mul, torch.mul),
+    *(torch.mean, torch.cat, operator.mul, torch.mul, "mean", "mul"),
     *_ADD,
 }
-_NONNEGATIVE_METHODS = {"mean", "mul", "add", "add_"}
 _NONNEGATIVE_MODULES = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
 )
 
-_MAX_POOL_ARGUMENTS = (
-    *("kernel_size", "stride", "padding", "dilation"),
-    *("ceil_mode", "return_indices"),
-)
+_WINDOW = ("kernel_size", "stride", "padding")
+_MAX_POOL_ARGUMENTS = (*_WINDOW, "dilation", "ceil_mode", "return_indices")
 _AVERAGE_POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
     F.avg_pool2d: (
         nn.AvgPool2d,
-        (
-            *("kernel_size", "stride", "padding"),
-            *("ceil_mode", "count_include_pad", "divisor_override"),
-        ),
+        (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     ),
     F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
 }
 
 Modules = Mapping[str, nn.Module]
-
-
-# --- nodes --------------------------------------------------------------------------------------
 
 
 def module_of(node: object, modules: Modules) -> nn.Module | None:
@@ -133,7 +111,7 @@ def _calls(node: fx.Node, targets: Any) -> bool:
     return node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a function after its first one, by name."""
     return {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
 
@@ -147,32 +125,23 @@ def _input_is_shared(node: fx.Node) -> bool:
     return source is not None and len(source.users) > 1
 
 
-# --- functions of single values ------------------------------------------------------------------
-
-
 def activation_of(node: fx.Node, modules: Modules) -> ActivationCall | None:
     """Return the activation that ``node`` computes, if nothing else can notice the call.
 
     An activation that works in place counts only where its input has no other reader.
     """
     module = module_of(node, modules)
+    in_place = node.kwargs.get("inplace", False) or node.target in (torch.relu_, "relu_")
+    found: ActivationCall | None = None
     if module is not None:
         describe = _ACTIVATION_MODULES.get(type(module))
-        hidden = getattr(module, "inplace", False) and _input_is_shared(node)
-        return None if describe is None or hidden else describe(module)
-    if _calls(node, _ACTIVATIONS_IN_PLACE):
-        return None if _input_is_shared(node) else _ACTIVATIONS_IN_PLACE[node.target]
-    in_place = node.kwargs.get("inplace", False) or len(node.args) > 1
-    if _calls(node, _ACTIVATION_FUNCTIONS) and not (in_place and _input_is_shared(node)):
-        return _ACTIVATION_FUNCTIONS[node.target]
-    if _calls(node, {F.gelu}):
-        return _gelu(node.kwargs.get("approximate")), ()
-    if _calls(node, {F.hardtanh}) and not node.kwargs.get("inplace"):
-        bounds: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
-        bounds.update(_arguments(node, ("min_val", "max_val")))
-        if not _has_node(bounds):
-            return "clamp", (float(bounds["min_val"]), float(bounds["max_val"]))
-    return None
+        found = None if describe is None else describe(module)
+        in_place = getattr(module, "inplace", False)
+    elif _calls(node, _ACTIVATION_FUNCTIONS):
+        found, in_place = _ACTIVATION_FUNCTIONS[node.target], in_place or len(node.args) > 1
+    elif _calls(node, {F.gelu}):
+        found = _gelu(node.kwargs.get("approximate")), ()
+    return None if in_place and _input_is_shared(node) else found
 
 
 def _gelu(approximate: object) -> str:
@@ -196,9 +165,6 @@ def is_inactive_dropout(node: fx.Node) -> bool:
         return False
     positional = node.args[place] if len(node.args) > place else None
     return node.kwargs.get("training", positional) is False
-
-
-# --- several tensors ------------------------------------------------------------------------------
 
 
 def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -230,9 +196,6 @@ def split_call(node: object) -> tuple[fx.Node, str, tuple[Any, ...]] | None:
     if source is None or not set(node.kwargs) <= {"dim"}:
         return None
     return source, _SPLIT[node.target], node.args[1:]
-
-
-# --- elements that move, and pooling --------------------------------------------------------------
 
 
 def view_source(node: fx.Node, modules: Modules) -> fx.Node | None:
@@ -326,5 +289,4 @@ def preserves_nonnegative(node: fx.Node, modules: Modules) -> bool:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
     arguments = (*node.args, *node.kwargs.values())
     numbers = [value for value in arguments if isinstance(value, (int, float))]
-    known = _calls(node, _NONNEGATIVE_FUNCTIONS) or _calls(node, _NONNEGATIVE_METHODS)
-    return known and all(bool(number >= 0) for number in numbers)
+    return _calls(node, _NONNEGATIVE_CALLS) and all(bool(number >= 0) for number in numbers)

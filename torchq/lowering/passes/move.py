@@ -14,15 +14,7 @@ from torchq.lowering.qparams import QParams
 def merge_quantize(editor: GraphEditor, node: fx.Node) -> bool:
     """Quantize one tensor once for all readers with the same qparams.
 
-    Before::
-
-        x -+-> Quantize(q) -> reader
-           +-> Quantize(q) -> reader
-
-    After::
-
-        x -> Quantize(q) -+-> reader
-                          +-> reader
+    Before: ``x -> Quantize(q)`` for each reader. After: ``x -> Quantize(q)`` for all of them.
     """
     changed = False
     first: dict[QParams, fx.Node] = {}
@@ -41,13 +33,7 @@ def merge_quantize(editor: GraphEditor, node: fx.Node) -> bool:
 def cancel_qdq(editor: GraphEditor, node: fx.Node) -> bool:
     """Cancel a Dequantize whose result is quantized to the same codes.
 
-    Before::
-
-        codes -> Dequantize(q) -> Quantize(q) -> reader
-
-    After::
-
-        codes -> reader
+    Before: ``codes -> Dequantize(q) -> Quantize(q)``. After: ``codes``.
     """
     quantize, values = editor.module(node), match.input_node(node)
     dequantize, codes = editor.module(values), match.input_node(values)
@@ -62,13 +48,8 @@ def cancel_qdq(editor: GraphEditor, node: fx.Node) -> bool:
 def average_codes(editor: GraphEditor, node: fx.Node) -> bool:
     """Average codes between two quantizers on integers.
 
-    Before::
-
-        codes -> Dequantize(q) -> AvgPool2d -> Quantize(r) -> reader
-
-    After::
-
-        codes -> CodesAvgPool2d(q, r) -> reader
+    Before: ``codes -> Dequantize(q) -> AvgPool2d -> Quantize(r)``.
+    After: ``codes -> CodesAvgPool2d(q, r)``.
     """
     pool, values = match.average_pool_of(node, editor.modules), match.input_node(node)
     if pool is None or len(node.users) != 1:
@@ -90,13 +71,7 @@ def pool_codes(editor: GraphEditor, node: fx.Node) -> fx.Node:
 
     This is a step of passes that move quantization. Other nodes are returned as they are.
 
-    Before::
-
-        codes -> MaxPool2d -> reader
-
-    After::
-
-        codes -> CodesMaxPool2d -> reader
+    Before: ``codes -> MaxPool2d``. After: ``codes -> CodesMaxPool2d``.
     """
     pool, codes = match.max_pool_of(node, editor.modules), match.input_node(node)
     if pool is None or codes is None:
@@ -114,13 +89,8 @@ def use_unsigned_codes(editor: GraphEditor, node: fx.Node) -> bool:
     Kernels without a zero point are faster, and the bias keeps the bits that the correction for a
     zero point costs.
 
-    Before::
-
-        x >= 0 -> Quantize(zero_point=128, codes 0 .. 255)
-
-    After::
-
-        x >= 0 -> Quantize(zero_point=0, codes 0 .. 127)
+    Before: ``x >= 0 -> Quantize(zero_point=128, codes 0 .. 255)``.
+    After: ``x >= 0 -> Quantize(zero_point=0, codes 0 .. 127)``.
     """
     quantize, source = editor.module(node), match.input_node(node)
     if not isinstance(quantize, Quantize) or source is None:
@@ -155,13 +125,7 @@ def absorb_clamp(editor: GraphEditor, node: fx.Node) -> bool:
 
     Every reader of the clamp must be a Quantize; else it is computed anyway.
 
-    Before::
-
-        x -> ReLU -> Quantize(q)
-
-    After::
-
-        x -> Quantize(q, codes >= zero_point)
+    Before: ``x -> ReLU -> Quantize(q)``. After: ``x -> Quantize(q, codes >= zero_point)``.
     """
     quantize, clamp = editor.module(node), match.input_node(node)
     source = match.input_node(clamp)
@@ -178,15 +142,7 @@ def absorb_clamp(editor: GraphEditor, node: fx.Node) -> bool:
 def hoist_quantize(editor: GraphEditor, node: fx.Node) -> bool:
     """Quantize before max pooling, concatenation or a view instead of after it.
 
-    Before::
-
-        x, y -> concat, max pooling or view -> Quantize(q) -> reader
-
-    After::
-
-        x -> Quantize(q) -+
-                          +-> the same on codes -> reader
-        y -> Quantize(q) -+
+    Before: ``Quantize(cat([x, y]))``. After: ``cat([Quantize(x), Quantize(y)])``.
     """
     quantize, moved = editor.module(node), match.input_node(node)
     if not isinstance(quantize, Quantize) or moved is None or len(moved.users) > 1:
@@ -237,15 +193,7 @@ def sink_dequantize(editor: GraphEditor, node: fx.Node) -> bool:
 
     All tensors must come from codes with the same qparams.
 
-    Before::
-
-        x -> Dequantize(q) -+
-                            +-> concat, max pooling or view -> reader
-        y -> Dequantize(q) -+
-
-    After::
-
-        x, y -> the same on codes -> Dequantize(q) -> reader
+    Before: ``cat([Dequantize(x), Dequantize(y)])``. After: ``Dequantize(cat([x, y]))``.
     """
     values = tensors_to_rearrange(editor, node)
     modules = [editor.module(value) for value in values]
