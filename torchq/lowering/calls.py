@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.descriptor import QuantDescriptor
 from torchq.graph import call_model
 from torchq.lowering.registry import as_linear, lower
 from torchq.nn import (
@@ -19,58 +18,28 @@ from torchq.nn import (
     ComputedCall,
     QuantModule,
     RoutedModule,
-    TensorQuantizer,
     convert_,
     equivalent_class,
 )
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED = (*_CONV[:5], "output_padding", "groups", "dilation")
-_DEFAULTS: dict[str, Any] = {
-    "bias": None,
-    "stride": 1,
-    "padding": 0,
-    "output_padding": 0,
-    "dilation": 1,
-    "groups": 1,
-    "beta": 1,
-    "alpha": 1,
+#: Kind of a call -> the names of its arguments.
+_NAMES = {
+    "linear": _CONV[:3],
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
 }
-#: Kind of a call -> the names of its arguments; those of the operands are the same for all kinds.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "linear": ("input", "weight", "bias"),
-    "matmul": ("input", "weight"),
-    "addmm": ("bias", "input", "weight"),
-    "conv1d": _CONV,
-    "conv2d": _CONV,
-    "conv3d": _CONV,
-    "conv_transpose1d": _TRANSPOSED,
-    "conv_transpose2d": _TRANSPOSED,
-    "conv_transpose3d": _TRANSPOSED,
-}
-_KEYWORDS = {"mat1": "input", "mat2": "weight"}
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
 def bound_arguments(
     site: CallSite, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return the arguments of a call by name, with defaults; None where no kernel knows them."""
-    kind, names = site.kind, _NAMES.get(site.kind)
-    if names is None or len(args) > len(names):
+    names = _NAMES.get(site.kind, ())
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > len(names) or not {"input", "weight"} <= set(given) <= set(names):
         return None
-    if site.weight_is_left:
-        if kind != "matmul":
-            return None
-        names = ("weight", "input")
-    given = dict(zip(names, args, strict=False))
-    for key, value in kwargs.items():
-        if kind == "addmm" and key == "input":
-            key = "bias"
-        given[names[1] if key == "other" else _KEYWORDS.get(key, key)] = value
-    options = ("beta", "alpha") if kind == "addmm" else ()
-    if not {"input", "weight"} <= set(given) <= {*names, *options}:
-        return None
-    return {name: given.get(name, _DEFAULTS.get(name)) for name in (*names, *options)}
+    return {name: given.get(name, _DEFAULTS.get(name)) for name in names}
 
 
 class ProductCall(ComputedCall):
@@ -99,22 +68,16 @@ class ProductCall(ComputedCall):
         given = bound_arguments(self.site, args, kwargs)
         if given is None or any(given[name] != value for name, value in self.options.items()):
             return None
-        if self.site.weight_is_left and given["input"].dim() < 2:
-            return None
         return given["input"], given.get("bias")
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product, with the bias added."""
-        if self.site.weight_is_left:
-            product: Tensor = self.kernel(x.transpose(-1, -2)).transpose(-1, -2)
-            return product
         y: Tensor = self.kernel(x)
         if bias is None:
             return y
         return y + (bias.view(-1, *[1] * (self.ndim - 2)) if self.ndim else bias)
 
 
-_TENSORS = ("input", "weight", "bias")
 _ATTENTION = "attention is a kernel in a graph alone, and its forward keeps running"
 
 
@@ -217,72 +180,39 @@ def _lower_module(
 
 def _product_call(site: CallSite, seen: _Seen, reduce_range: bool) -> ProductCall | str:
     """Return what computes a call that was recorded, or why there is no kernel."""
-    if site.kind in ("einsum", "tensordot"):
-        return "it may sum over any axes"
+    if site.kind not in _NAMES:
+        return "kernels compute linear layers and convolutions"
     if not seen.arguments or not all(seen.arguments):
         return "it was not called in the way that a layer computes"
     first = seen.arguments[0]
-    options = {name: value for name, value in first.items() if name not in _TENSORS}
-    if options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
-        return "its result is scaled"
+    options = {name: first[name] for name in _DEFAULTS if name in first}
     weight = first["weight"].detach()
     if not all(torch.equal(weight, given["weight"]) for given in seen.arguments[1:]):
         return "its weight changes between calls"
-    layer = _layer(site, weight, options, seen.simulated)
-    kernel = layer if isinstance(layer, str) else lower(layer, reduce_range)
+    if site.kind == "linear":
+        if weight.dim() != 2:
+            return "its weight is no matrix"
+        x, w = seen.simulated.input_quantizer, seen.simulated.weight_quantizer
+        kernel = lower(as_linear(weight, None, x, w), reduce_range)
+    else:
+        kernel = lower(_conv(site.kind, weight, options, seen.simulated), reduce_range)
     if isinstance(kernel, str):
         return kernel
     ndim = weight.dim() if site.kind.startswith("conv") else 0
     return ProductCall(kernel.eval(), seen.simulated, site, options, ndim)
 
 
-def _layer(
-    site: CallSite, weight: Tensor, options: Mapping[str, Any], simulated: QuantModule
-) -> QuantModule | str:
-    """Return a quantized layer without bias that computes a product, or why there is none."""
-    x, w = simulated.input_quantizer, simulated.weight_quantizer
-    if site.kind.startswith("conv"):
-        return _conv(equivalent_class(site.kind), weight, options, x, w)
-    if weight.dim() != 2:
-        return "its weight is no matrix"
-    if site.weight_is_left and isinstance(x, TensorQuantizer) and _has_parts(x.descriptor):
-        return "its input has a scale for each part"
-    if site.kind == "linear" or site.weight_is_left:
-        return as_linear(weight, None, x, w)
-    turned = _turned(w)
-    return turned if isinstance(turned, str) else as_linear(weight.t(), None, x, turned)
-
-
-def _has_parts(descriptor: QuantDescriptor) -> bool:
-    return descriptor.axis is not None or descriptor.block_size is not None
-
-
 def _conv(
-    cls: Any, weight: Tensor, options: Mapping[str, Any], x: nn.Module, w: nn.Module
+    kind: str, weight: Tensor, options: Mapping[str, Any], simulated: QuantModule
 ) -> QuantModule:
-    first, per_group, *size = weight.shape
-    channels = (per_group * options["groups"], first)
-    if "output_padding" in options:  # Only transposed convolutions have it.
-        channels = (first, per_group * options["groups"])
+    """Return a quantized convolution without bias that computes the product of a call."""
+    out, per_group, *size = weight.shape
+    cls: Any = equivalent_class(kind)
+    channels = per_group * options["groups"], out
     layer = cls(*channels, tuple(size), bias=False, device="meta", **options)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     conv = convert_(layer)
     assert isinstance(conv, QuantModule)
-    conv.input_quantizer, conv.weight_quantizer = x, w
+    conv.input_quantizer = simulated.input_quantizer
+    conv.weight_quantizer = simulated.weight_quantizer
     return conv
-
-
-def _turned(quantizer: nn.Module) -> TensorQuantizer | str:
-    """Return the quantizer of a matrix (in, out) for its transpose, or why there is none."""
-    if not isinstance(quantizer, TensorQuantizer):
-        return "its weight is not quantized"
-    d = quantizer.descriptor
-    if d.block_size is not None or quantizer.pre_quant_scale is not None:
-        return "its weight has blocks, or is scaled before it is quantized"
-    if isinstance(d.axis, tuple) and len(d.axis) == 1:
-        d = d.replace(axis=1 - d.axis[0] % 2)
-    turned = TensorQuantizer(d, mode=quantizer.mode, device=quantizer.amax.device)
-    turned.delegate = quantizer.delegate
-    if quantizer.calibrated:
-        turned.set_amax(quantizer.amax.t() if quantizer.amax.dim() == 2 else quantizer.amax)
-    return turned.eval()
