@@ -269,7 +269,8 @@ def _traced(model: nn.Module) -> TracedModel | None:
             variant = layer.variant()
             for name in names:
                 set_submodule(graph, name, variant)
-    run_passes(graph, _dtype(model))
+    dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
+    run_passes(graph, dtype)
     return TracedModel.of(graph, model)
 
 
@@ -293,11 +294,6 @@ def _is_worth_tracing(model: nn.Module) -> bool:
     if _is_leaf(model) or not any(isinstance(m, Int8Layer) for m in model.modules()):
         return False
     return not any(forward_hook_kind(m) for m in model.modules())
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the floating-point results of the integer layers."""
-    return next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
 
 
 def remove_weight_hooks(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchq.errors import ConfigError
 from torchq.lowering import onednn
 from torchq.lowering.definition import ConvParams
-from torchq.lowering.layer import Int8Layer, eager
+from torchq.lowering.layer import Int8Layer, eager, guarded
 from torchq.lowering.onednn import Run
 from torchq.lowering.operators import int8_conv
 from torchq.lowering.qparams import QParams
@@ -86,36 +86,22 @@ class Int8Conv(Int8Layer):
     def _convolve(self, codes: Tensor, residual: Tensor | None = None) -> Tensor:
         if not eager(codes):
             return self._dispatched(codes, residual)
-        key = codes.shape if residual is None else (codes.shape, residual.shape, residual.dtype)
-        run: Run = self._kernels.get(key) or self._kernel(key, lambda: self._bind(codes, residual))
+        run = self._run(codes, residual)
         return run(codes) if residual is None else run(codes, residual)
+
+    def _run(self, codes: Tensor, residual: Tensor | None = None) -> Run:
+        """Return the layer as a function of codes, and residuals, like these."""
+        key = codes.shape if residual is None else (codes.shape, residual.shape, residual.dtype)
+        run: Run | None = self._kernels.get(key)
+        return run or self._kernel(key, lambda: self._bind(codes, residual))
 
     def bound(self, *inputs: Tensor) -> Run | None:
         """See :meth:`KernelCacheMixin.bound`; only codes are read without a check."""
-        x, shape = inputs[0], inputs[0].shape
-        if len(inputs) > 2 or x.dtype is not torch.uint8 or not self.reads_codes:
+        if inputs[0].dtype is not torch.uint8 or not self.reads_codes:
             return None
-        if len(inputs) == 1:
-            run: Run = self._kernel(shape, lambda: self._bind(x, None))
-
-            def convolve(codes: Tensor) -> Tensor:
-                return run(codes) if codes.shape == shape else self(codes)
-
-            return convolve
-        added = inputs[1]
-        key = added_shape, added_dtype = added.shape, added.dtype
-        add: Run = self._kernel((shape, *key), lambda: self._bind(x, added))
-
-        def convolve_and_add(codes: Tensor, residual: Tensor) -> Tensor:
-            alike = codes.shape == shape and residual.shape == added_shape
-            if alike and residual.dtype is added_dtype:
-                return add(codes, residual)
-            return self(codes, residual)
-
-        return convolve_and_add
+        return guarded(self._run(*inputs), self, inputs)
 
     def _bind(self, x: Tensor, residual: Tensor | None) -> Run:
-        """Return the layer as a function of codes, and residuals, like these."""
         simple = self.border is None and x.dim() == self._ndim
         if not simple or not x.numel() or not onednn.available():
             return self._dispatched

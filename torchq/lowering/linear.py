@@ -11,7 +11,7 @@ from torchq.functional.reduce import reduce_amax
 from torchq.functional.scale import divisor, scale_from_amax
 from torchq.lowering import onednn
 from torchq.lowering.definition import Epilogue, Int8Weights
-from torchq.lowering.layer import DeployedLayer, Int8Layer, eager, require_dtype
+from torchq.lowering.layer import DeployedLayer, Int8Layer, eager, guarded, require_dtype
 from torchq.lowering.onednn import Run
 from torchq.lowering.operators import int8_linear, kernel
 from torchq.lowering.qparams import SIGNED_ZERO_POINT
@@ -38,44 +38,26 @@ class Int8Linear(Int8Layer):
         return layer._compute(codes)  # noqa: SLF001
 
     def _compute(self, codes: Tensor) -> Tensor:
-        if not eager(codes):
-            return self._dispatched(codes)
+        return self._run(codes)(codes) if eager(codes) else self._dispatched(codes)
+
+    def _run(self, codes: Tensor) -> Run:
         empty = not codes.numel()
-        run: Run = self._kernels.get(empty) or self._kernel(empty, lambda: self._bind(empty))
-        return run(codes)
+        run: Run | None = self._kernels.get(empty)
+        return run or self._kernel(empty, lambda: self._bind(empty))
 
     def bound(self, *inputs: Tensor) -> Run | None:
         """See :meth:`KernelCacheMixin.bound`; only codes are read without a check."""
-        x = inputs[0]
-        if x.dtype is not torch.uint8 or not self.reads_codes or not x.numel():
+        if inputs[0].dtype is not torch.uint8 or not self.reads_codes:
             return None
-        run: Run = self._kernel(False, lambda: self._bind(False))
-
-        def multiply(codes: Tensor) -> Tensor:
-            return run(codes) if codes.numel() else self(codes)
-
-        return multiply
+        return guarded(self._run(inputs[0]), self, inputs)
 
     def _bind(self, empty: bool) -> Run:
-        """Return the layer as a function of the codes."""
         if empty or not onednn.available():
             return self._dispatched
-        run = onednn.bind_linear(self.int8_weights(), self.epilogue())
-        return self._bound(run)
+        return self._bound(onednn.bind_linear(self.int8_weights(), self.epilogue()))
 
     def _dispatched(self, x: Tensor) -> Tensor:
         return self.finish(int8_linear(x, self.int8_weights(), self.epilogue()))
-
-
-def range_of_call(x: Tensor, descriptor: QuantDescriptor, layer: str) -> Tensor:
-    """Return the range of each token of ``x``, or of all of it."""
-    amax = reduce_amax(x, descriptor.granularity).to(torch.float32)
-    if amax.dim() and amax.shape[-1] != 1:
-        raise ExportError(
-            f"{layer}: got ranges along the features of {tuple(x.shape)}; "
-            "expected one per token or tensor"
-        )
-    return amax if descriptor.scale_amax is None else amax * descriptor.scale_amax
 
 
 class DynamicInt8Linear(DeployedLayer):
@@ -114,13 +96,24 @@ class DynamicInt8Linear(DeployedLayer):
         """
         require_dtype(x, self.dtype, "DynamicInt8Linear")
         format = self.descriptor.format
-        amax = range_of_call(x, self.descriptor, "DynamicInt8Linear")
+        amax = self._range(x)
         scale = scale_from_amax(amax, format)
         zero_point = SIGNED_ZERO_POINT if format.signed else 0
         numbers = format.snap_(x.to(torch.float32) / divisor(amax, scale))
         # The scale of the input multiplies the result, since it may differ for each token.
         y = self._product(numbers.add_(zero_point).to(torch.uint8)).mul_(scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _range(self, x: Tensor) -> Tensor:
+        """Return the range of each token of ``x``, (..., 1), or of all of it; float32."""
+        amax = reduce_amax(x, self.descriptor.granularity).to(torch.float32)
+        if amax.dim() and amax.shape[-1] != 1:
+            raise ExportError(
+                f"DynamicInt8Linear: got ranges along the features of {tuple(x.shape)}; "
+                "expected one per token or tensor"
+            )
+        factor = self.descriptor.scale_amax
+        return amax if factor is None else amax * factor
 
     def _product(self, codes: Tensor) -> Tensor:
         """Return the product of codes, as if their scale were 1."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchq.lowering import onednn
 from torchq.lowering.definition import ConvParams, Int8Weights
-from torchq.lowering.layer import IntegerModule, KernelCacheMixin, QParamsStateMixin, eager
+from torchq.lowering.layer import IntegerModule, KernelCacheMixin, QParamsStateMixin, eager, guarded
 from torchq.lowering.onednn import Run
 from torchq.lowering.operators import max_pool2d
 from torchq.lowering.qparams import QParams
@@ -64,18 +64,15 @@ class CodesAvgPool2d(KernelCacheMixin, QParamsStateMixin, IntegerModule):
         """Return the code of each window's average."""
         if not eager(codes):
             return self._float(codes)
-        run: Run = self._kernel(codes.shape, lambda: self._bind(codes.shape))
-        return run(codes)
+        return self._run(codes.shape)(codes)
+
+    def _run(self, shape: torch.Size) -> Run:
+        run: Run = self._kernel(shape, lambda: self._bind(shape))
+        return run
 
     def bound(self, *inputs: Tensor) -> Run | None:
         """See :meth:`KernelCacheMixin.bound`."""
-        shape = inputs[0].shape
-        run: Run = self._kernel(shape, lambda: self._bind(shape))
-
-        def pool(codes: Tensor) -> Tensor:
-            return run(codes) if codes.shape == shape else self(codes)
-
-        return pool
+        return guarded(self._run(inputs[0].shape), self, inputs)
 
     def _float(self, codes: Tensor) -> Tensor:
         return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))

@@ -7,13 +7,12 @@ reason why there is none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.formats import (
-    Format,
-    Granularity,
     IntFormat,
     PerAxis,
     PerTensor,
@@ -85,14 +84,25 @@ def integer_weight(
     format = d.format
     if not isinstance(format, IntFormat) or format.quant_max > 127:
         return f"weight format {format} does not fit int8"
-    if not _per_output(d.granularity, weight, axis):
+    if isinstance(d.granularity, PerAxis):
+        per_output = [a % weight.dim() for a in d.granularity.axes] == [axis]
+    else:
+        per_output = isinstance(d.granularity, PerTensor)
+    if not per_output:
         return "weight ranges are neither per tensor nor per output channel"
-    if problem := _unusual_weight(quantizer):
-        return problem
+    if not d.symmetric:
+        return "weight ranges are asymmetric"
+    if quantizer.delegate is not None:
+        return "a quantizer has a delegate"
     if reduce_range and format.bits > 7:
         format = integer(7, narrow=format.narrow, rounding=format.rounding)
-    codes, scale = _rounded(quantizer, weight, format, axis)
-    return codes.to(torch.int8), scale
+    if quantizer.pre_quant_scale is not None:
+        weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
+    amax = quantizer.range_for(weight).detach().to(torch.float32)
+    codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
+    scale = scale_from_amax(amax, format, d.block_scale_format)
+    scale = scale.flatten().expand(weight.shape[axis])
+    return codes.contiguous().to(torch.int8), scale.contiguous()
 
 
 def as_linear(
@@ -107,34 +117,6 @@ def as_linear(
     assert isinstance(linear, QuantLinear)
     linear.input_quantizer, linear.weight_quantizer = of_input, of_weight
     return linear
-
-
-def _unusual_weight(quantizer: TensorQuantizer) -> str:
-    """Return why the codes of a weight are not those that kernels read; empty if they are."""
-    if not quantizer.descriptor.symmetric:
-        return "weight ranges are asymmetric"
-    return "" if quantizer.delegate is None else "a quantizer has a delegate"
-
-
-def _rounded(
-    quantizer: TensorQuantizer, weight: Tensor, format: Format, axis: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return a weight as numbers of ``format``, float32, and the scale of each output channel."""
-    if quantizer.pre_quant_scale is not None:
-        weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
-    amax = quantizer.range_for(weight).detach().to(torch.float32)
-    d = quantizer.descriptor
-    codes = quantize(weight, amax, format, d.granularity, d.block_scale_format)
-    scale = scale_from_amax(amax, format, d.block_scale_format)
-    scale = scale.flatten().expand(weight.shape[axis])
-    return codes.contiguous(), scale.contiguous()
-
-
-def _per_output(granularity: Granularity, weight: Tensor, axis: int = 0) -> bool:
-    """Return True if an output channel has one range."""
-    if isinstance(granularity, PerAxis):
-        return [a % weight.dim() for a in granularity.axes] == [axis]
-    return isinstance(granularity, PerTensor)
 
 
 def static_arguments(
@@ -153,21 +135,12 @@ def static_arguments(
     qparams = QParams.of(x)
     if isinstance(qparams, str):
         return qparams
-    weight = _weight(module)
-    codes = integer_weight(w, weight, reduce_range, module.channel_axis)
+    layer: Any = module
+    weight = layer.weight.detach()
+    codes = integer_weight(w, weight, reduce_range, layer.channel_axis)
     if isinstance(codes, str):
         return codes
-    return *codes, _bias(module), qparams, weight.dtype, x.pre_quant_scale
-
-
-def _weight(module: QuantModule) -> Tensor:
-    assert isinstance(module.weight, Tensor)
-    return module.weight.detach()
-
-
-def _bias(module: QuantModule) -> Tensor | None:
-    assert module.bias is None or isinstance(module.bias, Tensor)
-    return module.bias
+    return *codes, layer.bias, qparams, weight.dtype, x.pre_quant_scale
 
 
 @LOWERINGS.register(QuantConv1d)
@@ -204,34 +177,31 @@ def _linear(module: QuantModule, reduce_range: bool) -> nn.Module | str:
 def _dynamic(
     module: QuantModule, x: TensorQuantizer, w: TensorQuantizer, reduce_range: bool
 ) -> nn.Module | str:
-    d, weight = x.descriptor, _weight(module)
-    if not isinstance(d.format, IntFormat) or d.format.bits > 8:
-        return f"format {d.format} has no 8-bit integer kernel"
-    if x.pre_quant_scale is not None or not (d.fake_quant and w.descriptor.fake_quant):
-        return "its dynamic input has a scale in front, or codes as result"
-    if problem := _not_per_token(d.granularity) or _unusual_input(x):
+    layer: Any = module
+    if problem := _dynamic_problem(x):
         return problem
-    codes = integer_weight(w, weight, reduce_range)
+    if not w.descriptor.fake_quant:
+        return "a quantizer returns codes"
+    codes = integer_weight(w, layer.weight.detach(), reduce_range)
     if isinstance(codes, str):
         return codes
-    return DynamicInt8Linear(*codes, _bias(module), d, weight.dtype)
+    return DynamicInt8Linear(*codes, layer.bias, x.descriptor, layer.weight.dtype)
 
 
-def _unusual_input(quantizer: TensorQuantizer) -> str:
+def _dynamic_problem(quantizer: TensorQuantizer) -> str:
     """Return why kernels do not compute the scales and codes of an input; empty if they do."""
     d = quantizer.descriptor
+    if not isinstance(d.format, IntFormat) or d.format.bits > 8:
+        return f"format {d.format} has no 8-bit integer kernel"
+    if quantizer.pre_quant_scale is not None or not d.fake_quant:
+        return "its dynamic input has a scale in front, or codes as result"
+    if not isinstance(d.granularity, PerTensor | PerAxis):
+        return "its dynamic input has blocks"
+    if isinstance(d.granularity, PerAxis) and -1 in d.granularity.axes:
+        return "its dynamic input has a range per feature"
     if quantizer.delegate is not None:
         return "a quantizer has a delegate"
     if not d.symmetric:
         return "its input has an asymmetric range of each call"
     usual = d.rounding == "half_even" and not d.power_of_two
     return "" if usual else "its input has power-of-two scales or another rounding"
-
-
-def _not_per_token(granularity: Granularity) -> str:
-    """Return why ranges of a call are not those of tokens or of the tensor; empty if they are."""
-    if not isinstance(granularity, PerTensor | PerAxis):
-        return "its dynamic input has blocks"
-    if isinstance(granularity, PerAxis) and -1 in granularity.axes:
-        return "its dynamic input has a range per feature"
-    return ""
